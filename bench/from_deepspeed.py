@@ -1,6 +1,7 @@
 """The examples of docs/examples with DeepSpeed itself: losses, time, memory and bytes beside those of ``zero.initialize``.
 
-    python -m bench.from_deepspeed --deepspeed /path/to/python [--rounds 3] [--steps 20] [--width 256] [--out FILE]
+    python -m bench.from_deepspeed --deepspeed /path/to/python [--rounds 3] [--steps 20] [--width 256] [--dram 4MiB]
+        [--out FILE]
 
 ``--deepspeed``: a Python that has DeepSpeed 0.19.8 (``tests/zero/deepspeed/make_theirs.py`` says how to install it). Its
 script is the example with its two lines changed back: the import, and the call of ``initialize``. Both run on the CPU, in one
@@ -70,6 +71,8 @@ def run(python: str, script: Path, arguments: list[str], folder: Path) -> Run:
     times = [float(found) for found in re.findall(r"^at (\S+)$", done.stdout, re.MULTILINE)]
     memory, read, written = map(int, re.findall(r"^memory (\d+) read (\d+) written (\d+)$", done.stdout, re.MULTILINE)[-1])
     between = [later - sooner for sooner, later in itertools.pairwise(times)]
+    if len(between) <= LEFT_OUT:
+        sys.exit(f"{script.name} makes {len(times)} passes with {' '.join(arguments)}; give it {LEFT_OUT + 2} or more")
     return Run(losses, statistics.fmean(between[LEFT_OUT:]), memory, read, written)
 
 
@@ -83,6 +86,8 @@ def compared(name: str, arguments: list[str], parsed: argparse.Namespace) -> lis
             sys.exit(f"{name}.py has {text.count(before)} lines with {before!r}")
         text = text.replace(before, after)
     config = json.loads((EXAMPLES / f"{name}.json").read_text())
+    if parsed.dram is not None and "tiered" in config:
+        config["tiered"]["dram"] = parsed.dram
     for number in range(parsed.rounds):
         for runs, python in ((ours, sys.executable), (theirs, parsed.deepspeed)):
             with tempfile.TemporaryDirectory(dir=parsed.dir) as folder:
@@ -121,10 +126,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20, help="of the GPT")
     parser.add_argument("--width", type=int, default=256, help="of the GPT")
+    parser.add_argument("--dram", help="memory budget of the GPT by zero.initialize (default: that of its configuration)")
     parser.add_argument("--pictures", type=int, default=512, help="of the CNN")
     parser.add_argument("--dir", help="where runs are made (default: the folder for temporary files)")
     parser.add_argument("--out", type=Path, help="file for the table")
     parsed = parser.parse_args()
+    if parsed.dir is not None:
+        Path(parsed.dir).mkdir(parents=True, exist_ok=True)
     lines = compared("deepspeed_gpt", ["--steps", str(parsed.steps), "--width", str(parsed.width)], parsed)
     lines += compared("deepspeed_cifar", ["--pictures", str(parsed.pictures), "--epochs", "1"], parsed)
     print("\n".join(lines))

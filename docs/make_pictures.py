@@ -22,7 +22,8 @@ STYLE = """
   text { fill: #1d2430; } .soft { fill: #566070; }
   .a { fill: #2f6db5; stroke: #2f6db5; } .b { fill: #c8640a; stroke: #c8640a; } .c { fill: #2f8f5b; stroke: #2f8f5b; }
   .d { fill: #8a5fb0; stroke: #8a5fb0; } text.a, text.b, text.c, text.d { stroke: none; } .on { fill: #ffffff; }
-  .line { fill: none; stroke-width: 2.5; } .thin { fill: none; stroke-width: 1.5; } .dash { stroke-dasharray: 6 4; }
+  .line { fill: none !important; stroke-width: 2.5; } .thin { fill: none !important; stroke-width: 1.5; }
+  .dash { stroke-dasharray: 6 4; }
   .pale { fill-opacity: 0.16; stroke-width: 1.5; } .ink { stroke: #566070; fill: #566070; } .none { fill: none !important; }
   @media (prefers-color-scheme: dark) {
     .page { fill: #1e2129; } .card { fill: #2a2f3a; stroke: #4a5261; } .axis, .grid { stroke: #4a5261; }

@@ -154,6 +154,11 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors_of(found.read_text()), f"{page.name}: {target}"
 
 
+def test_the_list_of_results_has_each() -> None:
+    listed = re.findall(r"\]\(\.\./bench/results/([\w.-]+)\)", (ROOT / "docs" / "benchmarks.md").read_text())
+    assert sorted(set(listed)) == sorted(path.name for path in (ROOT / "bench" / "results").glob("*.md"))
+
+
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: page.stem)
 def test_files_that_are_named_exist(page: Path) -> None:
     """``tiered/io/posix.py`` in a text is a path from the root; what stands for many has a star or capitals."""
@@ -230,6 +235,7 @@ def test_pictures_have_colours_for_light_and_dark_pages_and_load_nothing() -> No
         assert f"(images/{name}.svg)" in concepts
         text = (ROOT / "docs" / "images" / f"{name}.svg").read_text()
         assert "@media (prefers-color-scheme: dark)" in text
+        assert ".line {" not in text or ".line { fill: none !important;" in text  # the dark colours fill what they name
         assert re.findall(r"https?://[^\"]+", text) == ["http://www.w3.org/2000/svg"]
         assert "/tmp/" not in text
 

@@ -159,6 +159,28 @@ def test_shared_parts_do_not_multiply(tmp_path: Path, monkeypatch: pytest.Monkey
         plain(file.value)
 
 
+def test_tensors_in_the_same_bytes_do_not_multiply(tmp_path: Path) -> None:
+    """A tensor that is a thousand times in a value: each time it would be read into memory of its own."""
+    tensor = torch.zeros(4096)
+    with TorchFile(saved({"few": [tensor] * 8, "many": [tensor] * 1000}, tmp_path / "a.pt")) as file:
+        assert len(plain(file.value["few"])) == 8
+        with pytest.raises(ValueError, match="more than 16 times the bytes of the file"):
+            plain(file.value["many"])
+
+
+def test_integers_that_have_no_text(tmp_path: Path) -> None:
+    with TorchFile(saved([2**8000, -(2**9000)], tmp_path / "a.pt")) as file:
+        assert plain(file.value[0]) == 2**8000
+        with pytest.raises(ValueError, match="an integer of 9,001 bits"):
+            plain(file.value)
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.pt")
+    with pytest.raises(TorchFileError, match="not a regular file"):
+        TorchFile(tmp_path / "a.pt")
+
+
 def rewritten(source: Path, target: Path, **changed: Any) -> Path:
     """Copy an archive with other entries, compression, or names."""
     with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w", changed.get("compression", zipfile.ZIP_STORED)) as new:

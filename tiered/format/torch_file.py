@@ -131,7 +131,7 @@ class TorchFile:
         Raises TorchFileError for what is damaged or names something else, OSError.
         """
         self.path = str(path)
-        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe is refused, not waited for
         try:
             self._file = _Part(fd, self.path, start, length)
             self._entries = self._directory()
@@ -158,6 +158,11 @@ class TorchFile:
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             os.close(fd)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the file."""
+        return self._file.length
 
     def _directory(self) -> dict[str, tuple[int, int, int]]:
         """Return where each entry is: its first byte, its bytes, its checksum."""

@@ -51,6 +51,7 @@ def train(name: str, out: Path) -> None:
     dist.all_gather_object(found, losses[BEFORE:])
     if dist.get_rank() == 0:
         (out / name / "losses.json").write_text(json.dumps(found))
+    dist.destroy_process_group()  # its threads end before the interpreter does
 
 
 def pack(name: str) -> None:

@@ -57,6 +57,7 @@ every = [None] * dist.get_world_size()
 dist.all_gather_object(every, losses)
 if dist.get_rank() == 0:
     torch.save({"tensors": found, "steps": engine.global_steps, "epoch": client_state["epoch"], "losses": every}, out)
+dist.destroy_process_group()  # its threads end before the interpreter does
 """
 
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import struct
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +16,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
+from tests.format.test_torch_file import rewritten
 from tests.zero.deepspeed.shared import AFTER, BEFORE, CASES, Case, Small, batch, config_of, groups_of, unpacked
 from tiered import MisuseError, TieredStore, TorchFileError, zero
 from tiered.cli.main import main
-from tiered.zero.deepspeed.saved import Saved
+from tiered.zero.deepspeed.saved import Saved, tag_of
 
 ROUNDING = {"fp32": 1e-6, "bf16": 2e-2, "fp16": 2e-3}
 """By how much losses may differ: of fp32 a few last bits, of narrow types one rounding of the loss's logits."""
@@ -178,6 +183,76 @@ def test_a_lost_rank_is_named(tmp_path: Path) -> None:
         Saved(tag)
 
 
+def changed(theirs: Path, change: Callable[[bytes], bytes]) -> Path:
+    """Change the pickle of each file of a checkpoint, and return the folder of its tag."""
+    tag = theirs / f"global_step{BEFORE}"
+    for path in list(tag.glob("*.pt")):
+        with zipfile.ZipFile(path) as archive:
+            pickled = archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
+        rewritten(path, tag / "changed", entries={"data.pkl": change(pickled)}).replace(path)
+    return tag
+
+
+@pytest.mark.parametrize("name", ["../../../own", "/tmp/tiered-x", "global/../..", "embed\0weight"])
+def test_names_that_lead_out_of_a_folder(tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Such names of parameters are only text in a store; no export makes them paths."""
+    assert len(name) in (12, 13)
+    theirs, stored = unpacked("stage2-fp32", tmp_path), str(tmp_path / "imported")
+    other = b"X" + len(name).to_bytes(4, "little") + name.encode()
+    changed(theirs, lambda data: data.replace(b"X\x0c\0\0\0embed.weight", other))
+    assert main(["import", str(theirs), "--dir", stored, "--deepspeed", "--dram", "1MiB"]) == 0
+    there = {path for path in tmp_path.rglob("*") if "imported" not in path.parts}
+    assert main(["export", stored, "--out", str(tmp_path / "a" / "b"), "--format", "deepspeed-universal"]) == 1
+    assert "is no name for a folder" in capfd.readouterr().err
+    assert {path for path in tmp_path.rglob("*") if "imported" not in path.parts} <= {*there, tmp_path / "a"}
+    assert not Path("/tmp/tiered-x").exists()
+
+
+def test_counts_and_pipes_take_neither_memory_nor_time(tmp_path: Path) -> None:
+    theirs = unpacked("stage2-fp32", tmp_path)
+    pipes = tmp_path / "pipes"
+    pipes.mkdir()
+    os.mkfifo(pipes / "latest")
+    engine = engine_of(CASES["stage2-fp32"], tmp_path / "store")
+    with pytest.raises(MisuseError, match="latest is not a regular file"):
+        engine.load_checkpoint(pipes)
+    (pipes / "latest").unlink()
+    (pipes / "latest").symlink_to("/dev/zero")
+    with pytest.raises(MisuseError, match="latest is not a regular file"):
+        tag_of(pipes)
+    (pipes / "latest").unlink()
+    (pipes / "latest").write_bytes(bytes(2 << 20))
+    with pytest.raises(MisuseError, match="more than 1,048,576 bytes"):
+        engine.load_checkpoint(pipes)
+    engine.destroy()
+
+    def many_ranks(data: bytes) -> bytes:
+        at = data.find(b"partition_count")
+        return data if at < 0 else data[:at] + data[at:].replace(b"K\x02", b"J\xff\xff\xff\x7f", 2)
+
+    with pytest.raises(TorchFileError, match="was saved by 2147483647 ranks, and has the optimizer states of 2: 0, 1"):
+        Saved(changed(theirs, many_ranks))
+
+
+def test_moments_that_are_integers(tmp_path: Path) -> None:
+    theirs = unpacked("stage2-fp32", tmp_path)
+    tag = changed(theirs, lambda data: data.replace(b"ctorch\nFloatStorage\n", b"ctorch\nIntStorage\n"))
+    with pytest.raises(TorchFileError, match="not of floating point"):
+        Saved(tag)
+
+
+@pytest.mark.parametrize("wrong", [b"G" + struct.pack(">d", math.nan), b"X\1\0\0\0a", b"N"], ids=["nan", "text", "none"])
+def test_settings_that_are_no_numbers(tmp_path: Path, wrong: bytes, capfd: pytest.CaptureFixture[str]) -> None:
+    theirs = unpacked("stage2-fp32", tmp_path)
+    changed(theirs, lambda data: data.replace(b"G" + struct.pack(">d", 0.95), wrong))
+    assert main(["import", str(theirs), "--dir", str(tmp_path / "imported"), "--deepspeed", "--dram", "1MiB"]) == 1
+    assert "for the setting 'betas' of a param group" in capfd.readouterr().err
+    engine = engine_of(CASES["stage2-fp32"], tmp_path / "store")
+    with pytest.raises(TorchFileError, match="for the setting 'betas' of a param group"):
+        engine.load_checkpoint(theirs)
+    engine.destroy()
+
+
 # -- exports ---------------------------------------------------------------------------------------------------------------
 
 
@@ -241,7 +316,7 @@ def test_safetensors_reads_what_is_exported_for_it(trained: Path, tmp_path: Path
 
 
 def test_the_universal_files(trained: Path, tmp_path: Path) -> None:
-    """As torch reads them; test_real_deepspeed.py has DeepSpeed read them."""
+    """As torch reads them; test_real.py has DeepSpeed read them."""
     assert main(["export", str(trained), "--out", str(tmp_path / "uni"), "--format", "deepspeed-universal"]) == 0
     _, states = expected_of(trained)
     tag = (tmp_path / "uni" / "latest_universal").read_text()

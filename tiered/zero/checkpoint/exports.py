@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from tiered import MisuseError, TieredError
-from tiered.errors import CapacityError
+from tiered.errors import CapacityError, shown
 from tiered.zero.checkpoint.reshard import Source, opened
 from tiered.zero.checkpoint.safetensors import models_in, refuse_older
 from tiered.zero.record import states_used
@@ -162,12 +162,23 @@ def export_universal(
         for name in trained:
             if not found.is_of_adam(name) or not {"exp_avg", "exp_avg_sq"} <= found.states_of(name).keys():
                 raise MisuseError(f"{name!r} was not updated by Adam, whose moments DeepSpeed's universal checkpoints have")
+            _refuse_outside(name)
         if not trained or len({found.steps[name] for name in trained}) > 1:
             what = "no parameter was updated" if not trained else "parameters have had different numbers of steps"
             raise MisuseError(f"{what}, which DeepSpeed's universal checkpoints do not have: export as torch-dcp")
         with _made(folder) as there:
             _write_universal(found, trained, there, progress or (lambda done, total: None))
         return sorted(entry.name for entry in Path(folder).iterdir())
+
+
+def _refuse_outside(name: str) -> None:
+    """Raise MisuseError for the name of a parameter that does not name a folder below another one. Names come from checkpoints
+    that others wrote."""
+    if "\0" in name or any(part in ("", ".", "..") for part in name.split("/")):
+        raise MisuseError(
+            f"{shown(repr(name), 100)} is no name for a folder, and a universal checkpoint has one for each parameter: export "
+            "as torch-dcp"
+        )
 
 
 def _write_universal(found: Exported, trained: Sequence[str], there: Path, progress: Progress) -> None:

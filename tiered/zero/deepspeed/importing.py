@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from tiered import MisuseError, TieredStore
-from tiered.errors import TorchFileError
+from tiered.errors import TorchFileError, shown
 from tiered.format.torch_file import Instance
 from tiered.zero.checkpoint import checkpoint
 from tiered.zero.checkpoint.foreign import ONE, ForeignGroup, put, record_of, replace, take_over
@@ -43,6 +44,7 @@ USUAL: Mapping[str, type[Any]] = {
 """Rules by the names of optimizers in a configuration."""
 SCALE = (("left", "cur_hysteresis", 1), ("steps", "cur_iter", 0), ("last_overflow", "last_overflow_iter", -1))
 """Of a dynamic loss scale: our name, DeepSpeed's, and what holds where that is missing."""
+LARGEST = sys.float_info.max
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "maximize": False}
 
 
@@ -170,10 +172,11 @@ def _groups_of(optimizer: Optimizer, saved: Saved) -> list[ForeignGroup]:
         theirs = [home[one] for name in names if (one := saved.aliases.get(name, name)) in home]
         rule = optimizer.rule_of(index)
         first = theirs[0].settings if theirs else {}
-        known = {key: _setting(first[key]) for key in settings_of(rule) if key in first}
+        known = {key: _sound(key, first[key], usual, saved) for key, usual in settings_of(rule).items() if key in first}
         settings = {**{key: group[key] for key in settings_of(rule)}, **known}
         for other in theirs:
-            if any(_setting(other.settings.get(key)) != value for key, value in known.items()):
+            found_there = {key: _sound(key, one, known[key], saved) for key, one in other.settings.items() if key in known}
+            if found_there != known:
                 raise MisuseError(
                     f"param group {index} of this optimizer has parameters of several groups of {saved.where}, with other "
                     "settings: divide the parameters as they were divided for DeepSpeed"
@@ -184,6 +187,19 @@ def _groups_of(optimizer: Optimizer, saved: Saved) -> list[ForeignGroup]:
 
 def _setting(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
+
+
+def _sound(name: str, value: Any, usual: Any, saved: Saved) -> Any:
+    """Return a setting of a param group. Raises TorchFileError for a value that is no number where ``usual`` is one."""
+    given: Any = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else _setting(value)
+    pairs = [(given, usual)]
+    if isinstance(usual, tuple):
+        alike = isinstance(given, tuple) and len(given) == len(usual)
+        pairs = list(zip(given, usual, strict=True)) if alike else [(None, 0.0)]
+    for one, expected in pairs:
+        if type(expected) in (int, float) and not (type(one) in (int, float) and -LARGEST <= one <= LARGEST):
+            raise TorchFileError(f"{saved.where} has {shown(repr(value), 60)} for the setting {name!r} of a param group")
+    return given
 
 
 def _rule(saved: Saved, group: SavedGroup) -> UpdateRule:
@@ -199,7 +215,7 @@ def _rule(saved: Saved, group: SavedGroup) -> UpdateRule:
             "engine.load_checkpoint loads it into an engine that has that optimizer"
         )
     usual = settings_of(rule(**(ADAMW if rule is AdamWRule else {})))
-    given = {key: _setting(value) for key, value in group.settings.items() if key in usual}
+    given = {key: _sound(key, value, usual[key], saved) for key, value in group.settings.items() if key in usual}
     if rule in (AdamRule, AdagradRule, SGDRule):
         given["fused"] = False
     made: UpdateRule = rule(**{**usual, **given})

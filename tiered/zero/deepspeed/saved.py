@@ -37,6 +37,7 @@ import torch
 from tiered.errors import MisuseError, TorchFileError, shown
 from tiered.format.torch_file import ELEMENTS, Instance, Name, StoredTensor, TorchFile
 from tiered.zero.checkpoint.foreign import Described
+from tiered.zero.deepspeed.tags import LATEST, text_of
 
 __all__ = ["INERT", "Counters", "Saved", "SavedGroup", "is_saved", "plain", "tag_of"]
 
@@ -63,6 +64,12 @@ _OWN = frozenset(
 """What DeepSpeed itself writes beside the model; the rest of a model's file is the caller's."""
 COUNTED = ("global_steps", "global_samples", "skipped_steps")
 MOST_VALUES = 1_000_000
+MOST_COPIES = 16
+"""Times the bytes of its file that the tensors of one value may take: many tensors may lie in the same bytes of it."""
+FLOATING = ("float32", "float16", "bfloat16", "float64")
+"""Types of masters and moments."""
+LONGEST = 8192
+"""Bits of an integer: Python writes no text of one with more than 4300 digits."""
 MOST_PADDING = 1 << 20
 """Bytes: 1 KiB for each thread of DeepSpeed's aio."""
 
@@ -135,8 +142,8 @@ def tag_of(folder: str | os.PathLike[str], tag: str | None = None) -> Path:
         return there
     if tag is None:
         try:
-            tag = (there / "latest").read_text().strip()
-        except (OSError, ValueError) as error:
+            tag = text_of(there / LATEST).strip()
+        except OSError as error:
             raise MisuseError(
                 f"{there} is no checkpoint of DeepSpeed's: it has neither files mp_rank_…_model_states.pt nor a file latest"
             ) from error
@@ -207,7 +214,7 @@ class Saved:
         stage = _number(states[0]["zero_stage"])
         count = states[0]["partition_count"]
         ranks = max(map(_count, count)) if isinstance(count, list) else _count(count)
-        if sorted(optims) != list(range(ranks)):
+        if len(optims) != ranks or max(optims) != ranks - 1:
             raise TorchFileError(
                 f"{folder} was saved by {ranks} ranks, and has the optimizer states of {len(optims)}: {_some(optims)}"
             )
@@ -330,8 +337,10 @@ class Saved:
             found.setdefault(name, Described(shape, narrow, True, step))
         self._of_frozen(frozen, models, model, found)
         self.parameters: Mapping[str, Described] = found
-        there = [name for name in module if name in buffers]
-        self.buffers: Mapping[str, torch.Tensor] = {name: tensor_of(_tensor(module[name])) for name in there}
+        there = {name: _tensor(module[name]) for name in module if name in buffers}
+        places = {name: (one.key, one.dtype, one.shape, one.stride, one.offset) for name, one in there.items()}
+        read = plain({place: there[name] for name, place in places.items()})  # what several names have is read once
+        self.buffers: Mapping[str, torch.Tensor] = {name: read[place] for name, place in places.items()}
         for name, one in found.items():
             parts, end = self._fragments.get(name, []), 0
             for part in parts:
@@ -510,8 +519,8 @@ def _flats(kept: Any, master: Any) -> tuple[dict[str, _Flat], Any]:
     if "exp_avg_sq" in flats and "exp_avg" not in flats:
         flats["sum"] = flats.pop("exp_avg_sq")  # as DeepSpeed's Adagrad calls what torch's calls sum
     for value in flats.values():
-        if not value.is_contiguous:
-            raise ValueError("a flat tensor is not contiguous")
+        if not value.is_contiguous or value.dtype not in FLOATING:
+            raise ValueError("a flat tensor is not contiguous, or not of floating point")
     return flats, state.get("step")
 
 
@@ -547,13 +556,16 @@ def tensor_of(stored: StoredTensor) -> torch.Tensor:
 def plain(value: Any) -> Any:
     """Return a value with tensors, and without stand-ins: of an object its attributes, or its arguments. Raises ValueError for
     what is nested very deep, or very large."""
-    left = [MOST_VALUES]
+    left, room = [MOST_VALUES], [-1]
 
     def made(one: Any, depth: int) -> Any:
         left[0] -= 1
         if left[0] < 0 or depth > 90:
             raise ValueError("it is nested deeper than 90 levels, or has a million values")
         if isinstance(one, StoredTensor):
+            room[0] = (MOST_COPIES * one.file.nbytes if room[0] < 0 else room[0]) - one.count * ELEMENTS[one.dtype]
+            if room[0] < 0:
+                raise ValueError(f"its tensors take more than {MOST_COPIES} times the bytes of the file")
             return tensor_of(one)
         if isinstance(one, dict):
             return {made(key, depth + 1): made(item, depth + 1) for key, item in one.items()}
@@ -571,6 +583,8 @@ def plain(value: Any) -> Any:
             return one.text
         if isinstance(one, bytes | bytearray):
             return list(one)
+        if isinstance(one, int) and one.bit_length() > LONGEST:
+            raise ValueError(f"it has an integer of {one.bit_length():,} bits")
         if one is None or isinstance(one, bool | int | float | str):
             return one
         raise ValueError(f"it has a {type(one).__name__}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,10 +30,13 @@ __all__ = [
     "latest",
     "marks_of",
     "refuse_tag",
+    "text_of",
     "write",
 ]
 
 FILE, LATEST = "tiered.json", "latest"
+MOST_TEXT = 1 << 20
+"""Bytes of each of these files: many times what the generations of thousands of ranks take."""
 META = "tiered.tag"
 """Where the meta of a commit says its tag, its folder, and its mark."""
 BUDGET = "tiered.budget"
@@ -77,10 +81,29 @@ def _replace(path: Path, text: str) -> None:
         os.close(opened)
 
 
+def text_of(path: Path) -> str:
+    """Return the text of a small file, which another program may have written. Raises MisuseError for a pipe, a device and a
+    file that is large or no text; OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise MisuseError(f"{path} is not a regular file")
+        with open(fd, "rb", closefd=False) as file:
+            data = file.read(MOST_TEXT + 1)
+    finally:
+        os.close(fd)
+    try:
+        if len(data) > MOST_TEXT:
+            raise ValueError(f"it has more than {MOST_TEXT:,} bytes")
+        return data.decode()
+    except ValueError as error:
+        raise MisuseError(f"{path} is damaged: {error}") from error
+
+
 def latest(folder: Path) -> str | None:
     """Return the tag of the last checkpoint in a folder; None where there is none."""
     try:
-        return (folder / LATEST).read_text().strip()
+        return text_of(folder / LATEST).strip()
     except FileNotFoundError:
         return None
 
@@ -94,7 +117,7 @@ def found(folder: Path, tag: str) -> Tagged | None:
     if not path.exists():
         raise MisuseError(f"{folder / tag} has no {FILE}: save_checkpoint did not come to its end, or it is another folder")
     try:
-        read = json.loads(path.read_text())
+        read = json.loads(text_of(path))
     except ValueError as error:
         raise MisuseError(f"{path} is damaged: {error}") from error
     return _tagged(read, path)
