@@ -58,7 +58,7 @@ TREE: dict[str, tuple[str, ...]] = {
         *("shapes", "experts", "pretrained", "training", "kv_layer", "kv_record", "kv_model", "kv_cache"),
     ),
     "reporting": ("timeline", "record", "page"),
-    "planning": ("simulated", "optimum", "dry_run", "machine", "sources", "steps", "timing", "rehearsal", "plan"),
+    "planning": ("simulated", "optimum", "waiting", "dry_run", "machine", "sources", "steps", "timing", "rehearsal", "plan"),
     "cli": (
         *("arguments", "stop", "measure", "output", "info", "stores", "train", "generate", "bench", "plan", "completion"),
         *("main",),

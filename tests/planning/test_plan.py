@@ -73,9 +73,10 @@ def test_a_plan_without_a_machine_has_bytes_and_no_seconds() -> None:
     assert found.chosen.seconds == found.written_per_day == 0
     assert found.chosen.read > 0
     assert found.days_of_life is None
-    assert {(one.choice.update, one.choice.activations) for one in (found.chosen, *found.others)} == {
-        (update, way) for update in ("on_fetch", "in_backward") for way in ("memory", "recompute")
-    }
+    modes = [(one.choice.update, one.choice.activations) for one in (found.chosen, *found.others)]
+    assert sorted(way for _, way in modes) == ["memory", "memory", "recompute", "store"]
+    assert {update for update, way in modes if way == "memory"} == {"on_fetch", "in_backward"}
+    assert {update for update, way in modes if way != "memory"} == {found.chosen.choice.update}
 
 
 def test_the_smallest_budget_is_the_one_that_paging_takes(tmp_path: Path) -> None:
@@ -129,7 +130,7 @@ def test_what_does_not_fit_says_what_would() -> None:
     found = tiered.plan(SMALL, machine={**RATES, "dram": "80MiB", "base": 1 << 20}, **asked)
     assert not found.fits
     assert "activations" in (found.refused or "")
-    assert any("micro_batch" in one for one in found.changes)
+    assert any("smaller batch" in one for one in found.changes)
     assert not any("recompute" in one or "budget" in one for one in found.changes), "neither would be enough"
 
 
@@ -303,5 +304,5 @@ def test_a_folder_of_transformers(tmp_path: Path, family: str) -> None:
         found = tiered.plan(what, update="on_fetch", machine=RATES, **ASKED)
         assert found.chosen is not None
         assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
-        assert {one.choice.activations for one in (found.chosen, *found.others)} == {"memory", "recompute"}
+        assert {one.choice.activations for one in (found.chosen, *found.others)} == {"memory", "recompute", "store"}
     assert transformers.masking_utils.find_packed_sequence_indices is before

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -27,8 +27,9 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from tiered.errors import MisuseError
-from tiered.store.activations import Hooks, hooks_active, pop_hooks, push_hooks
-from tiered.zero.paging.saved_tensors import of_checkpoint
+from tiered.planning.waiting import DrySplitter, NotingStore, Waiting, saved_tensors
+from tiered.store.activations import Hooks, Left, SavedTensors, hooks_active, pop_hooks, push_hooks
+from tiered.zero.paging.saved_tensors import SavedActivation, of_checkpoint
 from tiered.zero.paging.units import is_called
 
 __all__ = ["Cost", "Described", "DryRun", "Happening", "Kind", "OperationKind", "dry_run", "on_meta"]
@@ -37,10 +38,13 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 
 class Kind(Enum):
-    """What happened. ENTER and EXIT are of modules, the next five of parameters, COST is of operations between two others."""
+    """What happened. ENTER, EXIT and AGAIN are of modules, the next five of parameters, COST is of operations between two
+    others, and those after BACKWARD are of activations in a store."""
 
     ENTER = auto()
     EXIT = auto()
+    AGAIN = auto()
+    """Backward begins to compute a module again, which EXIT ends."""
     READ = auto()
     """A parameter was read by its name from a module."""
     SAVED = auto()
@@ -54,6 +58,14 @@ class Kind(Enum):
     COST = auto()
     BACKWARD = auto()
     """The backward pass begins, or ends."""
+    MADE = auto()
+    """An activation, or a piece of one, is put into the store."""
+    ASKED = auto()
+    """It is copied out of the store."""
+    ENDED = auto()
+    """Nobody needs it any more."""
+    AHEAD = auto()
+    """The store is told that some are needed soon."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +100,15 @@ class Cost:
 
 @dataclass(frozen=True)
 class Happening:
-    """One event: of a module (its name), of a parameter (its number in ``model.parameters()``), or a cost."""
+    """One event: of a module (its name), of a parameter (its number in ``model.parameters()``), a cost, or of activations in a
+    store (their keys, and bytes)."""
 
     kind: Kind
     module: str = ""
     parameter: int = -1
     cost: Cost | None = None
+    keys: tuple[str, ...] = ()
+    nbytes: int = 0
 
 
 @dataclass
@@ -124,29 +139,30 @@ def on_meta(model: nn.Module) -> nn.Module:
 
 
 def dry_run(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Loss, target: Any = None, *, split: bool = False
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Loss, target: Any = None, *,
+    waiting: Waiting | None = None,
 ) -> DryRun:
     """Run forward and backward of ``model``, which is on the meta device, with these arguments; ``loss(output, target)``.
 
-    ``split``: torch.utils.checkpoint stands for modules whose units are held while they are computed again; else it is the
-    model's own, and parameters that are saved within it are remembered by reference.
+    ``waiting``: how activations wait for backward; None: in memory.
 
-    Raises MisuseError where the model cannot run without values, with the reason.
+    Raises MisuseError where the model cannot run without values, with the reason, and where it cannot be split.
     """
-    recorder = _Recorder(model, split)
+    recorder = _Recorder(model, waiting)
     try:
         with _whole_sequences(), recorder.recording():
             value = loss(model(*args, **kwargs), target)
             recorder.backward_begins()
             _backward(value)
             del value
-        recorder.ended()
+        recorder.finished()
     except (RuntimeError, NotImplementedError) as error:
         raise MisuseError(
             f"{type(model).__name__} cannot run on the meta device, without values: {str(error).splitlines()[0]}; give the "
             "plan numbers (tiered.Numbers), or a model whose forward does not depend on values"
         ) from error
     finally:
+        recorder.close()
         for parameter in model.parameters():
             parameter.grad = None
     return recorder.found
@@ -199,9 +215,14 @@ class _Watched(dict[str, Any]):
 
 
 class _Recorder:
-    def __init__(self, model: nn.Module, split: bool) -> None:
+    """Writes down what happens. It is also what ``waiting`` notes to, and the paged model of which modules are split."""
+
+    def __init__(self, model: nn.Module, waiting: Waiting | None) -> None:
         self.found = DryRun()
-        self._model, self._split = model, split
+        self._model, self._waiting = model, waiting
+        self._store = None if waiting is None else NotingStore(waiting.pool, self)
+        self._saved: SavedTensors | None = None
+        self._splitter: DrySplitter | None = None
         self._over: list[tuple[str, _OverCheckpoint]] = []
         self._number = {parameter: number for number, parameter in enumerate(model.parameters())}
         self._memory = {p.untyped_storage()._cdata: number for p, number in self._number.items()}
@@ -214,9 +235,11 @@ class _Recorder:
 
     # -- what happens ------------------------------------------------------------------------------------------------------
 
-    def note(self, kind: Kind, module: str = "", parameter: int = -1) -> None:
+    def note(
+        self, kind: Kind, module: str = "", parameter: int = -1, keys: Sequence[str] = (), nbytes: int = 0
+    ) -> None:
         self._end_cost()
-        self.found.events.append(Happening(kind, module, parameter))
+        self.found.events.append(Happening(kind, module, parameter, keys=tuple(keys), nbytes=nbytes))
 
     def _end_cost(self) -> None:
         if self._operations:
@@ -230,14 +253,42 @@ class _Recorder:
         self._backward = True
         self.found.saved = self._live.nbytes
 
-    def ended(self) -> None:
+    def finished(self) -> None:
+        if self._saved is not None:
+            self._saved.sweep()
+        if self._splitter is not None:
+            self._splitter.activations.sweep()
         self.note(Kind.BACKWARD)
         self.found.peak = self._live.peak
+
+    def close(self) -> None:
+        """Let go of the store in which activations wait."""
+        self._saved = self._splitter = None
+        if self._store is not None:
+            self._store.close()
+
+    def made(self, key: str, nbytes: int) -> None:
+        self.note(Kind.MADE, keys=[key], nbytes=nbytes)
+
+    def asked(self, key: str) -> None:
+        self.note(Kind.ASKED, keys=[key])
+
+    def ended(self, keys: Sequence[str]) -> None:
+        self.note(Kind.ENDED, keys=keys)
+
+    def ahead(self, keys: Sequence[str]) -> None:
+        self.note(Kind.AHEAD, keys=keys)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         self._live = _Live(self._operations_of, self._memory)
+        waiting, store = self._waiting, self._store
         with ExitStack() as stack:
+            if waiting is not None and store is not None and waiting.way == "store":
+                self._saved = saved_tensors(store, waiting.pool)
+            elif waiting is not None and store is not None:
+                self._splitter = DrySplitter(self._model, store, waiting, self)
+                stack.callback(self._splitter.end)
             for module in self._model.modules():
                 if module._parameters:
                     stack.callback(setattr, module, "_parameters", module._parameters)
@@ -261,7 +312,7 @@ class _Recorder:
         name = self._names[module]
         self.note(Kind.ENTER, name)
         self._within.append(name)
-        if not self._split and module._parameters and of_checkpoint(below := hooks_active()):
+        if module._parameters and of_checkpoint(below := hooks_active()):
             assert below is not None
             over = _OverCheckpoint(self, below)
             push_hooks(over.pack, over.unpack)
@@ -278,30 +329,74 @@ class _Recorder:
         if self._over and self._over[-1][0] == name:
             pop_hooks()
             self._over.pop()
+        if len(self._within) == 1 and not self._backward and self._saved is not None:
+            with torch._C._DisableTorchDispatch():
+                self._saved.look_again()
 
     def _read(self, parameter: nn.Parameter) -> None:
         number = self._number.get(parameter)
         if number is not None and len(self._within) > 1:
             self.note(Kind.READ, parameter=number)
 
-    def pack(self, tensor: torch.Tensor) -> object:
-        """Return what autograd keeps instead of a tensor that shows memory of a parameter; any other as it is."""
+    def reference(self, tensor: torch.Tensor) -> _Saved | None:
+        """Return what to remember instead of a tensor that shows memory of a parameter; None for any other."""
         number = self._memory.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
         if number is None:
-            return tensor
+            return None
         self.note(Kind.SAVED, self._within[-1], number)
         saved = _Saved(tensor)
         weakref.finalize(saved, self._freed, number).atexit = False
         return saved
 
+    def pack(self, tensor: torch.Tensor) -> object:
+        """Return what autograd keeps instead of a tensor."""
+        saved = self.reference(tensor)
+        if saved is not None:
+            return saved
+        if len(self._within) > 1:  # in a forward, where the hooks of a paged model are in force
+            if self._saved is not None:
+                with torch._C._DisableTorchDispatch():
+                    return self._saved.pack(tensor)
+            if self._splitter is not None:
+                packed = self._splitter.pack(tensor)
+                return Left(tensor) if packed is tensor else packed
+        return tensor
+
     def unpack(self, packed: Any) -> torch.Tensor:
         """Return the tensor of ``pack``."""
         if isinstance(packed, torch.Tensor):
             return packed
-        number = self._memory[packed.tensor.untyped_storage()._cdata]
-        self.note(Kind.WANTED, parameter=number)
-        tensor: torch.Tensor = packed.tensor
+        if isinstance(packed, Left):
+            return packed.tensor()
+        if isinstance(packed, _Saved):
+            number = self._memory[packed.tensor.untyped_storage()._cdata]
+            self.note(Kind.WANTED, parameter=number)
+            return packed.tensor
+        with torch._C._DisableTorchDispatch():
+            if isinstance(packed, SavedActivation):
+                tensor = packed.restore()
+            else:
+                assert self._saved is not None
+                tensor = self._saved.unpack(packed)
+        self._live.lives(tensor.untyped_storage())
         return tensor
+
+    def versions(self, module: nn.Module) -> tuple[int, ...]:
+        """Return nothing: no parameter changes in a dry run."""
+        return ()
+
+    @contextmanager
+    def recomputing(self, module: nn.Module, versions: tuple[int, ...]) -> Iterator[Callable[[Any], torch.Tensor]]:
+        """Note that a split module is computed again."""
+        name = self._names[module]
+        self.note(Kind.AGAIN, name)
+        self._within.append(name)
+        try:
+            yield self.unpack
+        finally:
+            self.note(Kind.EXIT, name)
+            if self._within[-1] == name:
+                self._within.pop()
 
     def _freed(self, number: int) -> None:
         self.note(Kind.FREED, parameter=number)
@@ -320,8 +415,8 @@ class _OverCheckpoint:
         self._recorder, self._below = recorder, below
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        packed = self._recorder.pack(tensor)
-        return packed if isinstance(packed, _Saved) else self._below[0](tensor)
+        saved = self._recorder.reference(tensor)
+        return self._below[0](tensor) if saved is None else saved
 
     def unpack(self, packed: Any) -> torch.Tensor:
         return self._recorder.unpack(packed) if isinstance(packed, _Saved) else self._below[1](packed)
@@ -371,10 +466,11 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
             nbytes = sum(tensor.numel() * tensor.itemsize for tensor in (*given, *(made[:1] if changed else fresh)))
             self._tell(OperationKind(_signature(func, args, kwargs), flops, nbytes, (func, *_described((args, kwargs or {})))))
         for tensor in fresh:
-            self._lives(tensor.untyped_storage())
+            self.lives(tensor.untyped_storage())
         return result
 
-    def _lives(self, storage: torch.UntypedStorage) -> None:
+    def lives(self, storage: torch.UntypedStorage) -> None:
+        """Count the memory of a tensor from now until it is freed."""
         name = storage._cdata
         if name in self._seen or name in self._known:
             return

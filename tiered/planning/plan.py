@@ -19,11 +19,12 @@ from tiered.errors import CapacityError, MisuseError
 from tiered.planning.dry_run import DryRun, Loss
 from tiered.planning.machine import Machine
 from tiered.planning.optimum import lower_bound
-from tiered.planning.rehearsal import Rehearsed, Seconds, no_time, rehearse
+from tiered.planning.rehearsal import Offloading, Rehearsed, Seconds, no_time, rehearse
 from tiered.planning.simulated import DriveRates
 from tiered.planning.sources import Numbers, Subject, subject_of
 from tiered.planning.steps import Create, Lease, Reductions, Steps, UnitSizes, Update, Work, sizes_of
 from tiered.planning.timing import Timing, measure_operations
+from tiered.planning.waiting import Waiting
 from tiered.store.opening import SMALLEST_DRAM, default_dram
 from tiered.types import Use, format_size, parse_size
 from tiered.zero import rules
@@ -33,9 +34,9 @@ from tiered.zero.paging.reduction import overlaps
 from tiered.zero.paging.step_trace import LONGEST
 from tiered.zero.paging.units import Limits, ModelPlan, Policy, divide
 
-__all__ = ["Choice", "Memory", "Plan", "Prediction", "Ranks", "plan"]
+__all__ = ["Choice", "Memory", "Offloading", "Plan", "Prediction", "Ranks", "plan"]
 
-Activations = Literal["memory", "recompute"]
+Activations = Literal["memory", "recompute", "store"]
 Optimizer = Literal[
     "adamw", "adam", "nadam", "radam", "adamax", "sgd", "adagrad", "rmsprop", "lion", "adafactor", "adamw_bf16", "adamw8bit",
     "adamw4bit",
@@ -66,24 +67,45 @@ IN_TRANSIT = 62 << 20
 library keeps of what was freed (``docs/memory.md``)."""
 PAYS = 0.5
 """Of the tokens a second that so many more ranks would bring at best, what they must bring to pay."""
+HIDDEN = 1.15
+"""Times the seconds of a step with activations in memory that one takes at most whose activations the drive hides."""
+PARTS = (2, 4, 8, 16)
+"""Parts of a batch that are tried where nothing else makes a model fit."""
 OPEN, TABLES = 8 << 20, 256
 """Bytes beside a pool: of an open store, and one in so many of the pool for its page tables."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How a model is trained: ``update`` as in ``zero.AdamW``, ``activations`` as in ``zero.page``, ``dram`` bytes of pool."""
+    """How a model is trained: ``update`` as in ``zero.AdamW``, ``activations`` and ``micro_batch`` as in ``zero.page``, and
+    ``dram`` bytes of pool."""
 
     update: Update = "on_fetch"
     activations: Activations = "memory"
     dram: int = 0
+    micro_batch: int = 1
+
+    @property
+    def computes_again(self) -> bool:
+        """Whether backward computes the inside of modules again."""
+        return self.activations == "recompute" or self.micro_batch > 1
+
+    @property
+    def saves(self) -> bool:
+        """Whether activations wait in the store."""
+        return self.activations == "store" or self.computes_again
+
+    def __str__(self) -> str:
+        parts = f", micro_batch={self.micro_batch}" if self.micro_batch > 1 else ""
+        return f"update={self.update!r}, activations={self.activations!r}{parts}"
 
 
 @dataclass(frozen=True)
 class Memory:
     """Bytes by kind. ``parameters``, ``gradients`` and ``states`` are tensors of the store, in the pool and on the drive;
-    ``activations`` are at most alive at a time, beside the pool, one gradient included. ``pool`` is the most of the budget that
-    is used, ``drive`` what has to have room there, ``process`` the most that the process takes, its imports included."""
+    ``activations`` are at most alive at a time, beside the pool, one gradient included: with "store" what stays in memory.
+    ``pool`` is the most of the budget that is used, ``drive`` what has to have room there, ``process`` the most that the
+    process takes, its imports included."""
 
     parameters: int
     gradients: int
@@ -102,7 +124,9 @@ class Prediction:
     store's thread takes from computing), ``waiting`` those in which
     it waits for the drive, ``drive_busy`` those in which the drive works. ``least_bytes``: read and written by the best that
     could be done on demand with all of the budget, knowing the whole order. ``optimum``: bytes that no way to serve the step
-    within the budget goes below, where that was asked for. ``touches``: leases and creations of tensors."""
+    within the budget goes below, where that was asked for. ``touches``: leases and creations of tensors.
+    ``offloading``: what of the activations goes through the store; None where none does. ``in_memory``: with
+    ``activations="store"``, the seconds of a step whose activations stay in memory."""
 
     choice: Choice
     read: float
@@ -115,6 +139,14 @@ class Prediction:
     touches: int
     by_work: Mapping[str, float] = field(default_factory=dict)
     optimum: float | None = None
+    offloading: Offloading | None = None
+    in_memory: float | None = None
+
+    @property
+    def hides_activations(self) -> bool | None:
+        """Whether the drive moves activations beside computing: a step takes at most 1.15 times what it takes with activations
+        in memory. None where activations are not "store", or no time is known."""
+        return None if not self.in_memory else self.seconds <= HIDDEN * self.in_memory
 
     @property
     def processor(self) -> float:
@@ -221,7 +253,8 @@ class Planner:
         self.subject, self.machine, self._rule, self._policy, self._passes = subject, machine, rule, policy, passes
         self._rehearsed = rehearsed
         self._updates_whole = any(form.block == rules.WHOLE for form in rules.kept_by(rule, torch.float32).values())
-        self._runs: dict[tuple[Activations, tuple[str, ...]], DryRun] = {}
+        self._runs: dict[tuple[object, ...], DryRun] = {}
+        self._predicted: dict[tuple[object, ...], Prediction] = {}
         self._measured: dict[str, float] = {}
         self._measures = measure
         self.notes: dict[str, None] = {}
@@ -230,19 +263,19 @@ class Planner:
         """Return the model's units for a budget."""
         return divide(self.subject.model, Limits.of(dram, ranks), {}, self._policy, ranks)
 
-    def smallest(self, activations: Activations = "memory") -> int:
+    def smallest(self, way: Choice | None = None) -> int:
         """Return the bytes of the smallest budget with which ``zero.page``, and the optimizer, take the model."""
         dram = SMALLEST_DRAM
         while True:
-            needed = self._needed(self.divided(dram), activations)
+            needed = self._needed(self.divided(dram), way is not None and way.saves)
             if needed <= dram:
                 return dram
             dram = needed
 
-    def _needed(self, plan: ModelPlan, activations: Activations) -> int:
+    def _needed(self, plan: ModelPlan, saves: bool) -> int:
         """Return the bytes of the smallest budget for a model that is divided so. Raises MisuseError where its rule updates
         whole parameters, and one is divided whatever the budget."""
-        needed = smallest_pool(plan, self.subject.model, saves=activations != "memory")
+        needed = smallest_pool(plan, self.subject.model, saves=saves)
         if not self._updates_whole:
             return needed
         for unit, sizes in zip(plan.units, sizes_of(plan, NAME, self._rule), strict=True):
@@ -260,29 +293,44 @@ class Planner:
             needed = max(needed, -(-found // 4096) * 4096)
         return needed
 
-    def run(self, activations: Activations, plan: ModelPlan) -> DryRun:
-        """Return the dry run of forward and backward."""
-        modules = {} if activations == "memory" else split_modules(self.subject.model, plan)
-        key = activations, tuple(modules.values())
+    def run(self, choice: Choice, plan: ModelPlan) -> DryRun:
+        """Return the dry run of forward and backward. Raises MisuseError where nothing of the model can be computed again."""
+        waiting, split = None, tuple[str, ...]()
+        if choice.activations == "store":
+            waiting = Waiting("store", choice.dram, plan, name=NAME)
+        elif choice.computes_again:
+            waiting = Waiting("split", choice.dram, plan, choice.micro_batch, NAME)
+            split = tuple(split_modules(self.subject.model, plan).values())
+            if not split:
+                raise MisuseError(
+                    f"{choice}: no module of this model holds all of its parameters while it runs, so none can be computed "
+                    "again: use activations='store', or a larger memory budget"
+                )
+        key = (split, *(() if waiting is None else waiting.settings))
         if key not in self._runs:
-            found = self.subject.run() if activations == "memory" else self.subject.recomputed(modules)
-            self._runs[key] = found
+            found = self._runs[key] = self.subject.run(waiting)
             if self._measures and self.machine is not None:
-                self._measured |= measure_operations(found, self.machine)
+                self._measured |= measure_operations(found, self.machine, known=self._measured)
         return self._runs[key]
 
     def seconds(self) -> Seconds:
         return no_time if self.machine is None else Timing(self.machine, self._measured)
 
     def predict(self, choice: Choice, *, warm_up: int = 3, counted: int = 2) -> Prediction:
-        """Play steps of a choice. Raises CapacityError where it does not fit."""
+        """Play steps of a choice. Raises CapacityError where it does not fit, MisuseError where it cannot be."""
+        key = choice, warm_up, counted
+        if key not in self._predicted:
+            self._predicted[key] = self._predict(choice, warm_up, counted)
+        return self._predicted[key]
+
+    def _predict(self, choice: Choice, warm_up: int, counted: int) -> Prediction:
         plan = self.divided(choice.dram)
-        if self._needed(plan, choice.activations) > choice.dram:
+        if self._needed(plan, choice.saves) > choice.dram:
             raise CapacityError(
                 f"a budget of {choice.dram:,} bytes of DRAM is too small for this model: the smallest that works is "
-                f"{self.smallest(choice.activations):,} bytes"
+                f"{self.smallest(choice):,} bytes"
             )
-        run = self.run(choice.activations, plan)
+        run = self.run(choice, plan)
         sizes = sizes_of(plan, NAME, self._rule)
         whole = Steps(self.subject.model, plan, sizes, run, choice.update, self._passes)
         touches = sum(isinstance(one, Create) or (isinstance(one, Lease) and len(one.keys)) for one in whole.step())
@@ -308,13 +356,21 @@ class Planner:
             memory=self._memory(choice, sizes, run, found),
             touches=touches,
             by_work=found.by_work,
+            offloading=found.offloading if choice.saves else None,
+            in_memory=self._in_memory(choice, warm_up, counted),
         )
+
+    def _in_memory(self, choice: Choice, warm_up: int, counted: int) -> float | None:
+        """Return the seconds of a step whose activations stay in memory, beside one whose activations do not."""
+        if choice.activations != "store" or self.machine is None:
+            return None
+        return self.predict(replace(choice, activations="memory"), warm_up=warm_up, counted=counted).seconds
 
     def optimum(self, choice: Choice) -> float:
         """Return the bytes that no way to serve a step of a choice goes below, in the long run: of four steps without those of
         two. Raises MisuseError without scipy."""
         plan = self.divided(choice.dram)
-        run, sizes = self.run(choice.activations, plan), sizes_of(plan, NAME, self._rule)
+        run, sizes = self.run(choice, plan), sizes_of(plan, NAME, self._rule)
         steps = Steps(self.subject.model, plan, sizes, run, choice.update, self._passes)
         keys, uses, bytes_of = _touched(steps)  # in whole slots they would take more room, and the bound would be none
         known = dict(zip(keys, bytes_of, strict=True))
@@ -334,11 +390,10 @@ class Planner:
                 "optimizers that update elements: leave ranks out, or plan another optimizer"
             )
         plan = self.divided(choice.dram, ranks)
-        saves = choice.activations != "memory"
-        needed = smallest_pool(plan, self.subject.model, saves=saves, shares=ranks)
+        needed = smallest_pool(plan, self.subject.model, saves=choice.saves, shares=ranks)
         if needed > choice.dram:
             raise CapacityError(f"{ranks} ranks need {format_size(needed)} of DRAM each")
-        run, sizes = self.run(choice.activations, plan), sizes_of(plan, NAME, self._rule)
+        run, sizes = self.run(choice, plan), sizes_of(plan, NAME, self._rule)
         touches = sum(2 * len(chunk) for one in sizes for _, chunk in one.chunks)
         together = -(-touches // self._rehearsed)
         played = sizes if together <= 1 else self._coarser(plan, together)
@@ -400,6 +455,7 @@ def plan(
     optimizer: Optimizer = "adamw",
     update: Update | None = None,
     activations: Activations | None = None,
+    micro_batch: int | Sequence[int] | None = None,
     accumulate: int = 1,
     storage: torch.dtype | None = None,
     measure: bool = False,
@@ -416,7 +472,9 @@ def plan(
     ``dram``: the budget, bytes or "2GiB" (default: half of the machine's memory, or of what is available here).
     ``batch``, ``sequence``: tokens of shape (batch, sequence), int64, that the model is given; ``inputs`` are other arguments
     of its forward, and ``target`` what ``loss(output, target)`` compares with (default: cross-entropy with the tokens).
-    ``update``, ``activations``: "on_fetch" or "in_backward", "memory" or "recompute" (None: the fastest that fits is chosen).
+    ``update``, ``activations``: "on_fetch" or "in_backward", "memory", "recompute" or "store" (None: the fastest that fits is
+    chosen). ``micro_batch``: into how many parts the batch is divided inside units; of several numbers the fastest that fits is
+    chosen (None: 1).
     ``accumulate``: forwards and backwards of a step. ``storage``: as in ``zero.Policy``. ``measure``: time the operations of
     the model on this machine's CPU, some seconds, instead of computing with the machine's rates. ``budgets``: other budgets to
     predict (``Plan.curve``, for both update modes). ``ranks``: numbers of ranks, up to thousands, to simulate (``Plan.ranks``;
@@ -436,6 +494,7 @@ def plan(
         raise MisuseError(f"a step has a whole number of forwards and backwards, and one at least, not {accumulate!r}")
     if wrong := [one for one in ranks if type(one) is not int or one < 1]:
         raise MisuseError(f"numbers of ranks are whole numbers from 1 on, not {wrong[0]!r}")
+    parts = _parts(micro_batch, activations)
     if accumulate > 1 and update == "in_backward":
         raise MisuseError("update='in_backward' makes each backward a step: leave accumulate out, or use update='on_fetch'")
     found = None if machine is None else Machine.of(machine)
@@ -443,7 +502,13 @@ def plan(
     planner = Planner(subject, found, _RULES[optimizer], Policy(storage=storage), accumulate, measure)
     budget = parse_size(dram) if dram is not None else _half(found)
     tokens = _tokens(subject) * accumulate
-    ways: Sequence[Activations] = [activations] if activations else ["memory", "recompute"]
+    divided: Sequence[Activations] = [activations or "memory"]  # which compute again anyway
+    whole: Sequence[Activations] = [activations] if activations else get_args(Activations)
+    ways = [
+        Choice(activations=way, dram=budget, micro_batch=number)
+        for number in parts
+        for way in (whole if number == 1 else divided)
+    ]
     smallest_of = {way: planner.smallest(way) for way in ways}
     smallest = min(smallest_of.values())
     parameters = subject.parameters
@@ -455,41 +520,81 @@ def plan(
             changes=(f"a budget of {format_size(smallest)} (dram={smallest})", *_smaller_units(planner, budget)),
         )
     updates: Sequence[Update] = [update] if update else (["on_fetch"] if accumulate > 1 else ["on_fetch", "in_backward"])
-    fit = [way for way in ways if smallest_of[way] <= budget]
-    predictions = [planner.predict(Choice(one, way, budget)) for way in fit for one in updates]
     room = found.dram if found is not None and found.dram else None
+    predictions = _predictions(planner, [way for way in ways if smallest_of[way] <= budget], updates, room)
     fitting = [one for one in predictions if room is None or one.memory.process <= room]
     ranked = sorted(fitting or predictions, key=_order)
     chosen, others = ranked[0], tuple(sorted((one for one in predictions if one is not ranked[0]), key=_order))
-    refused, changes = None, _faster(chosen, others, planner, update, activations)
+    refused, changes = None, _faster(chosen, others, planner, update, activations, room)
     if not fitting:
         assert room is not None
         refused = (
             f"the process would take {format_size(chosen.memory.process)}, {format_size(chosen.memory.activations)} of it for "
             f"activations, and the machine has {format_size(room)}"
         )
-        changes = _to_fit(planner, chosen, room)
+        changes = _to_fit(planner, chosen, room, _rows_of(subject))
     if ranks and found is None:
         raise MisuseError("ranks need machine=, with its network")
     if optimum:
         chosen = replace(chosen, optimum=planner.optimum(chosen.choice))
-    curve = _curve(planner, chosen.choice, [parse_size(one) for one in budgets], updates)
+    curve = _curve(planner, chosen.choice, budgets, updates)
     rows = _rows(planner, chosen.choice, ranks, tokens)
     return Plan(
         model=subject.name, parameters=parameters, tokens=tokens, optimizer=optimizer, machine=found,
-        smallest=smallest_of[chosen.choice.activations], chosen=chosen, others=others,
+        smallest=planner.smallest(chosen.choice), chosen=chosen, others=others,
         curve=curve, ranks=rows, refused=refused, changes=changes, notes=tuple(planner.notes),
     )
 
 
-def _curve(planner: Planner, choice: Choice, budgets: Sequence[int], updates: Sequence[Update]) -> tuple[Prediction, ...]:
-    """Return predictions for each update mode and each of the budgets that work."""
-    smallest = planner.smallest(choice.activations) if budgets else 0
+def _parts(micro_batch: int | Sequence[int] | None, activations: Activations | None) -> list[int]:
+    """Return the numbers of parts of a batch that are asked for, the smallest first."""
+    given: Sequence[Any] = [1] if micro_batch is None else [micro_batch] if isinstance(micro_batch, int) else micro_batch
+    if not given or any(type(one) is not int or one < 1 for one in given):
+        raise MisuseError(f"micro_batch is a whole number of parts from 1 on, or several, not {micro_batch!r}")
+    if activations == "store" and max(given) > 1:
+        raise MisuseError(
+            f"micro_batch={max(given)} computes the inside of units again in any case, so nothing is left for "
+            "activations='store': leave one of them out"
+        )
+    return sorted(set(given))
+
+
+def _predictions(
+    planner: Planner, ways: Sequence[Choice], updates: Sequence[Update], room: int | None
+) -> list[Prediction]:
+    """Play each way with each update mode. Where activations fit in memory, ways that take less of it are not faster, and are
+    played with the better update mode alone."""
+    found: list[Prediction] = []
+    refusals: list[MisuseError] = []
+    for way in ways:
+        modes = updates
+        kept = [one for one in found if not one.choice.saves and (room is None or one.memory.process <= room)]
+        if kept and way.saves:
+            modes = [min(kept, key=_order).choice.update]
+        try:
+            found += [planner.predict(replace(way, update=one)) for one in modes]
+        except MisuseError as refusal:
+            refusals.append(refusal)
+    if not found:
+        raise refusals[0]
+    for one in refusals:
+        planner.notes[str(one)] = None
+    return found
+
+
+def _curve(
+    planner: Planner, choice: Choice, budgets: Sequence[int | str], updates: Sequence[Update]
+) -> tuple[Prediction, ...]:
+    """Return predictions for each update mode and each of the budgets that work, and say which do not."""
+    smallest = planner.smallest(choice) if budgets else 0
+    sizes = sorted(parse_size(one) for one in budgets)
+    for dram in sizes:
+        if dram < smallest:
+            planner.notes[
+                f"a budget of {format_size(dram)} is left out: the smallest that works is {format_size(smallest)}"
+            ] = None
     return tuple(
-        planner.predict(replace(choice, update=update, dram=dram), warm_up=3, counted=2)
-        for update in updates
-        for dram in sorted(budgets)
-        if dram >= smallest
+        planner.predict(replace(choice, update=update, dram=dram)) for update in updates for dram in sizes if dram >= smallest
     )
 
 
@@ -518,7 +623,7 @@ def _in_blocks(rates: DriveRates, together: int) -> DriveRates:
 def _order(one: Prediction) -> tuple[float, bool, float]:
     """Rank predictions: the fastest first; where no time is known, those that compute nothing twice, by the bytes that they
     move."""
-    return one.seconds, one.choice.activations == "recompute", one.read + one.written
+    return one.seconds, one.choice.computes_again, one.read + one.written
 
 
 def _half(machine: Machine | None) -> int:
@@ -532,6 +637,13 @@ def _tokens(subject: Subject) -> int:
     return 0 if found is None else found.numel()
 
 
+def _rows_of(subject: Subject) -> int:
+    """Return the leading size of the first tensor that the model is given, which is the batch; 1 where there is none."""
+    given = (*subject.args, *subject.kwargs.values())
+    found = next((one for one in given if isinstance(one, torch.Tensor) and one.dim()), None)
+    return 1 if found is None else found.size(0)
+
+
 def _smaller_units(planner: Planner, budget: int) -> list[str]:
     """Return what else than the smallest budget would do; a budget below the smallest of a store nothing does."""
     plan = planner.divided(budget)
@@ -542,23 +654,25 @@ def _smaller_units(planner: Planner, budget: int) -> list[str]:
 
 
 def _faster(
-    chosen: Prediction, others: Sequence[Prediction], planner: Planner, update: Update | None, activations: Activations | None
+    chosen: Prediction, others: Sequence[Prediction], planner: Planner, update: Update | None,
+    activations: Activations | None, room: int | None,
 ) -> tuple[str, ...]:
     """Return what would make a step faster, the cheapest change first."""
     if not chosen.seconds:
         return ()
     found = []
     if update is not None or activations is not None:
-        modes: list[tuple[Update, Activations]] = [
-            (one, way) for one in get_args(Update) for way in get_args(Activations)
-            if (one, way) != (chosen.choice.update, chosen.choice.activations)
+        modes: list[Choice] = [
+            replace(chosen.choice, update=one, activations=way)
+            for one in get_args(Update) for way in get_args(Activations)
+            if way == chosen.choice.activations or (way == "memory" and chosen.choice.saves)  # the others are not faster
         ]
-        for one, way in modes if chosen.waiting > 0.1 * chosen.seconds else ():
-            if planner.smallest(way) > chosen.choice.dram:
+        for mode in modes if chosen.waiting > 0.1 * chosen.seconds or chosen.choice.saves else ():
+            if mode == chosen.choice or planner.smallest(mode) > chosen.choice.dram:
                 continue
-            other = planner.predict(replace(chosen.choice, update=one, activations=way))
-            if other.seconds < 0.95 * chosen.seconds:
-                mode = f"update={one!r}, activations={way!r}"
+            other = planner.predict(mode)
+            fits = room is None or other.memory.process <= room
+            if fits and other.seconds < 0.95 * chosen.seconds:
                 found.append(f"{mode}: {other.seconds:.2f} s a step instead of {chosen.seconds:.2f}")
     if chosen.waiting > 0.1 * chosen.seconds:
         more = planner.predict(replace(chosen.choice, dram=2 * chosen.choice.dram))
@@ -568,31 +682,42 @@ def _faster(
     return tuple(found)
 
 
-def _to_fit(planner: Planner, chosen: Prediction, room: int) -> tuple[str, ...]:
+def _to_fit(planner: Planner, chosen: Prediction, room: int, batch: int) -> tuple[str, ...]:
     """Return what would make the process fit into ``room`` bytes, the cheapest change first: budgets and modes that are enough.
     """
-    found = []
-    ways: list[tuple[Activations, str]] = [(chosen.choice.activations, "")]
-    if chosen.choice.activations == "memory":
-        ways.append(("recompute", "activations='recompute', about a third more computing"))
+    choice = chosen.choice
+    ways: list[tuple[Choice, str]] = [(choice, "")]
+    if choice.activations == "memory" and choice.micro_batch == 1:
+        ways.append((replace(choice, activations="store"), "activations='store'"))
+        ways.append((replace(choice, activations="recompute"), "activations='recompute', about a third more computing"))
+        fewer = [replace(choice, micro_batch=number) for number in PARTS if number <= batch]
+        ways += [(one, f"micro_batch={one.micro_batch}, about a third more computing") for one in fewer]
+    found: list[tuple[float, str]] = []
     for way, told in ways:
+        if way.micro_batch > 1 and any(other for _, other in found):
+            break  # a smaller number of parts is enough, or another way
         smallest = planner.smallest(way)
-        if smallest > chosen.choice.dram:
+        if smallest > choice.dram:
             continue
-        other = planner.predict(replace(chosen.choice, activations=way)) if told else chosen
+        try:
+            other = planner.predict(way)
+        except MisuseError:
+            continue
         over = other.memory.process - room
         if over <= 0:
-            found.append(told)
+            found.append((other.seconds, told))
         elif other.memory.pool - over >= smallest:
-            fewer = (other.memory.pool - over) // 4096 * 4096
-            found.append(f"{told}{', with ' if told else ''}a budget of {format_size(fewer)} (dram={fewer})")
+            fewer_bytes = (other.memory.pool - over) // 4096 * 4096
+            words = f"a budget of {format_size(fewer_bytes)} (dram={fewer_bytes})"
+            found.append((other.seconds, f"{told}{', with ' if told else ''}{words}"))
+    changes = [told for _, told in sorted(found, key=lambda one: one[0])]
     memory = chosen.memory
-    least = memory.process - memory.activations - memory.pool + planner.smallest(chosen.choice.activations)
+    least = memory.process - memory.activations - memory.pool + planner.smallest(choice)
     if least < room:
-        found.append(f"micro_batch=, or a smaller batch or sequence: activations are {format_size(memory.activations)}")
+        changes.append(f"a smaller batch or sequence: activations are {format_size(memory.activations)}")
     else:
-        found.append(f"more memory: beside activations and with the smallest budget the process takes {format_size(least)}")
-    return tuple(found)
+        changes.append(f"more memory: beside activations and with the smallest budget the process takes {format_size(least)}")
+    return tuple(changes)
 
 
 def uses_of(steps: Steps) -> tuple[list[str], list[Use], list[int]]:

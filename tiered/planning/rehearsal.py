@@ -6,8 +6,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from tiered.engine.state import Token
 from tiered.planning.simulated import DriveRates, SimulatedStore
-from tiered.planning.steps import Create, Delete, End, Lease, Operation, Pause, Steps, Work
+from tiered.planning.steps import Ahead, Create, Delete, End, Lease, Operation, Pause, Steps, Work
 from tiered.zero.paging.step_trace import StepTrace
 
 __all__ = ["Rehearsed", "Seconds", "rehearse"]
@@ -25,10 +26,21 @@ class Seconds(Protocol):
 
 
 @dataclass(frozen=True)
+class Offloading:
+    """What of the activations goes through the store in a step: bytes that are put there and that come back, ``hidden`` of them
+    without waiting for the drive; ``waited``: seconds that a step waits for room in forward and for bytes in backward."""
+
+    stored: float = 0.0
+    restored: float = 0.0
+    hidden: float = 0.0
+    waited: float = 0.0
+
+
+@dataclass(frozen=True)
 class Rehearsed:
     """One step, on average over those that count. Bytes of the drive; ``seconds`` in all; ``by_work`` seconds of the processor
     by kind; ``waiting`` for reads and for room; ``busy``: seconds that the drive worked; ``peak``: bytes of the pool in use at
-    most; ``touches``: leases and creations."""
+    most; ``touches``: leases and creations; ``offloading``: what of these were activations."""
 
     read: float
     written: float
@@ -38,6 +50,7 @@ class Rehearsed:
     peak: int
     touches: int
     by_work: dict[str, float] = field(default_factory=dict)
+    offloading: Offloading = field(default_factory=Offloading)
 
 
 class _NoTime:
@@ -69,13 +82,13 @@ def rehearse(
         trace = StepTrace.of(store)
         trace.prefetch = "on" if prefetch == "on" else "off"
         for _ in range(warm_up):
-            _play(store, trace, steps, seconds, {})
+            _play(store, trace, steps, seconds, {}, {})
         before, began, busy = store.moved, store.clock.now, store.drive.busy
         stalled = store.statistics().stalled
         work: dict[str, float] = {}
-        touches = 0
+        touches, saved = 0, dict[str, float]()
         for _ in range(counted):
-            touches += _play(store, trace, steps, seconds, work)
+            touches += _play(store, trace, steps, seconds, work, saved)
         after, seen = store.moved, store.statistics()
         return Rehearsed(
             read=(after[0] - before[0]) / counted,
@@ -86,11 +99,15 @@ def rehearse(
             peak=seen.tier("dram").peak,
             touches=touches // counted,
             by_work={kind: total / counted for kind, total in work.items()},
+            offloading=Offloading(**{kind: total / counted for kind, total in saved.items()}),
         )
 
 
-def _play(store: SimulatedStore, trace: StepTrace, steps: Steps, seconds: Seconds, work: dict[str, float]) -> int:
+def _play(
+    store: SimulatedStore, trace: StepTrace, steps: Steps, seconds: Seconds, work: dict[str, float], saved: dict[str, float]
+) -> int:
     open_leases: dict[int, AbstractContextManager[Any]] = {}
+    lifetimes: dict[str, Token] = {}
     touches = 0
     begins = free = store.clock.now  # of the network: when the next gather may begin, and when the last exchange has ended
     trace.forward_begins("training", list)
@@ -112,16 +129,34 @@ def _play(store: SimulatedStore, trace: StepTrace, steps: Steps, seconds: Second
         if isinstance(operation, Lease):
             touches += len(operation.keys)
             access = "write" if operation.write else "read"
+            nbytes = steps.activations.get(operation.keys[0], 0) if operation.keys else 0
+            there, waited = bool(nbytes) and store.has_in_memory(operation.keys[0]), store.waited
             lease = open_leases[operation.number] = store.lease(list(operation.keys), access=access)
             lease.__enter__()
+            if nbytes:
+                _add(saved, restored=nbytes, hidden=nbytes if there else 0, waited=store.waited - waited)
         elif isinstance(operation, End):
             open_leases.pop(operation.number).__exit__(None, None, None)
         elif isinstance(operation, Create):
             touches += 1
-            store.make(operation.key, operation.nbytes)
+            waited = store.waited
+            if operation.temporary:
+                lifetimes[operation.key] = store.make_temporary(operation.key, operation.nbytes)
+            else:
+                store.make(operation.key, operation.nbytes)
+            if operation.key in steps.activations:
+                _add(saved, stored=operation.nbytes, waited=store.waited - waited)
         elif isinstance(operation, Delete):
-            store.delete(operation.key)
+            if lifetimes.pop(operation.key, None) is None:
+                store.delete(operation.key)
+        elif isinstance(operation, Ahead):
+            store.hint(operation.keys)
         else:
             assert isinstance(operation, Pause | Work)
     trace.step_ended()
     return touches
+
+
+def _add(to: dict[str, float], **more: float) -> None:
+    for name, value in more.items():
+        to[name] = to.get(name, 0.0) + value

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,6 +18,7 @@ from tiered.allocator import FreeSpace
 from tiered.engine.engine import Engine, EngineConfig
 from tiered.engine.policy import LRU
 from tiered.engine.requests import Request, why_stuck
+from tiered.engine.state import Token
 from tiered.errors import CapacityError
 from tiered.interfaces import Streams
 from tiered.store.commit import Generations
@@ -260,6 +261,20 @@ class SimulatedStore(TieredStore):
         """Create a tensor of so many bytes."""
         self.create(key, _spec(nbytes), tier=tier)
 
+    def make_temporary(self, key: Key, nbytes: int) -> Token:
+        """Put a saved activation of so many bytes, which is there until nobody has the token."""
+        lifetime = Token()
+        self._put(key, _spec(nbytes), self._parts.dram, None, lifetime)
+        return lifetime
+
+    def has_in_memory(self, key: Key) -> bool:
+        """Return whether the bytes of a tensor are in DRAM."""
+        return bool(self._simulated.present([key], self._parts.dram))
+
+    def hint(self, keys: Sequence[Key]) -> None:
+        """Have activations fetched ahead, unless an order says what is."""
+        self._fetch_ahead(keys, torch.device("cpu"))
+
     def compute(self, seconds: float) -> None:
         """Let so much time pass between two calls."""
         self._simulated.pass_until(self.clock.now + seconds)
@@ -269,6 +284,11 @@ class SimulatedStore(TieredStore):
         """Bytes that were read from the drive, and written to it."""
         flows = self._simulated.link_statistics()[-1]
         return flows.up.bytes, flows.down.bytes
+
+    @property
+    def waited(self) -> float:
+        """Seconds that callers have waited so far."""
+        return self._waited()
 
     @property
     def transfers(self) -> int:

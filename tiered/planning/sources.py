@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from tiered.errors import MisuseError
 from tiered.planning.dry_run import DryRun, Loss, dry_run, on_meta
+from tiered.planning.waiting import Waiting
 
 __all__ = ["Numbers", "Subject", "subject_of"]
 
@@ -134,34 +134,10 @@ class Subject:
     def parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
-    def run(self) -> DryRun:
-        """Run forward and backward on the meta device. Raises MisuseError where that cannot be done."""
-        return dry_run(self.model, self.args, self.kwargs, self.loss, self.target)
-
-    def recomputed(self, modules: Mapping[nn.Module, str]) -> DryRun:
-        """Run with the activations within these modules computed again in backward."""
-        with _Checkpointed(modules):
-            return dry_run(self.model, self.args, self.kwargs, self.loss, self.target, split=True)
-
-
-class _Checkpointed:
-    def __init__(self, modules: Mapping[nn.Module, str]) -> None:
-        self._modules = list(modules)
-
-    def __enter__(self) -> None:
-        for module in self._modules:
-            module.forward = _again(module.forward)
-
-    def __exit__(self, *_: object) -> None:
-        for module in self._modules:
-            del module.__dict__["forward"]
-
-
-def _again(forward: Any) -> Any:
-    def checkpointed(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-    return checkpointed
+    def run(self, waiting: Waiting | None = None) -> DryRun:
+        """Run forward and backward on the meta device; ``waiting``: how activations wait for backward, None: in memory. Raises
+        MisuseError where that cannot be done."""
+        return dry_run(self.model, self.args, self.kwargs, self.loss, self.target, waiting=waiting)
 
 
 def subject_of(

@@ -13,13 +13,17 @@ from typing import Any, Literal, NamedTuple, cast
 
 from torch import nn
 
-from tiered.planning.dry_run import Cost, DryRun, Kind
+from tiered.planning.dry_run import Cost, DryRun, Happening, Kind
+from tiered.store.lease import TEMPORARY
 from tiered.zero.paging.storage import TensorStore
 from tiered.zero.paging.units import ModelPlan, Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import States
 from tiered.zero.rules import UpdateRule, kept_by
 
-__all__ = ["Create", "Delete", "End", "Lease", "Operation", "Pause", "Reductions", "Steps", "UnitSizes", "Work", "sizes_of"]
+__all__ = [
+    *("Ahead", "Create", "Delete", "End", "Lease", "Operation", "Pause", "Reductions", "Steps", "UnitSizes", "Work"),
+    "sizes_of",
+]
 
 Update = Literal["on_fetch", "in_backward"]
 Reductions = Literal["overlapped", "prompt", "late"]
@@ -27,8 +31,11 @@ Reductions = Literal["overlapped", "prompt", "late"]
 
 
 class Create(NamedTuple):
+    """``temporary``: a saved activation, which is written behind at once where no order is known."""
+
     key: str
     nbytes: int
+    temporary: bool = False
 
 
 class Lease(NamedTuple):
@@ -47,12 +54,18 @@ class Delete(NamedTuple):
     key: str
 
 
+class Ahead(NamedTuple):
+    """Activations that are needed soon."""
+
+    keys: tuple[str, ...]
+
+
 class Work(NamedTuple):
     """Work that is not the model's: an ``update`` of so many elements, a ``gradient`` of so many bytes that is copied into the
-    store, parameters that are ``cast``; and between ranks a ``gather`` or ``reduce`` of a unit of so many bytes. Of the others
-    ``nbytes`` are those of memory that are read and written."""
+    store, an ``activation`` that is copied into it or out of it, parameters that are ``cast``; and between ranks a ``gather``
+    or ``reduce`` of a unit of so many bytes. Of the others ``nbytes`` are those of memory that are read and written."""
 
-    kind: Literal["update", "gradient", "cast", "gather", "reduce"]
+    kind: Literal["update", "gradient", "activation", "cast", "gather", "reduce"]
     elements: int
     nbytes: int
     pieces: int
@@ -64,7 +77,7 @@ class Pause(NamedTuple):
     cost: Cost
 
 
-Operation = Create | Lease | End | Delete | Work | Pause
+Operation = Create | Lease | End | Delete | Ahead | Work | Pause
 
 
 @dataclass
@@ -176,6 +189,8 @@ class Steps:
             elif event.kind is Kind.WANTED:
                 wanted, at_wanted = event.parameter, at
         self._numbers = 0
+        self.activations: dict[str, int] = {}
+        """Bytes of activations in the store, by key."""
         self._frames: list[tuple[str, list[_Unit]]] = []
         self._backward: list[_Unit] = []
         self._graded: _Unit | None = None
@@ -213,6 +228,10 @@ class Steps:
                 yield from self._enter(event.module)
             elif kind is Kind.EXIT:
                 yield from self._exit(event.module)
+            elif kind is Kind.AGAIN:
+                yield from self._again(event.module)
+            elif event.keys:
+                yield from self._of_activations(event)
             elif kind is Kind.BACKWARD:
                 if self._in_pass:
                     yield from self._finish()
@@ -273,6 +292,32 @@ class Steps:
         if self._frames and self._frames[-1][0] == module:
             for unit in reversed(self._frames.pop()[1]):
                 yield from self._drop(unit)
+
+    def _again(self, module: str) -> Iterator[Operation]:
+        units = self._held.get(module, [])
+        if not self._frames:
+            yield from self._visit(*units)
+        held = [unit for unit in units if not unit.holders]
+        for unit in held:
+            yield from self._hold(unit)
+        self._frames.append((module, held))
+
+    def _of_activations(self, event: Happening) -> Iterator[Operation]:
+        """Yield what becomes of an activation in the store."""
+        key = event.keys[0]
+        if event.kind is Kind.MADE:
+            self.activations[key] = event.nbytes
+            yield Create(key, event.nbytes, key.startswith(TEMPORARY))
+            yield Work("activation", 0, 2 * event.nbytes, 1)
+        elif event.kind is Kind.ASKED:
+            number = self._number()
+            yield Lease(number, (key,), False)
+            yield Work("activation", 0, 2 * self.activations[key], 1)
+            yield End(number)
+        elif event.kind is Kind.ENDED:
+            yield Delete(key)
+        else:
+            yield Ahead(event.keys)
 
     def _hold(self, unit: _Unit) -> Iterator[Operation]:
         if not unit.holders:
@@ -388,14 +433,15 @@ class Steps:
 
     # -- backward ----------------------------------------------------------------------------------------------------------
 
-    def _visit(self, unit: _Unit) -> Iterator[Operation]:
-        if unit in self._backward:
+    def _visit(self, *units: _Unit) -> Iterator[Operation]:
+        if all(unit in self._backward for unit in units):
             return
         if self._backward:
             yield from self._leave()
             yield from self._apply_ready()
-        yield from self._hold(unit)
-        self._backward.append(unit)
+        for unit in units:
+            yield from self._hold(unit)
+            self._backward.append(unit)
 
     def _leave(self) -> Iterator[Operation]:
         units, self._backward = self._backward, []

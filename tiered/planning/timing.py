@@ -48,6 +48,8 @@ class Timing:
                 return "update", operation.elements / machine.update
             if operation.kind in ("gather", "reduce"):
                 return "network", self.network(operation.nbytes)
+            if operation.kind == "activation":
+                return "activations", moved
             return "gradients", moved + machine.gradient * operation.pieces
         return "store", 0.0
 
@@ -98,8 +100,11 @@ def _leaves(value: Any) -> list[Any]:
     return found
 
 
-def measure_operations(run: DryRun, machine: Machine, seconds: float = 5.0) -> dict[str, float]:
-    """Time the operations of a dry run on this machine's CPU, those of one shape once: seconds by signature.
+def measure_operations(
+    run: DryRun, machine: Machine, seconds: float = 5.0, known: Mapping[str, float] | None = None
+) -> dict[str, float]:
+    """Time the operations of a dry run on this machine's CPU, those of one shape once and but for those that are ``known``:
+    seconds by signature.
 
     Takes about ``seconds`` at most, the shapes that take most of the time first; operations that cannot be run by themselves,
     or are too large, are left out. Values are random; indices are 0.
@@ -109,6 +114,8 @@ def measure_operations(run: DryRun, machine: Machine, seconds: float = 5.0) -> d
     for event in run.events:
         if event.kind is Kind.COST and event.cost is not None:
             for one in event.cost.operations:
+                if known is not None and one.signature in known:
+                    continue
                 counts[one.signature] += 1
                 kinds[one.signature] = one
     expected = {name: timing.seconds(kind) for name, kind in kinds.items()}

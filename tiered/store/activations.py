@@ -325,7 +325,8 @@ class SavedTensors:
             return False
         try:
             storage = tensor.untyped_storage()
-            return storage.nbytes() >= self._least and storage.data_ptr() != 0 and not is_stored(tensor)
+            there = tensor.is_meta or storage.data_ptr() != 0  # a plan's tensors have no address
+            return storage.nbytes() >= self._least and there and not is_stored(tensor)
         except RuntimeError:  # within a transform there is no memory
             return False
 
