@@ -25,6 +25,7 @@ from tiered.planning.sources import Numbers, Subject, subject_of
 from tiered.planning.steps import Create, Lease, Reductions, Steps, UnitSizes, Update, Work, sizes_of
 from tiered.planning.timing import Timing, measure_operations
 from tiered.planning.waiting import Waiting
+from tiered.store.activations import PIECE
 from tiered.store.opening import SMALLEST_DRAM, default_dram
 from tiered.types import Use, format_size, parse_size
 from tiered.zero import rules
@@ -65,6 +66,8 @@ REHEARSED = 3000
 IN_TRANSIT = 62 << 20
 """Bytes beside the pool, the activations and the imports: pieces in transit, buffers of torch's libraries, and what the C
 library keeps of what was freed (``docs/memory.md``)."""
+SAVED = 6
+"""Of these touches, one in so many may be of activations before pieces of them are taken together."""
 PAYS = 0.5
 """Of the tokens a second that so many more ranks would bring at best, what they must bring to pay."""
 HIDDEN = 1.15
@@ -333,15 +336,22 @@ class Planner:
         run = self.run(choice, plan)
         sizes = sizes_of(plan, NAME, self._rule)
         whole = Steps(self.subject.model, plan, sizes, run, choice.update, self._passes)
-        touches = sum(isinstance(one, Create) or (isinstance(one, Lease) and len(one.keys)) for one in whole.step())
+        touches = of_activations = 0
+        for one in whole.step():
+            if isinstance(one, Create | Lease):
+                keys = (one.key,) if isinstance(one, Create) else one.keys
+                touches += len(keys)
+                of_activations += bool(keys) and keys[0] in whole.activations
         if touches > LONGEST:
             self.notes[
                 f"a step leases {touches:,} tensors, and a store follows orders of up to {LONGEST:,}: it would evict by last "
                 "use, and move more bytes than this plan says"
             ] = None
-        together = -(-touches // self._rehearsed)
+        together = -(-(touches - of_activations) // self._rehearsed)
         played = sizes if together <= 1 else self._coarser(plan, together)
-        steps = Steps(self.subject.model, plan, played, run, choice.update, self._passes)
+        steps = Steps(
+            self.subject.model, plan, played, run, choice.update, self._passes, together=self._pieces(choice, of_activations)
+        )
         rates = _in_blocks(DriveRates(1e9, 1e9) if self.machine is None else self.machine.drive, together)
         least = bytes_moved(*uses_of(steps), choice.dram, decide(*uses_of(steps), choice.dram))
         found = rehearse(steps, choice.dram, rates, self.seconds(), warm_up=warm_up, counted=counted)
@@ -357,14 +367,14 @@ class Planner:
             touches=touches,
             by_work=found.by_work,
             offloading=found.offloading if choice.saves else None,
-            in_memory=self._in_memory(choice, warm_up, counted),
+            in_memory=self._in_memory(choice),
         )
 
-    def _in_memory(self, choice: Choice, warm_up: int, counted: int) -> float | None:
+    def _in_memory(self, choice: Choice) -> float | None:
         """Return the seconds of a step whose activations stay in memory, beside one whose activations do not."""
         if choice.activations != "store" or self.machine is None:
             return None
-        return self.predict(replace(choice, activations="memory"), warm_up=warm_up, counted=counted).seconds
+        return self.predict(replace(choice, activations="memory")).seconds
 
     def optimum(self, choice: Choice) -> float:
         """Return the bytes that no way to serve a step of a choice goes below, in the long run: of four steps without those of
@@ -415,6 +425,16 @@ class Planner:
             network=found.by_work.get("network", 0.0),
             process=self._memory(choice, sizes, run, found).process,
         )
+
+    def _pieces(self, choice: Choice, touches: int) -> int:
+        """Return how many pieces of an activation are played together, of which a step touches so many: no more than an eighth
+        of the budget, because they need room at a time."""
+        piece = max(4096, min(PIECE, choice.dram // 32))
+        most = max(1, choice.dram // 8 // piece)
+        together = max(1, min(-(-touches // (self._rehearsed // SAVED)), most))
+        if together > 1:
+            self.notes["pieces of activations are taken together in the rehearsal, of which a step has very many"] = None
+        return together
 
     def _coarser(self, plan: ModelPlan, together: int) -> list[UnitSizes]:
         """Return units whose chunks of states are so many together, so that a step has fewer touches."""
@@ -572,7 +592,8 @@ def _predictions(
         if kept and way.saves:
             modes = [min(kept, key=_order).choice.update]
         try:
-            found += [planner.predict(replace(way, update=one)) for one in modes]
+            steps = {"warm_up": 2, "counted": 1} if kept and way.saves else {}
+            found += [planner.predict(replace(way, update=one), **steps) for one in modes]
         except MisuseError as refusal:
             refusals.append(refusal)
     if not found:

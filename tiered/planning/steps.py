@@ -8,7 +8,7 @@ unit and one chunk of states after the other. The tests compare it with the trac
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, cast
 
 from torch import nn
@@ -135,6 +135,30 @@ def _unit_sizes(unit: UnitPlan, key: str, chunk: int, rule: UpdateRule) -> UnitS
     return UnitSizes(key, unit, unit.stored_nbytes // unit.shares, converted, gradient, chunks, gathered)
 
 
+def _in_groups(events: Sequence[Happening], together: int) -> list[Happening]:
+    """Return events with so many pieces of an activation as one, under the key of the first."""
+    found: list[Happening] = []
+    for event in events:
+        if event.kind is Kind.AHEAD:
+            keys = tuple(key for key in event.keys if _piece(key)[1] % together == 0)
+            if keys:
+                found.append(replace(event, keys=keys))
+        elif not event.keys or _piece(event.keys[0])[1] % together == 0:
+            found.append(event)
+        elif event.kind is Kind.MADE:  # the pieces of one activation are put one after the other
+            last = found[-1]
+            assert last.kind is Kind.MADE
+            assert _piece(last.keys[0])[0] == _piece(event.keys[0])[0]
+            found[-1] = replace(last, keys=last.keys + event.keys, nbytes=last.nbytes + event.nbytes)
+    return found
+
+
+def _piece(key: str) -> tuple[str, int]:
+    """Return what the piece of an activation is a piece of, and which one; 0 for what is in one piece."""
+    base, dot, number = key.rpartition(".")
+    return (base, int(number)) if dot and number.isdigit() else (key, 0)
+
+
 class _Unit:
     """A unit in a step: who holds it, and what is known of its gradients and of its update."""
 
@@ -151,7 +175,7 @@ class _Unit:
 class Steps:
     """Operations of one step after the other. ``passes`` forwards and backwards make a step (accumulation); ``update`` is when
     a unit is updated, ``reductions`` when its gradients are reduced between ranks. All units have a gradient, and with
-    "on_fetch" a pending update, before the first step."""
+    "on_fetch" a pending update, before the first step. So many pieces of activations in the store are taken ``together``."""
 
     def __init__(
         self,
@@ -162,8 +186,10 @@ class Steps:
         update: Update,
         passes: int = 1,
         reductions: Reductions = "late",
+        together: int = 1,
     ) -> None:
-        self._run, self._in_backward, self._passes, self._reductions = run, update == "in_backward", passes, reductions
+        self._events = run.events if together <= 1 else _in_groups(run.events, together)
+        self._in_backward, self._passes, self._reductions = update == "in_backward", passes, reductions
         self._unreduced: list[_Unit] = []  # of one of several ranks: units that are complete
         self._reducing: tuple[_Unit, int, int] | None = None
         self._after: dict[tuple[bool, _Unit | None, _Unit], _Unit] = {}  # what was held after these two
@@ -180,7 +206,7 @@ class Steps:
         self._last_wanted: dict[int, int] = {}
         """By the number of a parameter that is sliced, the event in which backward asks for it, and then has its gradient."""
         wanted = at_wanted = -1
-        for at, event in enumerate(run.events):
+        for at, event in enumerate(self._events):
             if event.kind is Kind.ARRIVES:
                 for unit, placement in self._home[event.parameter]:
                     unit.expected.add(placement)
@@ -219,7 +245,7 @@ class Steps:
 
     def _one_pass(self) -> Iterator[Operation]:
         self._in_pass, self._last = False, (None, None)
-        for at, event in enumerate(self._run.events):
+        for at, event in enumerate(self._events):
             kind = event.kind
             if kind is Kind.COST:
                 assert event.cost is not None
@@ -308,7 +334,7 @@ class Steps:
         if event.kind is Kind.MADE:
             self.activations[key] = event.nbytes
             yield Create(key, event.nbytes, key.startswith(TEMPORARY))
-            yield Work("activation", 0, 2 * event.nbytes, 1)
+            yield Work("activation", 0, 2 * event.nbytes, len(event.keys))
         elif event.kind is Kind.ASKED:
             number = self._number()
             yield Lease(number, (key,), False)

@@ -49,7 +49,7 @@ class Timing:
             if operation.kind in ("gather", "reduce"):
                 return "network", self.network(operation.nbytes)
             if operation.kind == "activation":
-                return "activations", moved
+                return "activations", moved + machine.lease * (operation.pieces - 1)  # of the first it is a lease
             return "gradients", moved + machine.gradient * operation.pieces
         return "store", 0.0
 
