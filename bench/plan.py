@@ -2,6 +2,7 @@
 
     .venv/bin/python -m bench.plan --dir /mnt/nvme > bench/results/plan_<hardware>_<date>.md
     .venv/bin/python -m bench.plan --model gpt --budget 50% --update on_fetch       one row
+    .venv/bin/python -m bench.plan --activations store --micro-batch 2              rows of these ways, too
 
 Four models, budgets of 10, 50 and 90 % of the state, and both update modes: 24 rows. The machine is measured first, in the same
 run and the same folder. Each row trains in a process of its own: some steps until their order is known, then the median of
@@ -33,7 +34,7 @@ from tiered.cli.measure import Meter, environment, peak_memory
 from tiered.cli.output import told_environment
 from tiered.cli.train.model import GPT, Shape
 from tiered.planning.machine import Machine
-from tiered.planning.plan import Choice, Planner, Prediction
+from tiered.planning.plan import Activations, Choice, Planner, Prediction
 from tiered.planning.sources import subject_of
 from tiered.zero import Policy
 from tiered.zero.rules import AdamWRule
@@ -66,11 +67,17 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One row: ``budget`` is a share of the state."""
+    """One row: ``budget`` is a share of the state; ``activations`` and ``micro_batch`` as in ``zero.page``."""
 
     model: str
     budget: float
     update: Update
+    activations: Activations = "memory"
+    micro_batch: int = 1
+
+    @property
+    def way(self) -> str:
+        return f"{self.micro_batch} parts" if self.micro_batch > 1 else self.activations
 
 
 @dataclass(frozen=True)
@@ -109,7 +116,7 @@ def train(case: Case, folder: str) -> dict[str, Any]:
     with torch.device("meta"):
         model = subject.make()
     with tempfile.TemporaryDirectory(dir=folder) as at, TieredStore.open(f"{at}/s", dram=dram, durability="none") as store:
-        zero.page(model, store)
+        zero.page(model, store, activations=case.activations, micro_batch=case.micro_batch)
         optimizer = zero.AdamW(model.parameters(), lr=1e-4, update=case.update)
         generator = torch.Generator().manual_seed(0)
         taken, moved, waited, updating = [], [], [], []
@@ -154,7 +161,8 @@ def planner_of(name: str, machine: Machine) -> Planner:
 
 def rows(cases: list[Case], machine: Machine, folder: str, threads: int) -> Iterator[tuple[Case, Prediction, Measured]]:
     for case in cases:
-        planned = planner_of(case.model, machine).predict(Choice(case.update, "memory", dram_of(case)))
+        choice = Choice(case.update, case.activations, dram_of(case), case.micro_batch)
+        planned = planner_of(case.model, machine).predict(choice)
         yield case, planned, measure(case, folder, threads)
 
 
@@ -164,7 +172,7 @@ def row(case: Case, chosen: Prediction, measured: Measured) -> tuple[str, tuple[
     low, high = measured.spread
     parts = ", ".join(f"{kind} {seconds:.2f}" for kind, seconds in chosen.by_work.items() if seconds >= 0.005)
     return (
-        f"| {case.model} | {case.budget:.0%} | {case.update} | {chosen.seconds:.3f} "
+        f"| {case.model} | {case.budget:.0%} | {case.update} | {case.way} | {chosen.seconds:.3f} "
         f"| {measured.seconds:.3f} [{low:.3f}, {high:.3f}] | {errors[0]:+.0%} | {moved / 1e6:.1f} "
         f"| {measured.moved / 1e6:.1f} | {errors[1]:+.1%} | {process / 2**20:.0f} "
         f"| {measured.process / 2**20:.0f} | {errors[2]:+.0%} "
@@ -180,6 +188,8 @@ def main() -> int:
     parser.add_argument("--model", action="append", choices=MODELS)
     parser.add_argument("--budget", action="append", help="share of the state, like 50%%")
     parser.add_argument("--update", action="append", choices=UPDATES)
+    parser.add_argument("--activations", action="append", choices=("memory", "recompute", "store"), help="default: memory")
+    parser.add_argument("--micro-batch", action="append", type=int, default=[], help="parts of a batch inside units")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch")
     parser.add_argument("--machine", help="the file of a machine, instead of measuring one")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -193,15 +203,18 @@ def main() -> int:
     began = time.monotonic()
     machine = Machine.of(options.machine) if options.machine else measured_machine(options.dir)
     budgets = [float(text.rstrip("%")) / 100 for text in options.budget or ()]
+    ways = [(way, 1) for way in options.activations or ([] if options.micro_batch else ["memory"])]
     chosen = [
-        case for case in CASES
+        Case(case.model, case.budget, case.update, way, parts)
+        for way, parts in [*ways, *(("memory", parts) for parts in options.micro_batch)]
+        for case in CASES
         if case.model in (options.model or MODELS) and (not budgets or case.budget in budgets)
         and case.update in (options.update or UPDATES)
     ]
     print(told_environment(environment()) + f", {options.threads} threads of torch\n")
     print(f"Machine: {machine}\n")
-    print("| model | budget | update | s planned | s measured [least, most] | error | MB planned | MB measured | error "
-          "| MiB planned | MiB measured | error | planned seconds | measured |\n|---|---:|---|" + "---:|" * 9 + "---|---|")
+    print("| model | budget | update | activations | s planned | s measured [least, most] | error | MB planned "
+          "| MB measured | error | MiB planned | MiB measured | error | planned seconds | measured |\n|---|---:|---|---|" + "---:|" * 9 + "---|---|")
     errors = []
     for case, plan, measured in rows(chosen, machine, options.dir, options.threads):
         text, error = row(case, plan, measured)

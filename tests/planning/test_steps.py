@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.quick import quick
 from tiered import TieredStore, Touch, zero
+from tiered.cli.train.model import GPT, Shape
 from tiered.cli.train.optimizers import kind_named
 from tiered.cli.train.options import OPTIMIZERS
 from tiered.planning.plan import _RULES, Choice, Planner, uses_of
@@ -206,3 +207,113 @@ def test_a_choice_that_does_not_fit_is_refused_with_the_number() -> None:
     planner = Planner(subject_of(Wide(), sequence=8), None, RULE, Policy(), 1)
     with pytest.raises(CapacityError, match="smallest"):
         planner.predict(Choice(dram=4096))
+
+
+# -- activations that wait in the store ------------------------------------------------------------------------------------
+
+WAYS: dict[str, dict[str, Any]] = {
+    "store": {"activations": "store"},
+    "recompute": {"activations": "recompute"},
+    "halves": {"micro_batch": 2},
+    "thirds": {"micro_batch": 3},
+}
+ROWS, LENGTH = 6, 64
+
+
+def waiting(model: nn.Module, choice: Choice, together: int = 1) -> Steps:
+    planner = Planner(subject_of(model, batch=ROWS, sequence=LENGTH), None, RULE, Policy(), 1)
+    plan = planner.divided(choice.dram)
+    sizes, run = sizes_of(plan, "model", RULE), planner.run(choice, plan)
+    return Steps(planner.subject.model, plan, sizes, run, choice.update, together=together)
+
+
+def tokens_of(model: nn.Module) -> torch.Tensor:
+    torch.manual_seed(0)
+    if isinstance(model, Vocabulary):
+        return (torch.arange(ROWS * LENGTH) * 5 % 2048).view(ROWS, LENGTH)  # in all slices
+    return torch.randint(0, 256, (ROWS, LENGTH))
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    quick(
+        [(name, way) for name in MODELS for way in WAYS],
+        [("tied", "store"), ("checkpointed", "store"), ("frozen", "recompute"), ("tied", "thirds")],
+    ),
+)
+def test_the_touches_of_activations_in_the_store(tmp_path: Path, name: str, way: str) -> None:
+    """By the pager's own code on the meta device: what waits, in which pieces, and when it comes back."""
+    update: Update = "in_backward" if way == "thirds" else "on_fetch"
+    model = MODELS[name]()
+    choice = Choice(update, dram=4 << 20, **WAYS[way])
+    steps, tokens = waiting(model, choice), tokens_of(model)
+    with TieredStore.open(tmp_path / "store", dram=choice.dram, durability="none") as store:
+        zero.page(model, store, **WAYS[way])
+        optimizer = zero.AdamW(model.parameters(), update=update)
+        with store.trace() as found:
+            for _ in range(3):
+                del found[:]
+                loss_of(model(tokens), tokens).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                optimizer.zero_grad()
+    for _ in range(2):
+        keys, uses, sizes = uses_of(steps)
+        assert list(zip(keys, uses, strict=True)) == [(touch.key, touch.use) for touch in found]
+    assert sizes == [-(-touch.nbytes // 4096) * 4096 for touch in found]
+    assert len(steps.activations) > 2
+
+
+def gpt() -> nn.Module:
+    return GPT(Shape(4, 128, 4, LENGTH))
+
+
+@pytest.mark.parametrize(
+    ("make", "dram", "way"),
+    quick(
+        [
+            (make, dram, way)
+            for make, budgets in ((partial(Tied, 8), (2, 4)), (gpt, (2, 4)), (Wide, (3, 5)))
+            for dram in budgets
+            for way in ("store", "recompute", "halves")
+        ],
+        [(gpt, 2, "store")],
+    ),
+)
+def test_the_bytes_of_activations_are_those_of_a_real_run(tmp_path: Path, make: Any, dram: int, way: str) -> None:
+    """What is put and what comes back to the byte, what the drive moves but for one in twenty bytes: on demand, because what
+    is fetched ahead depends on time."""
+    model = make()
+    choice = Choice(dram=dram << 20, **WAYS[way])
+    predicted = rehearse(waiting(model, choice), choice.dram, DriveRates(1e9, 1e9), prefetch="off", warm_up=3, counted=2)
+    tokens = tokens_of(model)
+    with TieredStore.open(tmp_path / "store", dram=choice.dram, durability="none") as store:
+        zero.page(model, store, prefetch="off", **WAYS[way])
+        optimizer = zero.AdamW(model.parameters())
+
+        def steps(number: int) -> None:
+            for _ in range(number):
+                loss_of(model(tokens), tokens).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                optimizer.zero_grad()
+
+        steps(3)
+        before, saved = store.statistics().links[-1], zero.statistics(model).activations
+        steps(2)
+        after, then = store.statistics().links[-1], zero.statistics(model).activations
+    moved = (after.up.bytes + after.down.bytes - before.up.bytes - before.down.bytes) / 2
+    assert predicted.read + predicted.written == pytest.approx(moved, rel=0.05)
+    if saved is not None and then is not None:
+        found = predicted.offloading
+        assert found.stored == (then.offloaded - saved.offloaded) / 2 > 0
+        assert found.restored == (then.restored - saved.restored) / 2
+
+
+def test_pieces_that_are_taken_together_move_as_many_bytes() -> None:
+    choice = Choice(activations="store", dram=2 << 20)
+    one, four = (
+        rehearse(waiting(gpt(), choice, together), choice.dram, DriveRates(1e9, 1e9), warm_up=2, counted=1)
+        for together in (1, 4)
+    )
+    assert four.touches < 0.8 * one.touches
+    assert (four.offloading.stored, four.offloading.restored) == (one.offloading.stored, one.offloading.restored)
+    assert four.read + four.written == pytest.approx(one.read + one.written, rel=0.05)

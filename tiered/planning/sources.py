@@ -19,7 +19,7 @@ from tiered.errors import MisuseError
 from tiered.planning.dry_run import DryRun, Loss, dry_run, on_meta
 from tiered.planning.waiting import Waiting
 
-__all__ = ["Numbers", "Subject", "subject_of"]
+__all__ = ["Numbers", "Subject", "model_of_folder", "subject_of"]
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def subject_of(
     elif isinstance(what, nn.Module):
         model, name = on_meta(what), type(what).__name__
     else:
-        model, name = _of_folder(os.fspath(what)), os.path.basename(os.path.abspath(os.fspath(what)))
+        model, name = model_of_folder(os.fspath(what)), os.path.basename(os.path.abspath(os.fspath(what)))
     args, kwargs = _arguments(inputs, batch, sequence)
     tokens = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)), None)
     if target is not None:
@@ -205,7 +205,9 @@ def _loss(output: Any, target: Any) -> torch.Tensor:
     return value.float().square().mean()
 
 
-def _of_folder(folder: str) -> nn.Module:
+def model_of_folder(folder: str) -> nn.Module:
+    """Return the model of a folder with a config.json of transformers, on the meta device. Raises MisuseError where there is
+    none."""
     if not Path(folder, "config.json").is_file():
         raise MisuseError(f"{folder} has no config.json: name a folder of a transformers model, or give numbers of the model")
     try:

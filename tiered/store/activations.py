@@ -545,10 +545,16 @@ class offload_activations:  # called as a function, as torch's own context manag
     A tensor that is changed in place after it was saved raises ChangedInPlace in backward, as in memory. Forward raises what
     ``store.put`` raises, backward what ``store.get`` raises, and MisuseError for a graph of before ``store.rollback``.
 
-    Raises MisuseError for a store that has memory alone, is open for reading, or closed, and for what is no size.
+    Raises MisuseError for what is no store, for one that has memory alone, is open for reading, or closed, and for what is no
+    size.
     """
 
     def __init__(self, store: TieredStore, *, keep: int | str = "64MiB", min_bytes: int | str = "256KiB") -> None:
+        if not isinstance(store, TieredStore):
+            raise MisuseError(
+                f"offload_activations takes the store in which activations wait, not {store!r}: open one, as in "
+                "tiered.TieredStore.open('activations/', dram='1GiB')"
+            )
         self._saved = SavedTensors(store, parse_size(keep), parse_size(min_bytes))
         self._hooks: list[Hooks] = []
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from tiered.errors import StoreClosed
+from tiered.errors import MisuseError, StoreClosed
 from tiered.store.store import TieredStore
 from tiered.telemetry import MemoryStatistics
 from tiered.types import format_size, parse_size
@@ -67,12 +67,19 @@ class MemoryWatch:
     ``tell`` is called with a ``MemoryNotice`` (default: the logger ``tiered`` warns) in the thread that looks. ``reserve``:
     bytes (or "512MiB") that are to stay free (default: 64 MiB, or a sixteenth of what the process may take now). A model that
     is paged into ``store`` looks after each forward; a loop of your own calls ``look``. A store has one watch: a new one
-    replaces it.
+    replaces it. Raises MisuseError for what is no store, and for a ``tell`` that cannot be called.
     """
 
     def __init__(
         self, store: TieredStore, tell: Callable[[MemoryNotice], object] | None = None, *, reserve: int | str | None = None
     ) -> None:
+        if not isinstance(store, TieredStore):
+            raise MisuseError(f"MemoryWatch watches the process of a store, not {store!r}: give it the TieredStore")
+        if tell is not None and not callable(tell):
+            raise MisuseError(
+                f"MemoryWatch: tell is a function that is called with a MemoryNotice, not {tell!r}; bytes that are to stay "
+                "free are reserve="
+            )
         self._store = weakref.ref(store)
         self._tell = tell
         found = store.statistics().memory

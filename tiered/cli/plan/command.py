@@ -36,12 +36,18 @@ def add_parser(commands: Commands) -> None:
     for name in ("layers", "width", "heads", "context", "batch"):
         model.add_argument(f"--{name}", type=count, metavar="N", help=f"{MODEL_HELP[name]} (default: {default_of(name)})")
     model.add_argument("--vocabulary", type=count, metavar="N", help="tokens that there are (default: 256, bytes)")
-    model.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the parameters")
+    model.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"),
+        help="of the parameters (default: what the config.json says, else float32)",
+    )
     how = parser.add_argument_group("training")
     how.add_argument("--dram", type=size, metavar="SIZE", help="budget of host memory (default: half of the machine's)")
     how.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="default: adamw")
     how.add_argument("--update", choices=UPDATES, help="when units are updated (default: the faster one)")
-    how.add_argument("--activations", choices=("memory", "recompute"), help="default: the faster that fits")
+    how.add_argument("--activations", choices=("memory", "recompute", "store"), help="default: the fastest that fits")
+    how.add_argument(
+        "--micro-batch", type=counts, metavar="N,N", help="parts of the batch inside units; of several the fastest that fits"
+    )
     how.add_argument("--accumulate", type=count, metavar="N", default=1, help=f"{MODEL_HELP['accumulate']} (default: 1)")
     machine = parser.add_argument_group("machine")
     machine.add_argument("--machine", metavar="FILE", help="file of tiered info --machine (default: measured here)")

@@ -31,7 +31,8 @@ def plot(path: str, plan: Plan) -> None:
                 linestyle=":", color=f"C{number}", label=f"{update}, without waiting", zorder=1,
             )
     chosen = plan.chosen.choice
-    what = f"chosen: {chosen.update}, {chosen.activations}, {format_size(chosen.dram)}"
+    parts = f" in {chosen.micro_batch} parts" if chosen.micro_batch > 1 else ""
+    what = f"chosen: {chosen.update}, {chosen.activations}{parts}, {format_size(chosen.dram)}"
     axes.plot([chosen.dram], [height(plan.chosen)], marker="*", markersize=16, color="black", linestyle="", label=what)
     axes.axvline(plan.smallest, color="grey", linewidth=0.8, linestyle="--", label="smallest budget")
     axes.set_xscale("log", base=2)

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 import tiered
@@ -21,7 +22,7 @@ from tiered.cli.train.model import Shape, build
 from tiered.cli.train.options import default_of
 from tiered.planning.machine import Machine
 from tiered.planning.plan import Plan, Prediction
-from tiered.planning.sources import Numbers
+from tiered.planning.sources import Numbers, model_of_folder
 from tiered.types import format_size
 
 __all__ = ["describe", "planned"]
@@ -48,12 +49,14 @@ def planned(parsed: argparse.Namespace) -> int:
     asked: dict[str, Any] = {
         "machine": machine, "dram": parsed.dram, "batch": parsed.batch or default_of("batch"),
         "sequence": parsed.context or default_of("context"), "optimizer": parsed.optimizer, "update": parsed.update,
-        "activations": parsed.activations, "accumulate": parsed.accumulate, "measure": here, "ranks": parsed.ranks,
+        "activations": parsed.activations, "micro_batch": parsed.micro_batch, "accumulate": parsed.accumulate,
+        "measure": here, "ranks": parsed.ranks,
         "optimum": parsed.optimum,
     }
     plan = tiered.plan(model, **asked)
     if parsed.plot is not None and plan.chosen is not None:
-        mode = {"activations": plan.chosen.choice.activations, "ranks": (), "optimum": False}
+        choice = plan.chosen.choice
+        mode = {"activations": choice.activations, "micro_batch": choice.micro_batch, "ranks": (), "optimum": False}
         curve = tiered.plan(model, **{**asked, **mode, "budgets": _budgets(plan)}).curve
         plan = replace(plan, curve=curve)
     if parsed.json != "-":
@@ -73,12 +76,12 @@ def _model(parsed: argparse.Namespace, parser: Parser) -> nn.Module | str | Numb
         if given:
             parser.error(f"{', '.join(given)}: the folder of --model says that")
         folder: str = parsed.model
-        return folder
+        return folder if parsed.dtype is None else model_of_folder(folder).to(getattr(torch, parsed.dtype))
     shape = {name: numbers[name] or default_of(name) for name in ("layers", "width", "heads")}
     if shape["width"] % shape["heads"]:
         parser.error(f"--width {shape['width']} is not a multiple of --heads {shape['heads']}")
-    if numbers["vocabulary"] is not None or parsed.dtype != "float32":
-        return Numbers(**shape, vocabulary=numbers["vocabulary"] or 256, dtype=parsed.dtype)
+    if numbers["vocabulary"] is not None or parsed.dtype is not None:
+        return Numbers(**shape, vocabulary=numbers["vocabulary"] or 256, dtype=parsed.dtype or "float32")
     return build(Shape(**shape, context=parsed.context or default_of("context")))
 
 
@@ -124,7 +127,7 @@ def describe(plan: Plan) -> str:
         )
     else:
         lines += [f"fits      no: {plan.refused}", *_listed("would fit", plan.changes)]
-    lines += [*_memory(found, plan), *_step(found, plan)]
+    lines += [*_memory(found, plan), *_step(found, plan), *_offloading(found)]
     if len(plan.others):
         lines += ["", _modes([found, *plan.others], bool(found.seconds))]
     if plan.ranks:
@@ -171,12 +174,33 @@ def _step(found: Prediction, plan: Plan) -> list[str]:
     return lines
 
 
+def _offloading(found: Prediction) -> list[str]:
+    """Say what of the activations goes through the store, and whether the drive hides that."""
+    moved = found.offloading
+    if moved is None or not moved.stored:
+        return []
+    line = (
+        f"store     {moved.stored / 1e9:.2f} GB of activations a step; of {moved.restored / 1e9:.2f} that come back "
+        f"{moved.hidden / max(1.0, moved.restored):.0%} are there in time"
+    )
+    hidden = found.hides_activations
+    if found.in_memory is None or hidden is None:
+        return [line]
+    return [
+        f"{line}, {moved.waited:.2f} s of waiting; with activations in memory a step takes {found.in_memory:.2f} s: the drive "
+        f"{'hides' if hidden else 'does not hide'} them"
+    ]
+
+
 def _modes(found: list[Prediction], timed: bool) -> str:
-    rows = [["update", "activations", *(["s/step"] if timed else []), "GB/step", "process"]]
+    divided = any(one.choice.micro_batch > 1 for one in found)
+    parts = ["parts"] if divided else []
+    rows = [["update", "activations", *parts, *(["s/step"] if timed else []), "GB/step", "process"]]
     for one in found:
         seconds = [f"{one.seconds:.2f}"] if timed else []
         moved = f"{(one.read + one.written) / 1e9:.2f}"
-        rows.append([one.choice.update, one.choice.activations, *seconds, moved, format_size(one.memory.process)])
+        parts = [str(one.choice.micro_batch)] if divided else []
+        rows.append([one.choice.update, one.choice.activations, *parts, *seconds, moved, format_size(one.memory.process)])
     return table(rows, "ll" + "r" * (len(rows[0]) - 2))
 
 

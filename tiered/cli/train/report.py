@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import psutil
 import torch
@@ -20,6 +20,7 @@ from tiered.cli.measure import Rates, Usage
 from tiered.cli.output import counted, rate_unit, refuse_unplottable, refuse_unwritable
 from tiered.cli.train.model import GPT, Shape
 from tiered.cli.train.timeline import describe_timeline, plot_timeline, write_timeline
+from tiered.planning.plan import Activations
 from tiered.telemetry import StoreStatistics
 from tiered.types import format_size
 
@@ -231,8 +232,7 @@ def predicted(options: Options, summary: Summary) -> dict[str, Any] | None:
     """Return what ``tiered.plan`` predicts of a step, with the rates of the drive that the training measured at its end, and
     this machine's operations timed; None where a plan does not know these options."""
     rates = summary.rates
-    planned = options.activations in ("memory", "recompute")
-    if not planned or rates is None or options.hbm or options.micro_batch > 1 or summary.ranks > 1:
+    if options.activations not in get_args(Activations) or rates is None or options.hbm or summary.ranks > 1:
         return None
     machine = {
         "read": rates.read, "write": rates.write, "base": summary.baseline_rss, "threads": torch.get_num_threads(),
@@ -244,7 +244,7 @@ def predicted(options: Options, summary: Summary) -> dict[str, Any] | None:
         model = GPT(shape)
     plan = tiered.plan(
         model, machine=machine, dram=options.dram, batch=options.batch, sequence=options.context, optimizer=optimizer,
-        update=options.update, activations="recompute" if options.activations == "recompute" else "memory",
+        update=options.update, activations=cast(Activations, options.activations), micro_batch=options.micro_batch,
         accumulate=options.accumulate, measure=True,
     )
     found = plan.of_step()
