@@ -27,6 +27,7 @@ from tiered.planning.timing import Timing, measure_operations
 from tiered.planning.waiting import Waiting
 from tiered.store.activations import PIECE
 from tiered.store.opening import SMALLEST_DRAM, default_dram
+from tiered.system import KEPT, SELDOM
 from tiered.types import Use, format_size, parse_size
 from tiered.zero import rules
 from tiered.zero.page import smallest_pool
@@ -448,7 +449,8 @@ class Planner:
         if choice.update == "in_backward":
             gradients = max((one.gradient for one in sizes), default=0)
         everything = parameters + states + gradients
-        workspace = IN_TRANSIT + OPEN + choice.dram // TABLES
+        passed = int(found.offloading.stored + found.offloading.restored)
+        workspace = IN_TRANSIT + OPEN + choice.dram // TABLES + min(KEPT + SELDOM, passed)
         base = self.machine.base if self.machine is not None else 0
         return Memory(
             parameters=parameters,
