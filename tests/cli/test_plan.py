@@ -50,6 +50,30 @@ def test_a_report_a_picture_and_ranks(machine: str, tmp_path: Path, capsys: pyte
     assert "rank" in capsys.readouterr().out
 
 
+def test_activations_in_the_store_and_parts_of_a_batch(machine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [*SMALL, "--batch", "16", "--update", "on_fetch", "--machine", machine]
+    assert main([*asked, "--activations", "store"]) == 0
+    printed = capsys.readouterr().out
+    assert "of activations a step" in printed
+    assert "hide them" in printed or "hides them" in printed
+    assert main([*asked, "--activations", "memory", "--micro-batch", "1,2"]) == 0
+    printed = capsys.readouterr().out
+    assert "parts" in printed
+    assert len([line for line in printed.splitlines() if line.startswith("on_fetch")]) == 2
+
+
+def test_the_element_type_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 256, "intermediate_size": 128}
+    transformers.LlamaConfig(**sizes, bos_token_id=1, eos_token_id=2).save_pretrained(tmp_path)
+    asked = ["plan", "--model", str(tmp_path), "--context", "16", "--dram", "1MiB", *ONE, "--no-measure", "--json"]
+    found = []
+    for given in ([], ["--dtype", "bfloat16"]):
+        assert main([*asked, *given]) == 0
+        found.append(json.loads(capsys.readouterr().out)["chosen"]["memory"]["parameters"])
+    assert found[0] > 1.9 * found[1]
+
+
 def test_without_a_measurement_there_are_bytes_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, *ONE, "--no-measure", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ def test_what_updates_whole_parameters_is_planned_where_none_is_divided() -> Non
 
 
 def test_what_does_not_fit_says_what_would() -> None:
-    asked = {**ASKED, "batch": 512, "update": "on_fetch", "activations": "memory"}
+    asked = {**ASKED, "batch": 128, "update": "on_fetch", "activations": "memory"}
     none = tiered.plan(SMALL, machine={**RATES, "dram": "64MiB", "base": 1 << 20}, **asked)
     assert [one for one in none.changes if one.startswith("more memory")], "no batch is small enough"
     found = tiered.plan(SMALL, machine={**RATES, "dram": "80MiB", "base": 1 << 20}, **asked)
@@ -140,12 +141,14 @@ def test_a_change_that_is_said_to_fit_does(room: int, budget: bool) -> None:
     found = tiered.plan(SMALL, machine=machine, activations="memory", **asked)
     assert not found.fits
     told = found.changes[0]
-    assert told.startswith("activations='recompute'")
+    way, parts = re.match(r"activations='(\w+)'", told), re.match(r"micro_batch=(\d+)", told)
+    assert way or parts
+    mode: Any = {"activations": way[1]} if way else {"activations": "memory", "micro_batch": int(parts[1])}  # type: ignore[index]
     assert ("dram=" in told) is budget
     if budget:
-        assert not tiered.plan(SMALL, machine=machine, activations="recompute", **asked).fits
+        assert not tiered.plan(SMALL, machine=machine, **mode, **asked).fits
         asked["dram"] = int(told.partition("dram=")[2].rstrip(")"))
-    assert tiered.plan(SMALL, machine=machine, activations="recompute", **asked).fits
+    assert tiered.plan(SMALL, machine=machine, **mode, **asked).fits
 
 
 def test_recomputing_takes_less_memory_and_more_time() -> None:
@@ -174,6 +177,48 @@ def test_other_budgets_and_ranks() -> None:
     assert 2.5 * nbytes / 2 < two.sent < 4.5 * nbytes / 2  # gathered in forward and in backward, and reduced once
     assert many.network > 1023 * 1e-3
     assert found.stops_paying == 1, "a network of 10 MB/s"
+
+
+def test_a_budget_that_does_not_work_is_said() -> None:
+    found = tiered.plan(SMALL, update="on_fetch", activations="memory", budgets=["1KiB", "1MiB"], **ASKED)
+    assert [one.choice.dram for one in found.curve] == [1 << 20]
+    assert [one for one in found.notes if "1.0 KiB is left out" in one and "1.0 MiB" in one]
+
+
+def test_a_plan_says_whether_the_drive_hides_activations() -> None:
+    """On a drive that takes no time, and on one that takes longer than computing."""
+    asked: dict[str, Any] = {"update": "on_fetch", "activations": "store", "dram": "4MiB", "batch": 8, "sequence": 64}
+    machine = {**RATES, "lease": 0, "transfer": 0, "flops": 1e9}
+    quick, slow = (
+        tiered.plan(SMALL, machine={**machine, "read": rate, "write": rate}, **asked).chosen for rate in (1e12, 1e6)
+    )
+    assert quick is not None
+    assert slow is not None
+    assert quick.offloading is not None
+    assert slow.offloading is not None
+    assert quick.offloading.stored == slow.offloading.stored > 0
+    assert quick.hides_activations is True
+    assert slow.hides_activations is False
+    assert slow.offloading.waited > quick.offloading.waited
+    memory = tiered.plan(SMALL, machine=RATES, **{**asked, "activations": "memory"}).chosen
+    assert memory is not None
+    assert memory.hides_activations is None
+    assert quick.memory.activations < memory.memory.activations
+
+
+def test_the_fastest_number_of_parts_that_fits_is_chosen() -> None:
+    asked: dict[str, Any] = {"update": "on_fetch", "dram": "4MiB", "batch": 32, "sequence": 64, "machine": RATES}
+    found = tiered.plan(SMALL, micro_batch=[4, 1], **asked)
+    assert found.chosen is not None
+    assert found.chosen.choice.micro_batch == 1, "nothing is computed twice"
+    divided = [one for one in found.others if one.choice.micro_batch == 4]
+    assert len(divided) == 1
+    assert divided[0].memory.activations < found.chosen.memory.activations
+    room = (divided[0].memory.process + found.chosen.memory.process) // 2
+    less = tiered.plan(SMALL, micro_batch=[1, 4], activations="memory", **{**asked, "machine": {**RATES, "dram": room}})
+    assert less.fits
+    assert less.chosen is not None
+    assert less.chosen.choice.micro_batch == 4
 
 
 def test_attention_keeps_no_scores() -> None:
@@ -212,6 +257,9 @@ def test_operations_are_timed_by_shape() -> None:
         ({"accumulate": 2, "update": "in_backward"}, "on_fetch"),
         ({"ranks": [2]}, "need machine="),
         ({"batch": 0}, "from 1 on"),
+        ({"micro_batch": 0}, "whole number of parts"),
+        ({"micro_batch": []}, "whole number of parts"),
+        ({"micro_batch": 2, "activations": "store"}, "leave one of them out"),
         ({"sequence": 1.5}, "whole numbers"),
         ({"accumulate": 1.5}, "whole number"),
         ({"machine": RATES, "ranks": [2, 0]}, "from 1 on, not 0"),

@@ -306,6 +306,8 @@ def test_a_store_that_cannot_take_them_is_refused(tmp_path: Path) -> None:
         tiered.offload_activations(store)
     with pytest.raises(MisuseError, match="closed"):
         tiered.offload_activations(store)
+    with pytest.raises(MisuseError, match="takes the store"):
+        tiered.offload_activations("activations/")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("how", [{"keep": "many"}, {"keep": -1}, {"min_bytes": 1.5}])

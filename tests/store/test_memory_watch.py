@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tiered import MemoryNotice, MemoryStatistics, MemoryWatch, TieredStore, zero
+from tiered import MemoryNotice, MemoryStatistics, MemoryWatch, MisuseError, TieredStore, zero
 from tiered.store import memory_watch
 from tiered.types import format_size
 
@@ -64,6 +64,13 @@ def test_pages_that_the_pool_will_take_count_as_taken(store: TieredStore) -> Non
 def test_it_is_told_once_and_again_when_half_is_left(store: TieredStore) -> None:
     found = told(store, [memory(100, room) for room in (500, 60, 60, 55, 29, 28, 200, 50)])
     assert [one is not None for one in found] == [False, True, False, False, True, False, False, True]
+
+
+def test_what_cannot_be_told_is_refused_at_once(store: TieredStore) -> None:
+    with pytest.raises(MisuseError, match="reserve="):
+        MemoryWatch(store, 3)  # type: ignore[arg-type]
+    with pytest.raises(MisuseError, match="give it the TieredStore"):
+        MemoryWatch("store")  # type: ignore[arg-type]
 
 
 def test_growth_is_told_before_memory_is_tight(store: TieredStore) -> None:

@@ -371,6 +371,12 @@ class Planner:
             in_memory=self._in_memory(choice),
         )
 
+    def least_process(self, choice: Choice) -> int:
+        """Return the bytes that the process takes at least, with the smallest budget: what is not played."""
+        run = self.run(choice, self.divided(choice.dram))
+        base = self.machine.base if self.machine is not None else 0
+        return base + IN_TRANSIT + OPEN + run.peak + min(choice.dram, self.smallest(choice))
+
     def _in_memory(self, choice: Choice) -> float | None:
         """Return the seconds of a step whose activations stay in memory, beside one whose activations do not."""
         if choice.activations != "store" or self.machine is None:
@@ -520,6 +526,8 @@ def plan(
     if accumulate > 1 and update == "in_backward":
         raise MisuseError("update='in_backward' makes each backward a step: leave accumulate out, or use update='on_fetch'")
     found = None if machine is None else Machine.of(machine)
+    if ranks and found is None:
+        raise MisuseError("ranks need machine=, with its network")
     subject = subject_of(model, batch=batch, sequence=sequence, inputs=inputs, target=target, loss=loss)
     planner = Planner(subject, found, _RULES[optimizer], Policy(storage=storage), accumulate, measure)
     budget = parse_size(dram) if dram is not None else _half(found)
@@ -555,8 +563,6 @@ def plan(
             f"activations, and the machine has {format_size(room)}"
         )
         changes = _to_fit(planner, chosen, room, _rows_of(subject))
-    if ranks and found is None:
-        raise MisuseError("ranks need machine=, with its network")
     if optimum:
         chosen = replace(chosen, optimum=planner.optimum(chosen.choice))
     curve = _curve(planner, chosen.choice, budgets, updates)
@@ -723,7 +729,9 @@ def _to_fit(planner: Planner, chosen: Prediction, room: int, batch: int) -> tupl
         if smallest > choice.dram:
             continue
         try:
-            other = planner.predict(way)
+            if planner.least_process(way) > room:
+                continue
+            other = planner.predict(way, warm_up=2, counted=1)
         except MisuseError:
             continue
         over = other.memory.process - room

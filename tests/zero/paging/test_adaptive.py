@@ -185,6 +185,44 @@ def test_another_speed_of_the_processor_is_another_choice(store: TieredStore, mo
     assert "the processor takes 1.5 x as long" in whys[0]
 
 
+@pytest.mark.parametrize(("read", "write", "told"), [(2.0, 1.0, "reading"), (1.0, 2.0, "writing")])
+def test_another_rate_of_the_drive_is_another_choice(
+    store: TieredStore, monkeypatch: pytest.MonkeyPatch, read: float, write: float, told: str
+) -> None:
+    """By rates that are given: the drive moves as many bytes in each pass, and from one pass on takes longer for them."""
+    _, step, chooser = paged(store, plan=zero.AutoPlan(memory="64MiB"))
+    for _ in range(3):
+        step()
+    seen = []
+    choose = chooser._choose
+
+    def chosen(why: str) -> None:
+        seen.append(why)
+        choose(why)
+
+    monkeypatch.setattr(chooser, "_choose", chosen)
+
+    def passes(number: int, reading: float, writing: float) -> None:
+        for _ in range(number):
+            chooser._lately.append(adaptive._Reading(1.0, 0.1, 64 << 20, 32 << 20, reading, writing))
+            chooser._look_at_rates()
+
+    chooser._lately.clear()
+    passes(adaptive.LATELY + 3, 0.1, 0.1)
+    passes(adaptive.LATELY, 0.1 * (1 + 0.2 * (read > 1)), 0.1 * (1 + 0.2 * (write > 1)))  # less than a quarter
+    assert seen == []
+    before = chooser._profile
+    passes(adaptive.LATELY, 0.1 * read, 0.1 * write)
+    assert len(seen) == 1
+    assert "because" in seen[0]
+    assert f"{told} takes" in seen[0]
+    after = chooser._profile
+    assert before is not None
+    assert after is not None
+    assert (after.read < before.read) is (read > 1)
+    assert (after.write < before.write) is (write > 1)
+
+
 def test_evaluation_and_exceptions_between_change_nothing(store: TieredStore) -> None:
     wanted, _ = in_memory(language)
     model = language()
