@@ -94,7 +94,7 @@ USES: dict[str, tuple[str, ...]] = {
     ),
     "reporting": ("tiered", "", "store.store", "store.memory_watch", "data"),
     "integrations": ("tiered", "errors", "types", "store.at_rest", "format.safetensors", "zero", "packing", "reporting"),
-    "planning": ("tiered", "errors", "interfaces", "types", "allocator", "engine", "store", "zero", "integrations"),
+    "planning": ("tiered", "errors", "interfaces", "types", "system", "allocator", "engine", "store", "zero", "integrations"),
     "cli": (
         *("tiered", "", "format", "io", "tiers", "links", "engine", "store", "zero", "data", "integrations", "planning"),
         "reporting",
