@@ -51,7 +51,7 @@ def test_a_report_a_picture_and_ranks(machine: str, tmp_path: Path, capsys: pyte
 
 
 def test_activations_in_the_store_and_parts_of_a_batch(machine: str, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = [*SMALL, "--batch", "16", "--update", "on_fetch", "--machine", machine]
+    asked = [*SMALL, "--batch", "4", "--update", "on_fetch", "--machine", machine]
     assert main([*asked, "--activations", "store"]) == 0
     printed = capsys.readouterr().out
     assert "of activations a step" in printed

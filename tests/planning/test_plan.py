@@ -125,7 +125,7 @@ def test_what_updates_whole_parameters_is_planned_where_none_is_divided() -> Non
 
 
 def test_what_does_not_fit_says_what_would() -> None:
-    asked = {**ASKED, "batch": 128, "update": "on_fetch", "activations": "memory"}
+    asked = {**ASKED, "batch": 1, "sequence": 4096, "update": "on_fetch", "activations": "memory"}
     none = tiered.plan(SMALL, machine={**RATES, "dram": "64MiB", "base": 1 << 20}, **asked)
     assert [one for one in none.changes if one.startswith("more memory")], "no batch is small enough"
     found = tiered.plan(SMALL, machine={**RATES, "dram": "80MiB", "base": 1 << 20}, **asked)

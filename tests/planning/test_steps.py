@@ -308,6 +308,7 @@ def test_the_bytes_of_activations_are_those_of_a_real_run(tmp_path: Path, make: 
         assert found.restored == (then.restored - saved.restored) / 2
 
 
+@pytest.mark.soak
 def test_pieces_that_are_taken_together_move_as_many_bytes() -> None:
     choice = Choice(activations="store", dram=2 << 20)
     one, four = (

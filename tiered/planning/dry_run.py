@@ -223,6 +223,8 @@ class _Recorder:
         self._store = None if waiting is None else NotingStore(waiting.pool, self)
         self._saved: SavedTensors | None = None
         self._splitter: DrySplitter | None = None
+        self._waits: dict[str, None] = {}
+        """Keys of activations that are in the store."""
         self._over: list[tuple[str, _OverCheckpoint]] = []
         self._number = {parameter: number for number, parameter in enumerate(model.parameters())}
         self._memory = {p.untyped_storage()._cdata: number for p, number in self._number.items()}
@@ -259,6 +261,8 @@ class _Recorder:
         if self._splitter is not None:
             self._splitter.activations.sweep()
         self.note(Kind.BACKWARD)
+        for key in list(self._waits):  # what only a collection of garbage would end
+            self.ended([key])
         self.found.peak = self._live.peak
 
     def close(self) -> None:
@@ -268,13 +272,17 @@ class _Recorder:
             self._store.close()
 
     def made(self, key: str, nbytes: int) -> None:
+        self._waits[key] = None
         self.note(Kind.MADE, keys=[key], nbytes=nbytes)
 
     def asked(self, key: str) -> None:
         self.note(Kind.ASKED, keys=[key])
 
     def ended(self, keys: Sequence[str]) -> None:
-        self.note(Kind.ENDED, keys=keys)
+        for key in keys:
+            if key in self._waits:
+                del self._waits[key]
+                self.note(Kind.ENDED, keys=[key])
 
     def ahead(self, keys: Sequence[str]) -> None:
         self.note(Kind.AHEAD, keys=keys)

@@ -254,7 +254,7 @@ class Planner:
         self, subject: Subject, machine: Machine | None, rule: rules.UpdateRule, policy: Policy, passes: int,
         measure: bool = False, rehearsed: int = REHEARSED,
     ) -> None:
-        self.subject, self.machine, self._rule, self._policy, self._passes = subject, machine, rule, policy, passes
+        self.subject, self.machine, self._rule, self._policy, self.passes = subject, machine, rule, policy, passes
         self._rehearsed = rehearsed
         self._updates_whole = any(form.block == rules.WHOLE for form in rules.kept_by(rule, torch.float32).values())
         self._runs: dict[tuple[object, ...], DryRun] = {}
@@ -336,7 +336,7 @@ class Planner:
             )
         run = self.run(choice, plan)
         sizes = sizes_of(plan, NAME, self._rule)
-        whole = Steps(self.subject.model, plan, sizes, run, choice.update, self._passes)
+        whole = Steps(self.subject.model, plan, sizes, run, choice.update, self.passes)
         touches = of_activations = 0
         for one in whole.step():
             if isinstance(one, Create | Lease):
@@ -351,7 +351,7 @@ class Planner:
         together = -(-(touches - of_activations) // self._rehearsed)
         played = sizes if together <= 1 else self._coarser(plan, together)
         steps = Steps(
-            self.subject.model, plan, played, run, choice.update, self._passes, together=self._pieces(choice, of_activations)
+            self.subject.model, plan, played, run, choice.update, self.passes, together=self._pieces(choice, of_activations)
         )
         rates = _in_blocks(DriveRates(1e9, 1e9) if self.machine is None else self.machine.drive, together)
         least = bytes_moved(*uses_of(steps), choice.dram, decide(*uses_of(steps), choice.dram))
@@ -388,7 +388,7 @@ class Planner:
         two. Raises MisuseError without scipy."""
         plan = self.divided(choice.dram)
         run, sizes = self.run(choice, plan), sizes_of(plan, NAME, self._rule)
-        steps = Steps(self.subject.model, plan, sizes, run, choice.update, self._passes)
+        steps = Steps(self.subject.model, plan, sizes, run, choice.update, self.passes)
         keys, uses, bytes_of = _touched(steps)  # in whole slots they would take more room, and the bound would be none
         known = dict(zip(keys, bytes_of, strict=True))
         two, four = (
@@ -416,7 +416,7 @@ class Planner:
         played = sizes if together <= 1 else self._coarser(plan, together)
         roomy, prompt = overlaps(plan.units, choice.dram, plan.held_together(self.subject.model))
         reductions: Reductions = "overlapped" if roomy else "prompt" if prompt else "late"
-        steps = Steps(self.subject.model, plan, played, run, choice.update, self._passes, reductions)
+        steps = Steps(self.subject.model, plan, played, run, choice.update, self.passes, reductions)
         sharing = min(ranks, machine.ranks_per_node)
         drive = _in_blocks(DriveRates(machine.read / sharing, machine.write / sharing, machine.transfer), together)
         found = rehearse(steps, choice.dram, drive, Timing(machine, self._measured, ranks), warm_up=3, counted=2)
@@ -691,9 +691,11 @@ def _faster(
         return ()
     found = []
     if update is not None or activations is not None:
+        modes_of_step: Sequence[Update] = get_args(Update) if planner.passes == 1 else ["on_fetch"]  # else a backward is a step
         modes: list[Choice] = [
             replace(chosen.choice, update=one, activations=way)
-            for one in get_args(Update) for way in get_args(Activations)
+            for one in modes_of_step
+            for way in get_args(Activations)
             if way == chosen.choice.activations or (way == "memory" and chosen.choice.saves)  # the others are not faster
         ]
         for mode in modes if chosen.waiting > 0.1 * chosen.seconds or chosen.choice.saves else ():

@@ -138,18 +138,20 @@ def _unit_sizes(unit: UnitPlan, key: str, chunk: int, rule: UpdateRule) -> UnitS
 def _in_groups(events: Sequence[Happening], together: int) -> list[Happening]:
     """Return events with so many pieces of an activation as one, under the key of the first."""
     found: list[Happening] = []
+    first: dict[str, int] = {}
+    """By activation, where its newest group is."""
     for event in events:
         if event.kind is Kind.AHEAD:
             keys = tuple(key for key in event.keys if _piece(key)[1] % together == 0)
             if keys:
                 found.append(replace(event, keys=keys))
         elif not event.keys or _piece(event.keys[0])[1] % together == 0:
+            if event.kind is Kind.MADE:
+                first[_piece(event.keys[0])[0]] = len(found)
             found.append(event)
-        elif event.kind is Kind.MADE:  # the pieces of one activation are put one after the other
-            last = found[-1]
-            assert last.kind is Kind.MADE
-            assert _piece(last.keys[0])[0] == _piece(event.keys[0])[0]
-            found[-1] = replace(last, keys=last.keys + event.keys, nbytes=last.nbytes + event.nbytes)
+        elif event.kind is Kind.MADE:
+            at = first[_piece(event.keys[0])[0]]
+            found[at] = replace(found[at], keys=found[at].keys + event.keys, nbytes=found[at].nbytes + event.nbytes)
     return found
 
 
