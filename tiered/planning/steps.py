@@ -426,12 +426,8 @@ class Steps:
 
     def _apply(self, unit: _Unit) -> Iterator[Operation]:
         sizes = unit.sizes
-        gradient = -1
-        if unit.opened < 0:
-            gradient = self._number()
-            yield Lease(gradient, (f"{sizes.key}/grad",), False)
         whole = self._number()
-        yield Lease(whole, (sizes.key,), True)
+        yield Lease(whole, (sizes.key,) if unit.opened >= 0 else (f"{sizes.key}/grad", sizes.key), True)
         for elements, chunk in sizes.chunks:
             number = self._number()
             if chunk:
@@ -442,8 +438,6 @@ class Steps:
             if chunk:
                 yield End(number)
         yield End(whole)
-        if gradient >= 0:
-            yield End(gradient)
         unit.pending = unit.has_gradient = False
         if unit.opened >= 0:
             yield End(unit.opened)

@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -514,3 +515,41 @@ def test_a_unit_of_nothing_but_empty_parameters(tmp_path: Path) -> None:
         model.state_dict()
         optimizer.state_dict()
         zero.commit(model, optimizer)
+
+
+class _Positions(nn.Module):
+    """Each large matrix is 0.28 of 1 MiB. The positions stay in use until forward ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(64, 136) * 0.02)
+        layer: dict[str, Any] = {"dim_feedforward": 544, "dropout": 0.0, "batch_first": True, "norm_first": True}
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(136, 4, **layer) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.position
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_unit_and_its_gradient_have_room_beside_what_stays_in_use(tmp_path: Path) -> None:
+    """Leased one after the other, the gradient came to lie where neither side of it had room for the unit."""
+    with TieredStore.open(tmp_path / "store", dram="1MiB", durability="none", deadline=30) as store:
+        found = []
+        for paged in (True, False):
+            torch.manual_seed(0)
+            model: Any = _Positions()
+            if paged:
+                zero.page(model, store)
+                optimizer: Any = zero.AdamW(model.parameters(), lr=1e-3)
+            else:
+                optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+            for step in range(16):
+                x = torch.randn(2, 64, 136, generator=torch.Generator().manual_seed(step))
+                for _ in range(2):
+                    model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append([value.clone() for value in model.state_dict().values()])
+        assert all(map(torch.equal, *found))

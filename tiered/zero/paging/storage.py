@@ -14,7 +14,7 @@ import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Literal, Protocol, overload
+from typing import Any, Literal, Protocol, cast, overload
 
 import torch
 
@@ -118,6 +118,11 @@ def in_update_tier(store: TieredStore, tier: UpdateTier) -> TensorStore:
     return TierView(store, tier)
 
 
+def pair(store: TensorStore, first: str, second: str) -> AbstractContextManager[tuple[torch.Tensor, torch.Tensor]]:
+    """Lease two tensors for WRITE, at once."""
+    return cast(AbstractContextManager[tuple[torch.Tensor, torch.Tensor]], store.lease([first, second], access=Access.WRITE))
+
+
 def host(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor``, or a copy of it in host memory."""
     return tensor.to("cpu")
@@ -190,6 +195,11 @@ class ParameterStorage(Protocol):
         """Lease what this process updates of the unit, as it is in the store (uint8), where updates are computed."""
         ...
 
+    def shard_beside(self, gradient: str) -> AbstractContextManager[tuple[torch.Tensor, torch.Tensor]]:
+        """Lease, at once, the stored gradient of that key and what is updated with it, which ``shard`` leases for WRITE. One
+        after the other, the first could lie where neither side of it has room for the second."""
+        ...
+
 
 class Local:
     """Parameters that are in the store as they are used: materializing them is a lease without a copy. ``updates``: the store,
@@ -222,6 +232,10 @@ class Local:
 
     def shard(self, access: Access) -> AbstractContextManager[torch.Tensor]:
         return self._leased(self._updates, access)
+
+    def shard_beside(self, gradient: str) -> AbstractContextManager[tuple[torch.Tensor, torch.Tensor]]:
+        self._checkpoint.invalidate()
+        return pair(self._updates, gradient, self._key)
 
     def _leased(self, store: TensorStore, access: Access) -> AbstractContextManager[torch.Tensor]:
         if access is Access.WRITE:
@@ -264,6 +278,15 @@ class Replicated(Local):
             del unit
             yield share
             del share
+
+    @contextmanager
+    def shard_beside(self, gradient: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        with super().shard_beside(gradient) as both:
+            self._stale = True
+            found = both[0], both[1][self._share]
+            del both
+            yield found
+            del found
 
 
 class AllGathered:
@@ -351,6 +374,10 @@ class AllGathered:
         if access is Access.WRITE:
             self._checkpoint.invalidate()
         return self._updates.lease(self._key, access=access)
+
+    def shard_beside(self, gradient: str) -> AbstractContextManager[tuple[torch.Tensor, torch.Tensor]]:
+        self._checkpoint.invalidate()
+        return pair(self._updates, gradient, self._key)
 
     @contextmanager
     def room(self) -> Iterator[torch.Tensor]:
@@ -493,3 +520,7 @@ class Cast:
         if access is Access.WRITE:
             self._plan.refuse_writing()
         return self._source.shard(access)
+
+    def shard_beside(self, gradient: str) -> AbstractContextManager[tuple[torch.Tensor, torch.Tensor]]:
+        self._plan.refuse_writing()
+        return self._source.shard_beside(gradient)

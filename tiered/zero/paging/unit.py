@@ -143,7 +143,6 @@ class Unit:
         partition: Partition,
         intent: Intent,
     ) -> None:
-        self._updates = updates
         self.store, self.plan, self._checkpoint, self._partition = store, plan, checkpoint, partition
         self.key = f"{prefix}/param/{plan.name}"
         self.version = 0
@@ -525,8 +524,9 @@ class Unit:
         with ExitStack() as leases:
             gradient = self.gradients.opened  # from within backward: so it stays in memory until it is deleted
             if gradient is None and pending.graded:
-                gradient = leases.enter_context(self._updates.lease(self.gradients.key))
-            unit = leases.enter_context(self.storage.shard(Access.WRITE))
+                gradient, unit = leases.enter_context(self.storage.shard_beside(self.gradients.key))
+            else:
+                unit = leases.enter_context(self.storage.shard(Access.WRITE))
             self.states.apply(pending, unit, gradient)
             del unit, gradient
         self.pending = None
