@@ -205,7 +205,7 @@ def plan_of(row: Row) -> Planned:
     planner = Planner(subject, row.machine, rule, Policy(), 1, rehearsed=REHEARSED)
     choice = Choice("on_fetch", "memory", row.dram)
     found = planner.with_ranks(choice, row.ranks, row.tokens)
-    run = planner.run("memory", planner.divided(row.dram, row.ranks))
+    run = planner.run(choice, planner.divided(row.dram, row.ranks))
     return Planned(row, found, subject.parameters, sum(Timing(row.machine).compute(run)))
 
 
