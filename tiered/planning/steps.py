@@ -354,8 +354,10 @@ class Steps:
                 if unit.pending:
                     yield from self._apply(unit)
             yield from self._materialize(unit)
+            unit.holders = 1
             if unit.sizes.gathered and self._reductions == "overlapped":
                 yield from self._gather_ahead(unit)
+            return
         unit.holders += 1
 
     def _materialize(self, unit: _Unit) -> Iterator[Operation]:
