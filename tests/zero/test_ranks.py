@@ -377,6 +377,8 @@ def test_the_smallest_pool_that_is_not_refused_works(tmp_path: Path) -> None:
 
 
 DEEP = 16
+WHOLE, LACKING = 2, 1
+"""Steps in which each rank has all gradients, and steps in which the last rank lacks one."""
 DEEP_UNIT = 4 * (224 * 224)
 ROOMS = {"overlapped": 20 * DEEP_UNIT, "prompt": 10 * DEEP_UNIT, "late": 7 * DEEP_UNIT}
 """Bytes of pools: for gathers and reductions beside computing, for a reduction before a unit computes, for one at the end."""
@@ -421,12 +423,12 @@ def unreduced(rank: int, folder: Path) -> dict[str, tuple[int, list[torch.Tensor
                 waiting[0] = max(waiting[0], sum(key.endswith("/local") for key in store.keys()))  # noqa: SIM118
 
             model.passed = passed
-            for step in range(STEPS):
+            for step in range(WHOLE):
                 optimizer.zero_grad()
                 model.loss(10 * rank + step).backward()
                 optimizer.step()
             most, model.passed = waiting[0], None
-            for step in range(STEPS):
+            for step in range(LACKING):
                 optimizer.zero_grad()
                 model.loss(10 * rank + step, without=DEEP // 2 if rank else -1).backward()
                 optimizer.step()
@@ -440,10 +442,11 @@ def in_memory() -> list[torch.Tensor]:
     models = [Deep() for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     optimizers = [torch.optim.AdamW(model.parameters(), lr=LR, fused=True) for model in models]
-    for step in range(2 * STEPS):
+    for step in (*range(WHOLE), *range(-LACKING, 0)):
         for rank, model in enumerate(models):
             optimizers[rank].zero_grad()
-            model.loss(10 * rank + step % STEPS, without=DEEP // 2 if rank and step >= STEPS else -1).backward()
+            lacking = step < 0
+            model.loss(10 * rank + step + LACKING * lacking, without=DEEP // 2 if rank and lacking else -1).backward()
         for one, other in zip(*(model.parameters() for model in models), strict=True):
             assert one.grad is not None
             mean = one.grad.add(torch.zeros_like(one) if other.grad is None else other.grad).div_(2)
