@@ -68,9 +68,9 @@ class ReduceScatter:
     A rank whose data leave a unit out is behind with its reductions, and never in the way of a gather. One reduction is under
     way at a time; a unit that is complete earlier waits in the store.
 
-    Each gather within backward tells all ranks how many units are complete on every one of them. Before that many are reduced
-    no rank needs another one's progress, so they may be waited for: at once where one thing is done after the other, and
-    otherwise when more than a few wait. So what waits in the store stays a few units, whatever the network's rate.
+    Each gather within backward tells all ranks how many units are complete on every one of them. That many reductions every
+    rank can begin, so a rank may wait for them: at once where one thing is done after the other, and otherwise when more than
+    a few units wait. So what waits in the store stays a few units, whatever the network's rate.
 
     Parameters are gathered as units are held, the next one while this one computes, where the pass is as the last. Without
     room for that (``overlapped``) one thing is done after the other; without room for a reduction beside the units that are
@@ -205,7 +205,7 @@ class ReduceScatter:
             self._begin(unit)
 
     def _forget_pass(self) -> None:
-        self._begun, self._reducing, self._progress = 0, False, Progress()
+        self._begun, self._reducing, self._progress, self._ranks.progress = 0, False, Progress(), None
         self._order = [unit for unit in reversed(self._units) if any(map(_is_trained, unit.gradients.states))]
 
     def synchronise(self) -> None:
