@@ -28,6 +28,8 @@ MOVED = {
 }
 REFERENCE = "reference/index.md"
 CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.DOTALL | re.MULTILINE)
+OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
+INLINE = re.compile(r"(?<!</span>)<code>[^<]*</code>")
 LINK = re.compile(r"(?P<open>\]\(|^\[[\w-]+\]: )(?P<target>[^)\s#]+)(?P<rest>#[^)\s]*)?", re.MULTILINE)
 
 
@@ -75,6 +77,12 @@ def _examples() -> dict[str, str]:
     return pages
 
 
+def _defined(path: str) -> str:
+    """Return the path of a public name as mkdocstrings knows it: ``tiered.zero.page`` alone would be the module of that name."""
+    shadowed = (ROOT / path.replace(".", "/")).with_suffix(".py").exists()
+    return f"{path}.{path.rpartition('.')[2]}" if shadowed else path
+
+
 def _reference() -> dict[str, str]:
     """Return the pages of the reference, by their place in the site: one for each section."""
     made = _make_reference()
@@ -82,7 +90,7 @@ def _reference() -> dict[str, str]:
     pages, rows = {}, []
     for title, module, names, prefix in made.SECTIONS:
         chosen = made.public(made.source_of(module)) if names is None else names
-        paths = [f"tiered.{name}" if name in exported else f"{module}.{name}" for name in chosen]
+        paths = [_defined(f"tiered.{name}" if name in exported else f"{module}.{name}") for name in chosen]
         text = f"# {title}\n\n" + "\n\n".join(f"::: {path}" for path in paths) + "\n"
         where = f"reference/{_slug(title)}.md"
         pages[where] = text
@@ -127,6 +135,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Translate relative links from the repository to the site."""
     uri = page.file.src_uri
+    if uri.startswith(("bench/", "examples/")):
+        page.meta["hide"] = ["toc"]  # wide tables and code have its room
     if uri.startswith("reference/"):
         return markdown
     here = posixpath.dirname(_in_repository(uri))
@@ -146,3 +156,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         pieces += [LINK.sub(translated, markdown[end : code.start()]), code[0]]
         end = code.end()
     return "".join([*pieces, LINK.sub(translated, markdown[end:])])
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Keep options of commands whole: browsers break a line after the hyphens of ``--dir``."""
+
+    def whole(found: re.Match[str]) -> str:
+        return OPTION.sub(r'<span class="option">\g<0></span>', found[0])
+
+    return INLINE.sub(whole, html)
