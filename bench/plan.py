@@ -222,7 +222,7 @@ def main() -> int:
         errors.append(error)
         print(text, flush=True)
     for name, found in zip(("seconds", "bytes", "memory"), zip(*errors, strict=True), strict=True):
-        print(f"\n{name}: median error {statistics.median(found):+.1%}, from {min(found):+.1%} to {max(found):+.1%}", end="")
+        print(f"\n- {name}: median error {statistics.median(found):+.1%}, from {min(found):+.1%} to {max(found):+.1%}", end="")
     print(f"\n\n{time.monotonic() - began:.0f} s in all")
     return 0
 
