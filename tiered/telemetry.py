@@ -119,6 +119,7 @@ class MemoryStatistics:
 
     @property
     def beyond(self) -> int:
+        """Bytes of the process that are not the pool's."""
         return max(0, self.process - self.touched)
 
     @property

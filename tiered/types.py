@@ -179,7 +179,7 @@ class TensorSpec:
     @property
     def span(self) -> int:
         """Bytes with each 0 of the shape counted as 1: torch's strides reach as far, even where there is no element. No tensor
-        can be made whose span is above LARGEST."""
+        can be made whose span is 2**63 bytes or more."""
         return math.prod(size or 1 for size in self.shape) * self.itemsize
 
 

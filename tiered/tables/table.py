@@ -117,7 +117,7 @@ class Table:
 
     @property
     def filled(self) -> int:
-        """How many rows appended ones are in now: rows 0 to ``filled - 1``."""
+        """The number of rows that hold an appended row now: rows 0 to ``filled - 1``."""
         return min(self.appended, self.rows)
 
     def __len__(self) -> int:

@@ -79,8 +79,8 @@ def _states_of(rule: ElementwiseRule) -> tuple[str, ...]:
 
 
 class Elementwise(Optimizer):
-    """Any element-wise class of ``torch.optim``, or one that is made like them, bit for bit: ``zero.Elementwise(
-    torch.optim.Adadelta, params, lr=0.5)``.
+    """Any element-wise class of ``torch.optim``, or one that is made like them, bit for bit:
+    ``zero.Elementwise(torch.optim.Adadelta, params, lr=0.5)``.
 
     ``kind`` is tried on a random matrix first: it must give the same bits when the matrix is cut into flat pieces at multiples
     of 16 elements, and may keep only tensors like the parameter, and ``step``. Raises MisuseError where it does not (Adafactor,
