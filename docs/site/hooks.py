@@ -78,7 +78,7 @@ def _examples() -> dict[str, str]:
 
 
 def _defined(path: str) -> str:
-    """Return the path of a public name as mkdocstrings knows it: ``tiered.zero.page`` alone would be the module of that name."""
+    """Return the path of a public name for mkdocstrings, to which ``tiered.zero.page`` alone is the module of that name."""
     shadowed = (ROOT / path.replace(".", "/")).with_suffix(".py").exists()
     return f"{path}.{path.rpartition('.')[2]}" if shadowed else path
 
