@@ -1,8 +1,9 @@
 """Configurations of DeepSpeed's documentation, its tests and transformers' tests of it: each runs, or is refused by key.
 
 ``known.json`` has their values, each with its source: the blocks of docs/ and the files of DeepSpeed at commit edaa7221 (August
-2026) that are configurations, and what transformers' tests/deepspeed makes of its four files. What is in a source only in
-pieces ("...") is not there. A batch size of 16 was added where a source says none.
+2026) that are configurations, and what transformers' tests make of their own files: of the four in tests/deepspeed, and of the
+two in tests/trainer/distributed, which have taken their place. What is in a source only in pieces ("...") is not there. A batch
+size of 16 was added where a source says none.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ RUN = [known for known in KNOWN if not known["refused"]]
 
 
 def test_how_many_there_are() -> None:
-    assert (len(KNOWN), len(RUN)) == (118, 66)
+    assert (len(KNOWN), len(RUN)) == (145, 92)
     assert len({json.dumps(known["config"], sort_keys=True) for known in KNOWN}) == len(KNOWN)
 
 
