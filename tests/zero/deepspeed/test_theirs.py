@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import struct
 import zipfile
 from collections.abc import Callable
@@ -232,6 +233,24 @@ def test_counts_and_pipes_take_neither_memory_nor_time(tmp_path: Path) -> None:
 
     with pytest.raises(TorchFileError, match="was saved by 2147483647 ranks, and has the optimizer states of 2: 0, 1"):
         Saved(changed(theirs, many_ranks))
+
+
+@pytest.mark.parametrize("kind", ["buffers", "parameters"])
+def test_a_small_file_does_not_write_much(tmp_path: Path, kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """2,000 tensors in the same MiB would be 2 GiB."""
+    theirs, names = unpacked("stage2-fp32", tmp_path), [f"more.{number}" for number in range(2000)]
+    path = theirs / f"global_step{BEFORE}" / "mp_rank_00_model_states.pt"
+    model = torch.load(path, weights_only=True)
+    zeros = torch.zeros(1 << 18)
+    for name in names:
+        model["module"][name] = zeros[:]
+    if kind == "buffers":
+        model["buffer_names"] += names
+    torch.save(model, path)
+    stored = tmp_path / "imported"
+    assert main(["import", str(theirs), "--dir", str(stored), "--deepspeed", "--dram", "8MiB"]) == 1
+    assert re.search(r"take 2\.0 GiB, which is more than 16 times the \S+ MiB of its files", capfd.readouterr().err)
+    assert not stored.exists() or sum(file.stat().st_blocks for file in stored.rglob("*")) * 512 < 1 << 20
 
 
 def test_moments_that_are_integers(tmp_path: Path) -> None:

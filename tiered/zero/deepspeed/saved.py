@@ -36,6 +36,7 @@ import torch
 
 from tiered.errors import MisuseError, TorchFileError, shown
 from tiered.format.torch_file import ELEMENTS, Instance, Name, StoredTensor, TorchFile
+from tiered.types import format_size
 from tiered.zero.checkpoint.foreign import Described
 from tiered.zero.deepspeed.tags import LATEST, text_of
 
@@ -65,7 +66,8 @@ _OWN = frozenset(
 COUNTED = ("global_steps", "global_samples", "skipped_steps")
 MOST_VALUES = 1_000_000
 MOST_COPIES = 16
-"""Times the bytes of its file that the tensors of one value may take: many tensors may lie in the same bytes of it."""
+"""Times the bytes of their files that tensors may take, those of one value and those of a checkpoint: many may lie in the same
+bytes of a file."""
 FLOATING = ("float32", "float16", "bfloat16", "float64")
 """Types of masters and moments."""
 LONGEST = 8192
@@ -349,6 +351,30 @@ class Saved:
                 end = max(end, part.end)
             if end != math.prod(one.shape) or math.prod(one.shape) > LARGEST:
                 raise ValueError(f"{shown(name, 100)} of shape {one.shape} has {end} elements")
+        self._refuse_copies(there.values())
+
+    def _refuse_copies(self, buffers: Iterable[StoredTensor]) -> None:
+        """Raise TorchFileError where small files would write very much: parameters, states and buffers are written one by one,
+        wherever they lie."""
+        taken = 0
+        files: dict[str, int] = {}
+        for one in buffers:
+            taken += one.count * ELEMENTS[one.dtype]
+            files[one.file.path] = one.file.nbytes
+        for part in (part for parts in self._fragments.values() for part in parts):
+            for flat in part.flats.values():
+                size = ELEMENTS[flat.dtype]
+                taken += (part.end - part.begin) * size
+                if isinstance(flat, StoredTensor):
+                    files[flat.file.path] = flat.file.nbytes
+                else:
+                    files[flat.path] = flat.count * size
+        if taken > MOST_COPIES * sum(files.values()):
+            raise TorchFileError(
+                f"{self.where}: its parameters, states and buffers take {format_size(taken)}, which is more than {MOST_COPIES} "
+                f"times the {format_size(sum(files.values()))} of its files, because many lie in the same bytes: save it with "
+                "memory of its own for each (tensor.clone())"
+            )
 
     def _whole(self, name: str, value: StoredTensor, shape: tuple[int, ...]) -> None:
         numel = math.prod(shape)
