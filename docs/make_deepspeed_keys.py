@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -28,10 +29,11 @@ TITLES = {
 
 
 def row(key: Key) -> str:
-    why = key.why
+    why = re.sub(r'"\w+": \{[^}]*\}', r"`\g<0>`", key.why)
     if key.allowed:
         values = ", ".join(f"`{json.dumps(value)}`" for value in key.allowed)
-        why += f" ({values}; {key.otherwise})" if key.otherwise not in ("true or false",) else ""
+        otherwise = key.otherwise.removeprefix(f"{key.why}; ")
+        why += f" ({values}; other values are refused: {otherwise})" if otherwise != "true or false" else ""
     if key.verdict is Verdict.REFUSED:
         harmless = [f"`{json.dumps(value)}`" for value in key.off if value != {}]
         harmless += [f"`{key.switch.removeprefix('*.')}` that is false"] if key.switch else []
