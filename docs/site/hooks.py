@@ -101,13 +101,21 @@ def _reference() -> dict[str, str]:
     return {REFERENCE: f"# Reference\n\n{introduction}\n\n{table}\n", **pages}
 
 
+def _titles(results: list[str]) -> list[str]:
+    """Return the title of each page of results in the navigation: its name without the machine, and with the date where two
+    have the same."""
+    short = [re.sub(r"(_2core.*|_\d{4}-.*)?\.md$", "", name) for name in results]
+    dates = [re.search(r"\d{4}-\d\d-\d\d", name) for name in results]
+    return [f"{one}, {date[0]}" if date and short.count(one) > 1 else one for one, date in zip(short, dates, strict=True)]
+
+
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Fill the parts of the navigation that are lists of files."""
     results = sorted(path.name for path in (ROOT / "bench" / "results").glob("*.md"))
     decisions = sorted(path.name for path in (ROOT / "docs" / "decisions").glob("*.md"))
     lists: dict[str, list[Any]] = {
         "Reference": list(_reference()),
-        "Results": [{re.sub(r"(_2core.*|_\d{4}-.*)?\.md$", "", name): f"bench/results/{name}"} for name in results],
+        "Results": [{title: f"bench/results/{name}"} for title, name in zip(_titles(results), results, strict=True)],
         "Examples": ["examples.md", *_examples()],
         "Decisions": [f"decisions/{name}" for name in decisions],
     }
