@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from tiered.planning.dry_run import Described, DryRun, Kind, OperationKind
 from tiered.planning.machine import Machine
@@ -26,6 +26,9 @@ LARGEST = 1 << 30
 """Bytes of operands of an operation that is measured; a larger one takes the time that its rates say."""
 LONGEST = 2.0
 """Seconds that the operations of one shape are expected to take, of those that are measured."""
+OPERANDS, COLD = 8, 64 << 20
+"""Sets of operands that an operation is measured with in turn, at most, and their bytes: beyond a processor's caches, where the
+operands of a step are, too."""
 
 
 class Timing:
@@ -132,19 +135,28 @@ def measure_operations(
 
 
 def _timed(kind: OperationKind) -> float | None:
-    func, args, kwargs = kind.call
     try:
         with torch.no_grad():
-            args, kwargs = tree_map(_made, (args, kwargs), is_leaf=lambda one: isinstance(one, Described))
-            kwargs = {name: torch.device("cpu") if name == "device" else value for name, value in kwargs.items()}
+            calls = [_operands(kind)]
+            nbytes = sum(one.nbytes for one in tree_leaves(calls[0]) if isinstance(one, torch.Tensor))
+            while len(calls) < OPERANDS and 0 < nbytes * len(calls) < COLD:
+                calls.append(_operands(kind))
             taken: list[float] = []
-            while len(taken) < 4 or (len(taken) < 20 and sum(taken) < 0.02):
+            while len(taken) <= max(3, len(calls)) or (len(taken) < 20 and sum(taken) < 0.02):
+                args, kwargs = calls[len(taken) % len(calls)]
                 began = time.perf_counter()
-                func(*args, **kwargs)
+                kind.call[0](*args, **kwargs)
                 taken.append(time.perf_counter() - began)
     except (RuntimeError, TypeError, IndexError, NotImplementedError):
         return None
     return statistics.median(taken[1:])  # not the least: a processor is not at its best for the whole of a step
+
+
+def _operands(kind: OperationKind) -> tuple[Any, dict[str, Any]]:
+    """Return new operands of an operation: positional and by name."""
+    _, args, kwargs = kind.call
+    args, kwargs = tree_map(_made, (args, kwargs), is_leaf=lambda one: isinstance(one, Described))
+    return args, {name: torch.device("cpu") if name == "device" else value for name, value in kwargs.items()}
 
 
 def _made(value: Any) -> Any:
