@@ -54,6 +54,7 @@ from bench.compatible.side import ROWS, TIERS, Row
 
 __all__ = ["main"]
 
+NAMES = {"hugging_face": "Hugging Face", "peft": "PEFT", "trl": "TRL"}
 GROUPS = {
     "families": "Model families of transformers, three steps of training, with dropout",
     "reads": "Parameters read outside forward",
@@ -227,7 +228,7 @@ def document(found: Sequence[Outcome]) -> str:
         numbers = " | ".join(str(part[verdict]) for verdict in VERDICTS[:4])
         lines.append(f"| [{GROUPS[group]}](#{group.replace('_', '-')}) | {part.total()} | {numbers} |")
     for group in dict.fromkeys(one.group for one in here):
-        lines += ["", f"## {group.replace('_', ' ').capitalize()}", "", f"{GROUPS[group]}.", ""]
+        lines += ["", f"## {NAMES.get(group, group.capitalize())}", "", f"{GROUPS[group]}.", ""]
         lines += _table(one for one in here if one.group == group)
     return "\n".join(lines + _elsewhere(found)) + "\n"
 
