@@ -315,6 +315,21 @@ def test_every_page_has_a_place_in_the_site(page: str) -> None:
     assert page == "examples.md" or re.search(rf"^ +- (?:[^:]+: )?{re.escape(page)}$", places, re.MULTILINE)
 
 
+def test_lists_and_tables_stand_apart() -> None:
+    """An empty line stands before each list and after each table: without it the site makes a paragraph, or rows. A table in a
+    block of code would stay text."""
+    wrong = []
+    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "bench" / "results").glob("*.md")):
+        before, code = "", False
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            code ^= line.startswith("```")
+            text = before.strip() and not re.match(r"\s*[-*] |\s\s", before) and line.startswith(("- ", "* "))
+            if (text and not code) or (before.startswith("|") and line.strip() and not line.startswith("|")):
+                wrong.append(f"{path.relative_to(ROOT)}:{number}")
+            before = line
+    assert not wrong
+
+
 @pytest.mark.soak
 def test_the_site_is_built_without_a_broken_link(tmp_path: Path) -> None:
     if find_spec("mkdocs") is None:
@@ -327,5 +342,9 @@ def test_the_site_is_built_without_a_broken_link(tmp_path: Path) -> None:
     wanted = {path.relative_to(ROOT / "docs").with_suffix(".html").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     wanted = wanted - {"reference.html"} | {"reference/index.html", "index.html", "examples/train.html", "contributing.html"}
     assert wanted <= names
+    training = (tmp_path / "site" / "reference" / "training-tiered-zero.html").read_text()
+    assert 'id="tiered.zero.page.page"' in training  # the function, and not what else is in the module of its name
+    assert "page_filling" not in training
+    assert "tier: str | None = None" in (tmp_path / "site" / "reference" / "an-order-to-follow.html").read_text()
     done = subprocess.run([sys.executable, "docs/site/check.py", str(tmp_path / "site")], cwd=ROOT, check=False)
     assert done.returncode == 0
