@@ -304,7 +304,7 @@ class Planner:
             waiting = Waiting("store", choice.dram, plan, name=NAME)
         elif choice.computes_again:
             waiting = Waiting("split", choice.dram, plan, choice.micro_batch, NAME)
-            split = tuple(split_modules(self.subject.model, plan).values())
+            split = tuple(split_modules(self.subject.model, plan, choice.micro_batch).values())
             if not split:
                 raise MisuseError(
                     f"{choice}: no module of this model holds all of its parameters while it runs, so none can be computed "

@@ -270,9 +270,9 @@ def page(
     ``batch_dependent = True``, one that changes a buffer), has it in the second dimension, or cannot be split otherwise.
 
     ``activations``: where what backward needs of forward is meanwhile: in "memory"; "recompute": nowhere, the modules named in
-    ``statistics(model).split`` are computed again from their inputs, which wait in the store, as with ``micro_batch``; "store":
-    in the store, but for the newest eighth of the budget (64 MiB at most) and small tensors, as with
-    ``tiered.offload_activations``. Results are the same, bit for bit. ``statistics(model).activations`` says how much went
+    ``statistics(model).split`` (layers that repeat, up to a quarter of the pool, and other modules of one unit) are computed
+    again from their inputs, which wait in the store; "store": in the store, but for the newest eighth of the budget (64 MiB at
+    most) and small tensors, as with ``tiered.offload_activations``. Results are the same, bit for bit. ``statistics(model).activations`` says how much went
     there, and what backward waited for. "auto": each of these modules one of the three ways, chosen after a measured warm-up,
     and anew when memory, rates or inputs have changed by more than a quarter. ``statistics(model).plan`` says what was chosen,
     and why. It needs scipy (the extra ``plan``) and one process.
@@ -482,9 +482,9 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
     _refuse_small_pool(tentative, model, store, pool, options, partition.shares)
     together = 0 if options.existing == "resume" or options.weights is not None else _largest_meta(model)
     refuse_little_room(store, "paging this model", largest=together)
-    for module, qualified in split_modules(model, tentative).items() if options.micro_batch > 1 else ():
+    for module, qualified in split_modules(model, tentative, options.micro_batch).items() if options.micro_batch > 1 else ():
         refuse_batch_dependent(module, qualified)
-    if options.activations == "recompute" and not split_modules(model, tentative):
+    if options.activations == "recompute" and not split_modules(model, tentative, options.micro_batch):
         raise MisuseError(
             "activations='recompute': no module of this model holds all of its parameters while it runs, so none can be "
             "computed again: use activations='store', or a larger memory budget"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
@@ -355,3 +356,56 @@ def test_the_smallest_budget_has_room_for_them(tmp_path: Path) -> None:
         zero.page(model, store, activations="store")
         model.loss(1).backward()
         assert pager_of(model).saved is not None
+
+
+class Repeated(nn.Module):
+    """Layers that repeat, of 132 KiB each, between two modules that do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.layers = nn.Embedding(64, 64), nn.ModuleList(Layer() for _ in range(3))
+        self.head = nn.Linear(64, 64)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner: torch.Tensor = self.down(F.dropout(F.gelu(self.up(self.norm(x))), 0.1))
+        return x + inner
+
+
+@pytest.mark.parametrize(("unit", "whole"), [(100 << 10, True), (40 << 10, False)])
+def test_layers_that_repeat_are_computed_again_whole(tmp_path: Path, unit: int, whole: bool) -> None:
+    """A layer is larger than a unit in both. Where it is at most twice as large, what its modules give to each other is kept
+    nowhere, but only what the five modules are given."""
+    tokens, reference, paged = torch.randint(0, 64, (4, 64)), Repeated(), Repeated()
+    with TieredStore.open(tmp_path / "layers", dram="1MiB") as store:
+        zero.page(paged, store, activations="recompute", largest_unit=unit)
+        split = zero.statistics(paged).split
+        assert (split == ("embedding", "layers.0", "layers.1", "layers.2", "head")) is whole
+        adamw, optimizer = torch.optim.AdamW(reference.parameters(), fused=True), zero.AdamW(paged.parameters())
+        for _ in range(3):
+            torch.manual_seed(7)
+            reference(tokens).square().mean().backward()
+            adamw.step()
+            adamw.zero_grad()
+            torch.manual_seed(7)
+            loss = paged(tokens).square().mean()
+            given = sum(store.spec(key).nbytes for key in saved(store))
+            assert (given <= 5 * 4 * 64 * 64 * 4) is whole
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert equal(paged.state_dict(), reference.state_dict())
+        pager_gone(store)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -109,6 +110,9 @@ def paths(structure: Structure | None, prefix: str = "") -> Iterator[str]:
 SAVED_SHARE = 32
 """What is kept goes into the store in pieces of at most this fraction of the pool, and at most ``LARGEST_PART`` bytes."""
 LARGEST_PART = 4 << 20
+LARGEST_LAYER = 2
+"""A layer that repeats is computed again as a whole where its parameters are at most so many times the largest unit, a
+quarter of the pool: they are in memory still when its backward asks for them."""
 
 Forward = Callable[..., Any]
 _ATTENDING = (
@@ -118,28 +122,34 @@ _ATTENDING = (
 """Of torch's own, those that tell by ``batch_first`` where they have the batch."""
 
 
-def split_modules(model: nn.Module, plan: ModelPlan) -> dict[nn.Module, str]:
+def split_modules(model: nn.Module, plan: ModelPlan, parts: int = 1) -> dict[nn.Module, str]:
     """Return by module the names of the outermost modules that hold all parameters below them while they run; ``model`` itself
-    only when there is nothing else to split.
+    only when there is nothing else to split. Where the batch stays in one part, and one process has the model, layers that
+    repeat are taken whole, up to ``LARGEST_LAYER``: what they compute between their units is kept nowhere then.
 
     Further out, parameters would be read once for each part; further in, more would be kept than needs to be.
     """
     home = {placement.parameter: index for index, unit in enumerate(plan.units) for placement in unit.placements}
+    alone = all(unit.shares == 1 for unit in plan.units)
+    most = plan.limits.unit * LARGEST_LAYER if parts == 1 and alone else 0
     found: dict[nn.Module, str] = {}
     seen: set[nn.Module] = set()
 
-    def visit(module: nn.Module, name: str) -> None:
+    def visit(module: nn.Module, name: str, repeats: bool) -> None:
         if module in seen:
             return
         seen.add(module)
         needed = {home.get(parameter, -1) for parameter in module.parameters()}  # -1: sliced, held by no module
-        if module is not model and is_called(module) and needed and needed <= set(plan.held.get(module, ())):
-            found[module] = name
-            return
+        if module is not model and is_called(module) and needed:
+            held = needed <= set(plan.held.get(module, ()))
+            if held or (repeats and -1 not in needed and sum(plan.units[index].nbytes for index in needed) <= most):
+                found[module] = name
+                return
+        kinds = Counter(map(type, module.children())) if isinstance(module, nn.ModuleList | nn.Sequential) else Counter[type]()
         for child_name, child in module.named_children():
-            visit(child, f"{name}.{child_name}".lstrip("."))
+            visit(child, f"{name}.{child_name}".lstrip("."), kinds[type(child)] > 1)
 
-    visit(model, "")
+    visit(model, "", False)
     if not found and model in plan.held:
         found[model] = type(model).__name__
     return found
@@ -194,7 +204,7 @@ class Splitter:
         references: ParameterReferences,
         ways: Ways | None = None,
     ) -> None:
-        modules = split_modules(model, plan)
+        modules = split_modules(model, plan, parts)
         self._ways = ways
         self.references, self.parts, self.split = references, parts, tuple(modules.values())
         self._model = model

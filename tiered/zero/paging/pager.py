@@ -301,7 +301,7 @@ class Pager:
 
     def _adapting(self, saved: SavedTensors, plan: ModelPlan, config: PagerConfig) -> AdaptiveActivations:
         """Return what chooses where activations wait."""
-        segments = tuple(split_modules(self.model, plan).values())
+        segments = tuple(split_modules(self.model, plan, config.micro_batch).values())
         keys, units = [unit.key for unit in self.units], self.units
         return AdaptiveActivations(
             saved, segments, keys, lambda: sum(unit.states.update_seconds for unit in units), config.pool, config.plan
@@ -798,25 +798,30 @@ class Pager:
             self._drop(unit)
 
     def versions(self, module: nn.Module) -> tuple[int, ...]:
-        """Return the versions of the units that a module holds."""
-        return tuple(unit.version for unit in self._held[module])
+        """Return the versions of the units of a split module."""
+        return tuple(unit.version for unit in self._within(module))
+
+    def _within(self, module: nn.Module) -> list[Unit]:
+        """Return the units that a module, and those within it, hold."""
+        return list(dict.fromkeys(unit for one in module.modules() for unit in self._held.get(one, ())))
 
     @contextmanager
     def recomputing(self, module: nn.Module, versions: tuple[int, ...]) -> Iterator[Callable[[Any], torch.Tensor]]:
         """Hold a split module's units while a part of its forward is computed again within backward. The units stay until
         others are needed, because all parts follow one another. Gives what turns a ``reference``, or a saved activation, into a
         tensor."""
-        for unit, version in zip(self._held[module], versions, strict=True):
+        for unit, version in zip(self._within(module), versions, strict=True):
             _refuse_updated(unit, version)
         frame = Frame(module)
-        if not self._frames:
-            self._visit_backward(self._held[module])
+        units = self._held.get(module, ())
+        if units and not self._frames:
+            self._visit_backward(units)
         self._frames.append(frame)
         try:
-            for unit in self._held[module]:
+            for unit in units:
                 if not unit.held:
                     self._hold(frame, unit)
-            frame.span = self.store.span("recompute", _names(self._held[module]))
+            frame.span = self.store.span("recompute", _names(units) or type(module).__name__)
             yield self._unpack
         finally:
             while frame in self._frames:
