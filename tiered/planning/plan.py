@@ -25,7 +25,7 @@ from tiered.planning.sources import Numbers, Subject, subject_of
 from tiered.planning.steps import Create, Lease, Reductions, Steps, UnitSizes, Update, Work, sizes_of
 from tiered.planning.timing import Timing, measure_operations
 from tiered.planning.waiting import Waiting
-from tiered.store.activations import PIECE
+from tiered.store.activations import piece_of
 from tiered.store.opening import SMALLEST_DRAM, default_dram
 from tiered.system import KEPT, SELDOM
 from tiered.types import Use, format_size, parse_size
@@ -436,7 +436,7 @@ class Planner:
     def _pieces(self, choice: Choice, touches: int) -> int:
         """Return how many pieces of an activation are played together, of which a step touches so many: no more than an eighth
         of the budget, because they need room at a time."""
-        piece = max(4096, min(PIECE, choice.dram // 32))
+        piece = piece_of(choice.dram)
         most = max(1, choice.dram // 8 // piece)
         together = max(1, min(-(-touches // (self._rehearsed // SAVED)), most))
         if together > 1:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from tiered.planning.simulated import DriveRates, SimulatedStore
-from tiered.store.activations import PIECE, SavedTensors
+from tiered.store.activations import SavedTensors, piece_of
 from tiered.store.lease import spec_of
 from tiered.types import TensorSpec
 from tiered.zero.paging.micro_batch import LARGEST_PART, SAVED_SHARE, Splitter
@@ -43,7 +43,7 @@ class Waiting:
         """What a dry run depends on: two pools that give the same have the same dry run."""
         if self.way == "store":
             kept, least = min(NEWEST, self.pool // 8), min(LEAST, self.pool // 64)
-            return self.way, kept, least, min(PIECE, self.pool // 32), self.pool // 4
+            return self.way, kept, least, piece_of(self.pool), self.pool // 4
         return self.way, self.parts, min(LARGEST_PART, self.pool // SAVED_SHARE)
 
 

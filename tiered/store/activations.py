@@ -44,6 +44,7 @@ __all__ = [
     "are_offloading",
     "hooks_active",
     "offload_activations",
+    "piece_of",
     "pop_hooks",
     "push_hooks",
     "refuse_one_tier",
@@ -53,7 +54,9 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 """What packs a tensor that is saved for backward, and what unpacks it."""
 
 PIECE = 4 << 20
-"""Bytes of a piece at most, and a 32nd of the memory budget: then pieces find room between tensors that are leased."""
+PIECES, SMALL_POOL, PIECES_OF_SMALL = 16, 8 << 20, 32
+"""Bytes of a piece at most, and a 16th of the memory budget, of less than ``SMALL_POOL`` bytes a 32nd: then pieces find room
+between tensors that are leased. A store takes as long for a small piece as for a large one."""
 ALIGNMENT = 64
 """Bytes: memory comes back at the same distance from a multiple of this, so that kernels take the same path."""
 PART = 4
@@ -266,6 +269,12 @@ def refuse_one_tier(store: TieredStore) -> None:
         raise MisuseError(f"{store} is open for reading, and activations would be written: open it without access='read'")
 
 
+def piece_of(pool: int) -> int:
+    """Return the most bytes of a piece of saved memory in a store with ``pool`` bytes of memory."""
+    share = PIECES_OF_SMALL if pool < SMALL_POOL else PIECES
+    return max(4096, min(PIECE, pool // share) // 4096 * 4096)
+
+
 class SavedTensors:
     """What autograd saved and ``store`` has, or will have when it is no more among the newest ``keep`` bytes.
 
@@ -278,7 +287,7 @@ class SavedTensors:
         refuse_one_tier(store)
         self.store, self.keep, self._least = store, keep, max(1, min_bytes)
         pool = min(tier.capacity for tier in store.statistics().tiers[:-1])
-        self._piece = max(4096, min(PIECE, pool // 32) // 4096 * 4096)
+        self._piece = piece_of(pool)
         self._window = max(self._piece, pool // 4)
         """Bytes that are fetched ahead of backward."""
         self._devices = {"cpu", "cuda", store.device.type}

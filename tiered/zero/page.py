@@ -274,8 +274,8 @@ def page(
     again from their inputs, which wait in the store; "store": in the store, but for the newest eighth of the budget (64 MiB at
     most) and small tensors, as with ``tiered.offload_activations``. Results are the same, bit for bit.
     ``statistics(model).activations`` says how much went there, and what backward waited for. "auto": each of these modules one
-    of the three ways, chosen after a measured warm-up, and anew when memory, rates or inputs have changed by more than a quarter.
-    ``statistics(model).plan`` says what was chosen, and why. It needs scipy (the extra ``plan``) and one process.
+    of the three ways, chosen after a measured warm-up, and anew when memory, rates or inputs have changed by more than a
+    quarter. ``statistics(model).plan`` says what was chosen, and why. It needs scipy (the extra ``plan``) and one process.
     ``plan``: "auto" is ``activations="auto"``; a ``zero.AutoPlan`` also says how much memory activations may take, and which
     ways there are.
 
