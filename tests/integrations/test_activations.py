@@ -125,13 +125,14 @@ def test_the_numbers_are_those_of_memory(name: str, checkpoints: bool, tmp_path:
         nothing_is_left(store)
 
 
+@pytest.mark.parametrize("unit", [None, 24 << 10], ids=["one unit", "layers of several units"])
 @pytest.mark.parametrize("name", CASES)
-def test_computed_again_they_are_too(name: str, tmp_path: Path) -> None:
+def test_computed_again_they_are_too(name: str, unit: int | None, tmp_path: Path) -> None:
     plain = built(name, checkpoints=False)
     paged = copy.deepcopy(plain)
     wanted = trained(plain, torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True), nullcontext)
     with TieredStore.open(tmp_path / "paged", dram="2MiB", durability="none") as store:
-        zero.page(paged, store, activations="recompute", experts="whole")
+        zero.page(paged, store, activations="recompute", experts="whole", largest_unit=unit)
         same(trained(paged, zero.AdamW(paged.parameters(), lr=1e-3), nullcontext), wanted)
         assert zero.statistics(paged).computed_again > 0
         nothing_is_left(store)
