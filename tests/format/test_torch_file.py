@@ -160,9 +160,9 @@ def test_shared_parts_do_not_multiply(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_tensors_in_the_same_bytes_do_not_multiply(tmp_path: Path) -> None:
-    """A tensor that is a thousand times in a value: each time it would be read into memory of its own."""
+    """A tensor that is 5,000 times in a value: each time it would be read into memory of its own."""
     tensor = torch.zeros(4096)
-    with TorchFile(saved({"few": [tensor] * 8, "many": [tensor] * 1000}, tmp_path / "a.pt")) as file:
+    with TorchFile(saved({"few": [tensor] * 8, "many": [tensor] * 5000}, tmp_path / "a.pt")) as file:
         assert len(plain(file.value["few"])) == 8
         with pytest.raises(ValueError, match="more than 16 times the bytes of the file"):
             plain(file.value["many"])

@@ -30,6 +30,9 @@ __all__ = ["Instance", "Name", "StoredTensor", "TorchFile", "unpickled"]
 MAX_PICKLE = 512 << 20
 """Bytes of one pickle: of some million names."""
 READ_BYTES = 4 << 20
+MOST_REPEATED = 4
+"""Values that calls may make of a pickle's containers and texts, for each of its bytes: one container may be given to many
+calls."""
 
 ELEMENTS = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex64": 8, "complex128": 16,
@@ -311,6 +314,7 @@ class _Machine:
 
     def __init__(self, path: str, inert: Collection[str], file: TorchFile | None) -> None:
         self._path, self._inert, self._file = path, inert, file
+        self._room = 0
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
         self._made: dict[str, Callable[..., Any]] = {
@@ -321,17 +325,19 @@ class _Machine:
             "torch._tensor._rebuild_from_type_v2": self._of_type,
             "collections.OrderedDict": lambda pairs=(): self._dict(pairs),
             "collections.defaultdict": lambda factory=None, pairs=(): self._dict(pairs),
-            "builtins.set": lambda items=(): {self._key(item) for item in items},
-            "__builtin__.set": lambda items=(): {self._key(item) for item in items},
-            "builtins.frozenset": lambda items=(): {self._key(item) for item in items},
-            "torch.Size": lambda sizes=(): self._sizes(sizes),
-            "_codecs.encode": lambda text, code="latin1": text.encode("latin1"),
+            "collections.Counter": lambda counts=(): self._dict(counts.items() if isinstance(counts, dict) else counts),
+            "builtins.set": lambda items=(): {self._key(item) for item in self._room_for(items)},
+            "__builtin__.set": lambda items=(): {self._key(item) for item in self._room_for(items)},
+            "builtins.frozenset": lambda items=(): {self._key(item) for item in self._room_for(items)},
+            "torch.Size": lambda sizes=(): self._sizes(self._room_for(sizes)),
+            "_codecs.encode": lambda text, code="latin1": self._room_for(text).encode("latin1"),
             "numpy.core.multiarray.scalar": self._number,
             "numpy._core.multiarray.scalar": self._number,
             "numpy.dtype": lambda kind, *rest: Instance("numpy.dtype", (kind,)),
         }
 
     def run(self, data: bytes) -> Any:
+        self._room = MOST_REPEATED * len(data)
         for code, argument, _ in pickletools.genops(data):
             name = code.name
             if name in _LITERALS:
@@ -459,7 +465,14 @@ class _Machine:
         return list(zip(items[::2], items[1::2], strict=True))
 
     def _dict(self, pairs: Any) -> dict[Any, Any]:
-        return {self._key(key): item for key, item in pairs}
+        return {self._key(key): item for key, item in self._room_for(pairs)}
+
+    def _room_for(self, given: Any) -> Any:
+        """Return what a call is given. Raises ValueError where calls have made very much of what the pickle has once."""
+        self._room -= len(given)
+        if self._room < 0:
+            raise ValueError(f"its calls make more than {MOST_REPEATED} values for each of its bytes")
+        return given
 
     @staticmethod
     def _key(key: Any) -> Any:

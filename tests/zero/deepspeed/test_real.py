@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[3]
 READS = """
 import json, sys, os, torch, deepspeed, torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from tests.zero.deepspeed.make_theirs import leave
 from tests.zero.deepspeed.shared import AFTER, BEFORE, CASES, Small, batch, config_of, groups_of
 name, folder, stage, out = sys.argv[1:5]
 case = CASES[name]
@@ -57,7 +58,7 @@ every = [None] * dist.get_world_size()
 dist.all_gather_object(every, losses)
 if dist.get_rank() == 0:
     torch.save({"tensors": found, "steps": engine.global_steps, "epoch": client_state["epoch"], "losses": every}, out)
-dist.destroy_process_group()  # its threads end before the interpreter does
+leave()
 """
 
 

@@ -98,7 +98,8 @@ def of_optimizer(
         _refuse_settings(present, group, optimizer.settings(index))
         count = len(group["names"])
         settings = {key: value for key, value in group.items() if key not in ("names", "rule")}
-        groups.append({**settings, "params": list(range(first, first + count))})
+        written = {key: value for key, value in present.items() if key not in group}  # by a scheduler that was not committed
+        groups.append({**written, **settings, "params": list(range(first, first + count))})
         first += count
     steps = {named[name]: step for name, step in found["steps"].items()}
     before = optimizer.param_groups, optimizer.state, optimizer.steps

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -44,6 +45,8 @@ USUAL: Mapping[str, type[Any]] = {
 """Rules by the names of optimizers in a configuration."""
 SCALE = (("left", "cur_hysteresis", 1), ("steps", "cur_iter", 0), ("last_overflow", "last_overflow_iter", -1))
 """Of a dynamic loss scale: our name, DeepSpeed's, and what holds where that is missing."""
+SCHEDULED = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
+"""What torch's schedulers write into param groups, and read from them."""
 LARGEST = sys.float_info.max
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "maximize": False}
 
@@ -112,7 +115,9 @@ def import_saved(
 
     Raises MisuseError for an optimizer that there is no rule for, TorchFileError, and what the store raises.
     """
-    groups = [ForeignGroup(_in_order(group, saved), _rule(saved, group), {}) for group in saved.groups]
+    groups = [
+        ForeignGroup(_in_order(group, saved), _rule(saved, group), _scheduled(group.settings, saved)) for group in saved.groups
+    ]
     _refuse_stateless(groups, saved)
     config = saved.config
     sizes = {
@@ -172,7 +177,9 @@ def _groups_of(optimizer: Optimizer, saved: Saved) -> list[ForeignGroup]:
         theirs = [home[one] for name in names if (one := saved.aliases.get(name, name)) in home]
         rule = optimizer.rule_of(index)
         first = theirs[0].settings if theirs else {}
-        known = {key: _sound(key, first[key], usual, saved) for key, usual in settings_of(rule).items() if key in first}
+        usual = {key: one for key, one in settings_of(rule).items() if key != "fused"}  # a kernel, which the optimizer chooses
+        known = {key: _sound(key, first[key], one, saved) for key, one in usual.items() if key in first}
+        known.update(_scheduled(first, saved))
         settings = {**{key: group[key] for key in settings_of(rule)}, **known}
         for other in theirs:
             found_there = {key: _sound(key, one, known[key], saved) for key, one in other.settings.items() if key in known}
@@ -183,6 +190,11 @@ def _groups_of(optimizer: Optimizer, saved: Saved) -> list[ForeignGroup]:
                 )
         found.append(ForeignGroup(names, rule, settings))
     return found
+
+
+def _scheduled(settings: Mapping[str, Any], saved: Saved) -> dict[str, Any]:
+    """Return what a scheduler wrote into a param group."""
+    return {key: _sound(key, settings[key], 0.0, saved) for key in SCHEDULED if key in settings}
 
 
 def _setting(value: Any) -> Any:
@@ -254,7 +266,8 @@ def _schedule(scheduler: Stateful, theirs: Any, rates: Sequence[float], where: s
     if not isinstance(theirs, dict):
         return mine
     if "last_batch_iteration" not in theirs:
-        return theirs
+        counters = {key for key, value in mine.items() if isinstance(value, Counter)} if isinstance(mine, dict) else set()
+        return {key: Counter(value) if key in counters and isinstance(value, dict) else value for key, value in theirs.items()}
     last = theirs["last_batch_iteration"]
     if type(last) is not int or last < -1:
         raise TorchFileError(f"{where} has {last!r:.40} for the iteration of its scheduler")

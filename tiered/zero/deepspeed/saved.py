@@ -68,6 +68,10 @@ MOST_VALUES = 1_000_000
 MOST_COPIES = 16
 """Times the bytes of their files that tensors may take, those of one value and those of a checkpoint: many may lie in the same
 bytes of a file."""
+ALWAYS = 64 << 20
+"""Bytes that such tensors may take whatever the size of their files: of a small model with a large mask in all its layers."""
+MOST_STATES = 16
+"""States of a parameter."""
 FLOATING = ("float32", "float16", "bfloat16", "float64")
 """Types of masters and moments."""
 LONGEST = 8192
@@ -203,9 +207,7 @@ class Saved:
         self.counters = Counters(*(_count(model.get(name, 0)) for name in COUNTED))
         self.version = str(model.get("ds_version"))
         self.scheduler: Any = plain(model.get("lr_scheduler"))
-        self.client_state: dict[str, Any] = {
-            str(key): plain(value) for key, value in model.items() if key not in _OWN
-        }
+        self.client_state: dict[str, Any] = plain({str(key): value for key, value in model.items() if key not in _OWN})
         if not optims:
             raise MisuseError(
                 f"{folder} has no file …zero_pp_rank_0_mp_rank_00_optim_states.pt: it was saved without ZeRO (stage 0), or "
@@ -226,9 +228,7 @@ class Saved:
             raise MisuseError(f"{folder} has param groups of different numbers of ranks (experts), which there are not here")
         self.stage, self.ranks = stage, ranks
         self.scaler = states[0].get("loss_scaler")
-        shapes = [
-            {_text(name): _shape(shape) for name, shape in _dict(group).items()} for group in _list(model["param_shapes"])
-        ]
+        shapes = _shapes(_list(model["param_shapes"]))
         self._fragments: dict[str, list[_Fragment]] = {}
         own = {*map(_text, _list(model["buffer_names"])), *_dict(model.get("shared_params") or {})}
         order = [_text(name) for name in _dict(model["module"]) if name not in own]
@@ -247,9 +247,7 @@ class Saved:
         groups = _list(base["param_groups"])
         if len(groups) != len(shapes):
             raise ValueError(f"it has {len(groups)} param groups, and shapes of {len(shapes)}")
-        self.groups = [
-            SavedGroup(_settings(group), tuple(names)) for group, names in zip(groups, shapes, strict=True)
-        ]
+        self.groups = [SavedGroup(one, tuple(names)) for one, names in zip(_settings(groups), shapes, strict=True)]
         done = {name: 0 for group in shapes for name in group}
         steps = [0] * len(shapes)
         for state in states:
@@ -257,9 +255,11 @@ class Saved:
             kept = _dict(_dict(state["base_optimizer_state"])["state"])
             for index, (mapping, master) in enumerate(zip(mappings, masters, strict=True)):
                 flats, step = _flats(kept.get(index, {}), master)
-                steps[index] = max(steps[index], _step(step, groups[index]))
+                steps[index] = max(steps[index], self._steps(step, groups[index], flats))
                 for name, address in _dict(mapping).items():
                     at, numel = _count(address.attribute("start")), _count(address.attribute("numel"))
+                    if name not in shapes[index]:
+                        raise ValueError(f"group {index} has no parameter {name!r:.100}")
                     begin = done[_text(name)]
                     self._fragments.setdefault(name, []).append(_Fragment(begin, begin + numel, at, flats))
                     done[name] += numel
@@ -278,8 +278,8 @@ class Saved:
         if sorted(one for group in of_group for one in group) != list(range(len(shapes))):
             raise ValueError("its param groups do not have each sub-group once")
         self.groups = [
-            SavedGroup(_settings(group), tuple(name for index in members for name in shapes[index]))
-            for group, members in zip(map(_dict, base["param_groups"]), of_group, strict=True)
+            SavedGroup(one, tuple(name for index in members for name in shapes[index]))
+            for one, members in zip(_settings(base["param_groups"]), of_group, strict=True)
         ]
         home = {index: group for group, members in enumerate(of_group) for index in members}
         steps = [0] * len(shapes)
@@ -296,7 +296,7 @@ class Saved:
                 flats, step = _flats(kept.get(index, {}), master)
                 if index in swapped:
                     flats = _file_of(folder, rank, swapped[index], sizes[index], flats)
-                steps[index] = max(steps[index], _step(step, base["param_groups"][home[index]]))
+                steps[index] = max(steps[index], self._steps(step, base["param_groups"][home[index]], flats))
                 at = 0
                 for name, shape in names.items():
                     numel = math.prod(shape)
@@ -305,6 +305,13 @@ class Saved:
                     self._fragments.setdefault(name, []).append(_Fragment(begin, min(begin + share, numel), at, flats))
                     at += share
         return steps
+
+    def _steps(self, step: Any, group: Any, flats: Mapping[str, _Flat]) -> int:
+        """Return how many steps a group has had: a state says it, or, of some of DeepSpeed's optimizers, the group. torch's SGD
+        counts none: where it has states, each step of the engine that was not skipped was one of them."""
+        if step is None and not _dict(group).get("step") and len(flats) > 1:
+            return max(1, self.counters.global_steps - self.counters.skipped_steps)
+        return _step(step if step is not None else _dict(group).get("step", 0))
 
     def _describe(
         self,
@@ -369,7 +376,7 @@ class Saved:
                     files[flat.file.path] = flat.file.nbytes
                 else:
                     files[flat.path] = flat.count * size
-        if taken > MOST_COPIES * sum(files.values()):
+        if taken > max(MOST_COPIES * sum(files.values()), ALWAYS):
             raise TorchFileError(
                 f"{self.where}: its parameters, states and buffers take {format_size(taken)}, which is more than {MOST_COPIES} "
                 f"times the {format_size(sum(files.values()))} of its files, because many lie in the same bytes: save it with "
@@ -538,6 +545,8 @@ def _after_children(order: Sequence[str]) -> list[str]:
 def _flats(kept: Any, master: Any) -> tuple[dict[str, _Flat], Any]:
     """Return the flat tensors of a group on one rank by name, and its step."""
     state = _dict(kept)
+    if len(state) > MOST_STATES:
+        raise ValueError(f"a group has {len(state):,} states")
     flats: dict[str, _Flat] = {"param": _tensor(master)}
     for name, value in state.items():
         if name != "step" and isinstance(value, StoredTensor) and value.shape:
@@ -550,16 +559,34 @@ def _flats(kept: Any, master: Any) -> tuple[dict[str, _Flat], Any]:
     return flats, state.get("step")
 
 
-def _step(step: Any, group: Any) -> int:
-    """Return how many steps a group has had: a state says it, or, of some of DeepSpeed's optimizers, the group."""
-    value = step if step is not None else _dict(group).get("step", 0)
+def _step(value: Any) -> int:
+    """Return a count of steps, which may be a tensor."""
     if isinstance(value, StoredTensor):
+        if value.count != 1:
+            raise ValueError(f"a step is a tensor of {value.count} elements")
         value = tensor_of(value).item()
     return _count(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
-def _settings(group: Any) -> dict[str, Any]:
-    return {_text(key): plain(value) for key, value in _dict(group).items() if key != "params"}
+def _settings(groups: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return the settings of all param groups. They are read together, because one value may be in many of them."""
+    found: list[dict[str, Any]] = plain(
+        [{_text(key): value for key, value in _dict(group).items() if key != "params"} for group in groups]
+    )
+    return found
+
+
+def _shapes(groups: Iterable[Any]) -> list[dict[str, tuple[int, ...]]]:
+    """Return the shapes of trained parameters, by group and name. Raises ValueError for a name that several groups have."""
+    found: list[dict[str, tuple[int, ...]]] = []
+    known: set[str] = set()
+    for group in map(_dict, groups):
+        for name in group:
+            if _text(name) in known:
+                raise ValueError(f"several groups have a parameter {name!r:.100}")
+        found.append({name: _shape(shape) for name, shape in group.items()})
+        known.update(group)
+    return found
 
 
 def _elements(flat: _Flat, begin: int, end: int) -> torch.Tensor:
@@ -571,9 +598,7 @@ def _elements(flat: _Flat, begin: int, end: int) -> torch.Tensor:
 
 
 def tensor_of(stored: StoredTensor) -> torch.Tensor:
-    """Return a small tensor of a file, whole. Raises ValueError for one that is larger than its bytes in the file."""
-    if stored.count > stored.numel:
-        raise ValueError(f"a tensor of shape {stored.shape} has {stored.numel} elements in the file")
+    """Return a small tensor of a file, whole. Its elements may lie in the same bytes: the caller looks how many there are."""
     data, dtype = stored.read(0, stored.span), _type(stored.dtype)
     flat = torch.frombuffer(data, dtype=torch.uint8).view(dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
     return flat.as_strided(stored.shape, stored.stride).clone() if stored.count else flat.new_empty(stored.shape)
@@ -589,9 +614,12 @@ def plain(value: Any) -> Any:
         if left[0] < 0 or depth > 90:
             raise ValueError("it is nested deeper than 90 levels, or has a million values")
         if isinstance(one, StoredTensor):
-            room[0] = (MOST_COPIES * one.file.nbytes if room[0] < 0 else room[0]) - one.count * ELEMENTS[one.dtype]
+            most = max(MOST_COPIES * one.file.nbytes, ALWAYS)
+            room[0] = (most if room[0] < 0 else room[0]) - one.count * ELEMENTS[one.dtype]
             if room[0] < 0:
-                raise ValueError(f"its tensors take more than {MOST_COPIES} times the bytes of the file")
+                raise ValueError(
+                    f"its tensors take {format_size(most - room[0])}, more than {MOST_COPIES} times the bytes of the file"
+                )
             return tensor_of(one)
         if isinstance(one, dict):
             return {made(key, depth + 1): made(item, depth + 1) for key, item in one.items()}
