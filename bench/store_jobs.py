@@ -295,6 +295,10 @@ class Safetensors:
 
 
 class TorchSave(Safetensors):
+    def __init__(self, folder: Path, memory: int) -> None:
+        super().__init__(folder, memory)
+        self.path = folder / "state.pt"  # torch.load goes by the name
+
     def save(self, tensors: dict[str, torch.Tensor]) -> None:
         torch.save(tensors, self.path)
         with open(self.path, "rb") as file:
