@@ -127,9 +127,9 @@ def test_a_full_host_is_named_whatever_the_request_is_for(store: TieredStore, as
 def test_what_is_leased_is_named_as_leased(store: TieredStore) -> None:
     store.put("w", kib(200))
     held = hold(store, "dram", 6, "host")
-    with store.lease("host 3", tier="dram"), soon(store):
-        with pytest.raises(CapacityError, match=r"'host 3' \(163,840 bytes, leased\)"):
-            store.put("v", kib(200))
+    leased = r"'host 3' \(163,840 bytes, leased\)"
+    with store.lease("host 3", tier="dram"), pytest.raises(CapacityError, match=leased), soon(store):
+        store.put("v", kib(200))
     held.clear()
 
 
