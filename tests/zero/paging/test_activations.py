@@ -409,3 +409,57 @@ def test_layers_that_repeat_are_computed_again_whole(tmp_path: Path, unit: int, 
             optimizer.zero_grad()
         assert equal(paged.state_dict(), reference.state_dict())
         pager_gone(store)
+
+
+class Last(nn.Module):
+    """Layers that repeat are the last thing that has parameters. They share a norm, which comes before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.norm = nn.Embedding(64, 64), nn.LayerNorm(64)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        for layer in self.layers:
+            layer.norm = self.norm
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Parts(nn.Module):
+    """Layers that repeat are not called: the model calls what is in them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = tokens[..., None].float().expand(*tokens.shape, 64) / 64
+        for layer in self.layers:
+            x = x + layer.down(F.gelu(layer.up(layer.norm(x))))
+        return x
+
+
+@pytest.mark.parametrize("update", ["on_fetch", "in_backward"])
+@pytest.mark.parametrize("make", [Last, Parts])
+def test_layers_without_a_head_or_a_call_of_their_own(tmp_path: Path, make: type[nn.Module], update: str) -> None:
+    tokens, reference, paged = torch.randint(0, 64, (4, 64)), make(), make()
+    with TieredStore.open(tmp_path / "layers", dram="1MiB") as store:
+        zero.page(paged, store, activations="recompute", largest_unit=100 << 10)
+        adamw, optimizer = torch.optim.AdamW(reference.parameters(), fused=True), zero.AdamW(paged.parameters(), update=update)
+        for _ in range(3):
+            torch.manual_seed(7)
+            reference(tokens).square().mean().backward()
+            adamw.step()
+            adamw.zero_grad()
+            torch.manual_seed(7)
+            paged(tokens).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert equal(paged.state_dict(), reference.state_dict())
+        assert zero.statistics(paged).computed_again > 0
+        pager_gone(store)

@@ -814,8 +814,11 @@ class Pager:
             _refuse_updated(unit, version)
         frame = Frame(module)
         units = self._held.get(module, ())
-        if units and not self._frames:
-            self._visit_backward(units)
+        if not self._frames:
+            if units:
+                self._visit_backward(units)
+            else:
+                self._begin_backward()  # modules within it, which hold its units, would begin it in the middle
         self._frames.append(frame)
         try:
             for unit in units:
