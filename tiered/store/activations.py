@@ -56,7 +56,8 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 PIECE = 4 << 20
 PIECES, SMALL_POOL, PIECES_OF_SMALL = 16, 8 << 20, 32
 """Bytes of a piece at most, and a 16th of the memory budget, of less than ``SMALL_POOL`` bytes a 32nd: then pieces find room
-between tensors that are leased. A store takes as long for a small piece as for a large one."""
+between tensors that are leased. What a store takes for a piece, beside the transfer, does
+not depend on its size."""
 ALIGNMENT = 64
 """Bytes: memory comes back at the same distance from a multiple of this, so that kernels take the same path."""
 PART = 4

@@ -389,26 +389,33 @@ class Layer(nn.Module):
 def test_layers_that_repeat_are_computed_again_whole(tmp_path: Path, unit: int, whole: bool) -> None:
     """A layer is larger than a unit in both. Where it is at most twice as large, what its modules give to each other is kept
     nowhere, but only what the five modules are given."""
-    tokens, reference, paged = torch.randint(0, 64, (4, 64)), Repeated(), Repeated()
+    reference, paged = Repeated(), Repeated()
     with TieredStore.open(tmp_path / "layers", dram="1MiB") as store:
         zero.page(paged, store, activations="recompute", largest_unit=unit)
         split = zero.statistics(paged).split
         assert (split == ("embedding", "layers.0", "layers.1", "layers.2", "head")) is whole
-        adamw, optimizer = torch.optim.AdamW(reference.parameters(), fused=True), zero.AdamW(paged.parameters())
-        for _ in range(3):
-            torch.manual_seed(7)
-            reference(tokens).square().mean().backward()
-            adamw.step()
-            adamw.zero_grad()
-            torch.manual_seed(7)
-            loss = paged(tokens).square().mean()
-            given = sum(store.spec(key).nbytes for key in saved(store))
+        for given in trained_beside(reference, paged, store, "on_fetch"):
             assert (given <= 5 * 4 * 64 * 64 * 4) is whole
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
         assert equal(paged.state_dict(), reference.state_dict())
         pager_gone(store)
+
+
+def trained_beside(reference: nn.Module, paged: nn.Module, store: TieredStore, update: str) -> list[int]:
+    """Train both for some steps with the same dropout; return the bytes that the store has between forward and backward."""
+    tokens, found = torch.randint(0, 64, (4, 64)), []
+    adamw, optimizer = torch.optim.AdamW(reference.parameters(), fused=True), zero.AdamW(paged.parameters(), update=update)
+    for _ in range(3):
+        torch.manual_seed(7)
+        reference(tokens).square().mean().backward()
+        adamw.step()
+        adamw.zero_grad()
+        torch.manual_seed(7)
+        loss = paged(tokens).square().mean()
+        found.append(sum(store.spec(key).nbytes for key in saved(store)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
 
 
 class Last(nn.Module):
@@ -447,19 +454,10 @@ class Parts(nn.Module):
 @pytest.mark.parametrize("update", ["on_fetch", "in_backward"])
 @pytest.mark.parametrize("make", [Last, Parts])
 def test_layers_without_a_head_or_a_call_of_their_own(tmp_path: Path, make: type[nn.Module], update: str) -> None:
-    tokens, reference, paged = torch.randint(0, 64, (4, 64)), make(), make()
+    reference, paged = make(), make()
     with TieredStore.open(tmp_path / "layers", dram="1MiB") as store:
         zero.page(paged, store, activations="recompute", largest_unit=100 << 10)
-        adamw, optimizer = torch.optim.AdamW(reference.parameters(), fused=True), zero.AdamW(paged.parameters(), update=update)
-        for _ in range(3):
-            torch.manual_seed(7)
-            reference(tokens).square().mean().backward()
-            adamw.step()
-            adamw.zero_grad()
-            torch.manual_seed(7)
-            paged(tokens).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        trained_beside(reference, paged, store, update)
         assert equal(paged.state_dict(), reference.state_dict())
         assert zero.statistics(paged).computed_again > 0
         pager_gone(store)

@@ -218,7 +218,8 @@ class Splitter:
         self._before: int | None = None  # of the one before
         self._inside = False
         if parts == 1 and ways is None:  # also what is within a layer, for a layer that is not called, or is given no tensor
-            modules = split_modules(model, plan, 2) | modules
+            inner = {module: name for module, name in split_modules(model, plan, 2).items() if module is not model}
+            modules = inner | modules
         for module, name in modules.items():
             self._wrap(module, functools.partial(self._run, module, name))
         if is_called(model):

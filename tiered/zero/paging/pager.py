@@ -807,9 +807,9 @@ class Pager:
 
     @contextmanager
     def recomputing(self, module: nn.Module, versions: tuple[int, ...]) -> Iterator[Callable[[Any], torch.Tensor]]:
-        """Hold a split module's units while a part of its forward is computed again within backward. The units stay until
-        others are needed, because all parts follow one another. Gives what turns a ``reference``, or a saved activation, into a
-        tensor."""
+        """Hold the units that a split module holds itself while a part of its forward is computed again within backward. They
+        stay until others are needed, because all parts follow one another. Modules within it hold theirs as they run. Gives
+        what turns a ``reference``, or a saved activation, into a tensor."""
         for unit, version in zip(self._within(module), versions, strict=True):
             _refuse_updated(unit, version)
         frame = Frame(module)
