@@ -6,6 +6,8 @@
 Each variant trains the same model in a process of its own, with half of its state in DRAM. The processes take turns, one step
 each, so that all of them see the same drive and the same other programs. "auto" may have a share (``--share``) of the
 activations in memory, and is measured after it has chosen. Losses of all variants have to be equal, or nothing is printed.
+Beside them is what a plan made right before says of each variant that is the same for all modules, on the machine as measured
+in the same run.
 """
 
 from __future__ import annotations
@@ -24,11 +26,18 @@ import torch
 import torch.nn.functional as F
 
 from tiered import TieredStore, zero
+from tiered.cli.info.probes import measured_machine
 from tiered.cli.measure import Meter, environment, peak_memory
 from tiered.cli.output import told_environment
 from tiered.cli.train.model import GPT, Shape
+from tiered.planning.machine import Machine
+from tiered.planning.plan import Activations, Choice, Planner, Prediction
+from tiered.planning.sources import subject_of
+from tiered.zero import Policy
+from tiered.zero.rules import AdamWRule
 
-VARIANTS = ("memory", "recompute", "store", "auto")
+PLANNED: tuple[Activations, ...] = ("memory", "recompute", "store")
+VARIANTS = (*PLANNED, "auto")
 WARM_UP = 6
 """Steps before those that count: three are measured by "auto", and the order of the steps that follow is known after two."""
 STATE = 12
@@ -49,6 +58,10 @@ class Case:
     def shape(self) -> Shape:
         return Shape(self.layers, self.width, self.heads, self.context)
 
+    @property
+    def dram(self) -> int:
+        return max(8 << 20, int(self.share * STATE * self.shape.parameters))
+
 
 SHAPES = {
     "wide": Case(4, 768, 12, 256, 2),
@@ -60,9 +73,8 @@ SHAPES = {
 def work(case: Case, variant: str, folder: str, memory: int | None) -> None:
     """Train a step for each line of stdin; print a line of JSON for each."""
     torch.manual_seed(0)
-    dram = max(8 << 20, int(case.share * STATE * case.shape.parameters))
     tokens = torch.Generator().manual_seed(0)
-    with TieredStore.open(folder, dram=dram, durability="none") as store:
+    with TieredStore.open(folder, dram=case.dram, durability="none") as store:
         model = GPT(case.shape)
         options: dict[str, Any] = {"plan": zero.AutoPlan(memory=memory)} if variant == "auto" else {"activations": variant}
         zero.page(model, store, **options)
@@ -129,9 +141,19 @@ def saved_by(case: Case) -> int:
     return sum(nbytes for address, nbytes in found.items() if address not in parameters)
 
 
-def run(name: str, case: Case, folder: str, steps: int, share: float) -> None:
+def planned(case: Case, machine: Machine) -> dict[str, Prediction]:
+    """Return what a plan says of each variant that it knows; operations of the model are timed now."""
+    with torch.device("meta"):
+        model = GPT(case.shape)
+    subject = subject_of(model, batch=case.batch, sequence=case.context)
+    planner = Planner(subject, machine, AdamWRule(1e-4, (0.9, 0.999), 1e-8, 0.01, False), Policy(), 1, measure=True)
+    return {way: planner.predict(Choice("on_fetch", way, case.dram)) for way in PLANNED}
+
+
+def run(name: str, case: Case, folder: str, steps: int, share: float, machine: Machine) -> None:
     saved = saved_by(case)
     memory = int(share * saved)
+    predicted = planned(case, machine)
     with tempfile.TemporaryDirectory(dir=folder) as at:
         children = {variant: Child(case, variant, f"{at}/{variant}", memory) for variant in VARIANTS}
         rows: dict[str, list[dict[str, Any]]] = {variant: [] for variant in VARIANTS}
@@ -145,26 +167,29 @@ def run(name: str, case: Case, folder: str, steps: int, share: float) -> None:
     if any(found != losses["memory"] for found in losses.values()):
         sys.exit(f"{name}: losses differ: {losses}")
     base = [one["seconds"] for one in rows["memory"][WARM_UP:]]
-    plan = rows["auto"][-1]["plan"]
+    chosen = rows["auto"][-1]["plan"]
     print(f"\n## {name}: {case.layers} layers of width {case.width}, {case.batch} x {case.context} tokens\n")
     print(f"{case.shape.parameters / 1e6:.1f} M parameters, DRAM for {case.share:.0%} of the state.")
     print(f"A pass saves {saved / 2**20:.0f} MiB, of which auto may keep {memory / 2**20:.0f} MiB in memory.")
     print(f"Losses of {WARM_UP + steps} steps are equal, bit for bit.\n")
-    print("| activations | seconds a step, median [least, most] | by memory, of pairs | waited | MB moved a step | peak MiB |")
-    print("|---|---:|---:|---:|---:|---:|")
+    print("| activations | seconds a step, median [least, most] | by memory, of pairs | planned | waited | MB moved a step "
+          "| peak MiB |\n|---|---:|---:|---:|---:|---:|---:|")  # fmt: skip
     for variant in VARIANTS:
         found = rows[variant][WARM_UP:]
         taken = [one["seconds"] for one in found]
         pairs = [a / b for a, b in zip(taken, base, strict=True)]
+        plan = f"{predicted[variant].seconds / predicted['memory'].seconds:.2f}" if variant in predicted else "-"
         print(
             f"| {variant} | {statistics.median(taken):.3f} [{min(taken):.3f}, {max(taken):.3f}] "
-            f"| {statistics.median(pairs):.2f} [{min(pairs):.2f}, {max(pairs):.2f}] "
+            f"| {statistics.median(pairs):.2f} [{min(pairs):.2f}, {max(pairs):.2f}] | {plan} "
             f"| {statistics.median(one['waited'] for one in found):.2f} "
             f"| {statistics.median(one['moved'] for one in found) / 1e6:.0f} | {found[-1]['peak'] / 2**20:.0f} |"
         )
-    ways = list(plan["ways"].values())
-    counts = ", ".join(f"{ways.count(way)} {way}" for way in VARIANTS[:3])
-    print(f"\nauto chose {plan['choices']} times: {counts}; the rest: {plan['rest']}. {plan['why']}", flush=True)
+    hides = "moves activations beside computing" if predicted["store"].hides_activations else "does not hide activations"
+    print(f"\nThe plan says that the drive {hides}.")
+    ways = list(chosen["ways"].values())
+    counts = ", ".join(f"{ways.count(way)} {way}" for way in PLANNED)
+    print(f"\nauto chose {chosen['choices']} times: {counts}; the rest: {chosen['rest']}. {chosen['why']}", flush=True)
 
 
 def main() -> int:
@@ -181,9 +206,10 @@ def main() -> int:
         return 0
     began = time.monotonic()
     print(told_environment(environment()))
+    machine = measured_machine(options.dir)
     for name, case in SHAPES.items():
         if name in (options.shape or SHAPES):
-            run(name, case, options.dir, options.steps, options.share)
+            run(name, case, options.dir, options.steps, options.share, machine)
     print(f"\n{time.monotonic() - began:.0f} s in all")
     return 0
 
