@@ -21,13 +21,10 @@ import itertools
 import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
-import torch.utils._foreach_utils
 from torch import nn
-from torch.overrides import enable_reentrant_dispatch
-from torch.utils._pytree import tree_flatten, tree_map
 
 from tiered import Access, MisuseError
 from tiered.zero.paging.tensors.compiling import break_graph
@@ -41,7 +38,6 @@ from tiered.zero.paging.tensors.parameters import (
     Function,
     PagedParameter,
     PagedView,
-    ParameterOwner,
     _leaves,
     _map,
     _refuse_wrapper,
@@ -50,24 +46,10 @@ from tiered.zero.paging.tensors.parameters import (
     asks_for_gradient,
     name_of,
 )
+from tiered.zero.paging.tensors.sliced_gradients import gradient_of, set_gradient
+from tiered.zero.paging.tensors.slices import Handle, Step, device_of, divided, handle_of, meta_of, slices_of
 
-__all__ = ["SlicedGradient", "SlicedParameter", "SlicedView", "slice_up"]
-
-_aten = torch.ops.aten
-
-
-class Handle(Protocol):
-    """What leads from a sliced parameter to its slices."""
-
-    name: str
-    slices: list[nn.Parameter]
-    rows: int | None
-    """How many rows each slice has, but for the last; None: one, without that dimension."""
-
-    def owner(self) -> ParameterOwner | None:
-        """Return the pager, or None where the model is gone."""
-        ...
-
+__all__ = ["SlicedParameter", "SlicedView", "slice_up"]
 
 HOOKS = {
     *("register_hook", "register_post_accumulate_grad_hook", "get_gradient_edge", "retain_grad"),
@@ -76,19 +58,6 @@ HOOKS = {
 """Functions that ask for the one gradient of a parameter, of which each slice has a part."""
 
 GROUPED = {"grouped_mm", "_grouped_mm", "grouped_mm_fallback"}
-
-
-class Step(NamedTuple):
-    """Function that makes a view, its arguments but the first, and which of its results is meant (None: there is one)."""
-
-    func: Function
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    which: int | None = None
-
-    def __call__(self, base: torch.Tensor) -> Any:
-        made = self.func(base, *self.args, **self.kwargs)
-        return made if self.which is None else made[self.which]
 
 
 class SlicedParameter(nn.Parameter):
@@ -132,7 +101,7 @@ class SlicedView(torch.Tensor):
             strides=geometry.stride(),
             storage_offset=geometry.storage_offset(),
             dtype=geometry.dtype,
-            device=_device(parameter),
+            device=device_of(parameter),
         )
         view.parameter, view.path, view.geometry = parameter, path, geometry
         return view
@@ -187,19 +156,6 @@ def _is_sliced(value: Any) -> bool:
     return isinstance(value, SlicedParameter | SlicedView)
 
 
-def _handle(parameter: SlicedParameter) -> Handle:
-    handle: Handle = parameter.__dict__["_tiered"]
-    return handle
-
-
-def _slices(parameter: SlicedParameter) -> list[nn.Parameter]:
-    return _handle(parameter).slices
-
-
-def _device(parameter: SlicedParameter) -> torch.device:
-    return _slices(parameter)[0].device
-
-
 def _of(value: SlicedParameter | SlicedView) -> tuple[SlicedParameter, tuple[Step, ...]]:
     """Return the parameter, and what makes ``value`` of it."""
     return (value.parameter, value.path) if isinstance(value, SlicedView) else (value, ())
@@ -210,8 +166,7 @@ def _geometry(value: Any) -> Any:
     if isinstance(value, SlicedView):
         return value.geometry
     if isinstance(value, SlicedParameter):
-        with torch._C.DisableTorchFunctionSubclass():
-            return torch.empty(value.shape, dtype=value.dtype, device="meta")
+        return meta_of(value)
     return value
 
 
@@ -220,20 +175,14 @@ def _geometry(value: Any) -> Any:
 
 def _whole(parameter: SlicedParameter) -> torch.Tensor:
     """Return a copy of all slices, through which gradients go to each of them."""
-    slices = _slices(parameter)
+    slices = slices_of(parameter)
     if torch.is_grad_enabled() and any(one.requires_grad for one in slices):
-        join = torch.stack if _handle(parameter).rows is None else torch.cat
+        join = torch.stack if handle_of(parameter).rows is None else torch.cat
         return join([one.clone() for one in slices])
     whole = torch.empty(_geometry(parameter).shape, dtype=slices[0].dtype, device=slices[0].device)
-    for target, one in zip(_divided(parameter, whole), slices, strict=True):
+    for target, one in zip(divided(parameter, whole), slices, strict=True):
         target.copy_(one)
     return whole
-
-
-def _divided(parameter: SlicedParameter, whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the views of ``whole`` that the slices have the values of."""
-    rows = _handle(parameter).rows
-    return whole.unbind() if rows is None else torch.split(whole, rows)
 
 
 def _value(value: SlicedParameter | SlicedView) -> torch.Tensor:
@@ -244,7 +193,7 @@ def _value(value: SlicedParameter | SlicedView) -> torch.Tensor:
 
 @torch.no_grad()
 def _write(parameter: SlicedParameter, whole: torch.Tensor) -> None:
-    for one, values in zip(_slices(parameter), _divided(parameter, whole), strict=True):
+    for one, values in zip(slices_of(parameter), divided(parameter, whole), strict=True):
         one.copy_(values)
 
 
@@ -252,8 +201,8 @@ def _part(value: SlicedParameter | SlicedView, index: int) -> torch.Tensor | Non
     """Return ``value[index]`` as a view of one slice; None where it is not one, because a step of ``value`` does more than to
     swap the dimensions after the first."""
     parameter, path = _of(value)
-    rows = _handle(parameter).rows
-    part: torch.Tensor = _slices(parameter)[index] if rows is None else _slices(parameter)[index // rows][index % rows]
+    rows = handle_of(parameter).rows
+    part: torch.Tensor = slices_of(parameter)[index] if rows is None else slices_of(parameter)[index // rows][index % rows]
     for step in path:
         name = name_of(step.func)
         if name in ("detach", "data.__get__"):
@@ -300,7 +249,7 @@ def _call(func: Function, types: tuple[type, ...], args: Sequence[Any], kwargs: 
         raise MisuseError(f"{_shown(args)} cannot be used within torch.func.grad, vmap and the like: use a copy (.clone())")
     if name in GEOMETRY or (name in LIKE and "out" not in kwargs):
         if name in LIKE:
-            kwargs = {"device": _device(_of(next(v for v in _leaves((args, kwargs)) if _is_sliced(v)))[0]), **kwargs}
+            kwargs = {"device": device_of(_of(next(v for v in _leaves((args, kwargs)) if _is_sliced(v)))[0]), **kwargs}
         return func(*_map(args, _geometry), **_map(kwargs, _geometry))
     if name == "data.__set__":
         return _set_data(args[0], args[1])
@@ -313,9 +262,9 @@ def _call(func: Function, types: tuple[type, ...], args: Sequence[Any], kwargs: 
         if found is not None:
             return found
     if _is_sliced(first):
-        one_each = not _of(first)[1] and _handle(_of(first)[0]).rows is None
+        one_each = not _of(first)[1] and handle_of(_of(first)[0]).rows is None
         if name in ("__iter__", "unbind") and one_each and (kwargs.get("dim") or [*args, 0][1]) == 0:
-            slices = _slices(_of(first)[0])
+            slices = slices_of(_of(first)[0])
             return iter(slices) if name == "__iter__" else tuple(slices)
         if name in ("__getitem__", "select"):
             found = _indexed(name, first, args[1:], kwargs)
@@ -337,7 +286,7 @@ def _call(func: Function, types: tuple[type, ...], args: Sequence[Any], kwargs: 
 def _requires_grad(value: SlicedParameter | SlicedView) -> bool:
     parameter, path = _of(value)
     detached = any(name_of(step.func) in ("detach", "data.__get__") for step in path)
-    return not detached and _slices(parameter)[0].requires_grad
+    return not detached and slices_of(parameter)[0].requires_grad
 
 
 def _as_it_is(name: str, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -355,13 +304,13 @@ def _as_it_is(name: str, func: Function, args: Sequence[Any], kwargs: dict[str, 
         if name == "grad.__get__":
             return gradient_of(first)
         if name in ("grad.__set__", "grad.__delete__"):
-            return _set_gradient(first, args[1] if name == "grad.__set__" else None)
+            return set_gradient(first, args[1] if name == "grad.__set__" else None)
         if name in ("requires_grad.__set__", "requires_grad_"):
             wanted = asks_for_gradient(name, args, kwargs)
-            owner = _handle(first).owner()
+            owner = handle_of(first).owner()
             if wanted and owner is not None:
                 owner.refuse_training()
-            for one in _slices(first):
+            for one in slices_of(first):
                 one.requires_grad = wanted
     return _without_us(func, (), args, kwargs)
 
@@ -378,12 +327,12 @@ def _indexed(name: str, value: SlicedParameter | SlicedView, rest: Sequence[Any]
         index, inside = (rest[0][0], rest[0][1:]) if isinstance(rest[0], tuple) and rest[0] else (rest[0], ())
     count = len(parameter)
     if isinstance(index, torch.Tensor) and index.dim() == 1 and index.dtype in (torch.int64, torch.int32) and not inside:
-        if _handle(parameter).rows is not None and isinstance(value, SlicedParameter):
+        if handle_of(parameter).rows is not None and isinstance(value, SlicedParameter):
             return _embedding(torch.where(index < 0, index + count, index), value)
         numbers = [_checked(number, count) for number in index.tolist()]
-        if not numbers or _handle(parameter).rows is not None or _part(value, 0) is None:
+        if not numbers or handle_of(parameter).rows is not None or _part(value, 0) is None:
             return None
-        slices = _slices(parameter)
+        slices = slices_of(parameter)
         chosen = torch.stack([slices[number] for number in numbers])  # whose gradients add up in this order
         return functools.reduce(lambda base, step: step(base), _of(value)[1], chosen)
     if isinstance(index, torch.Tensor) and (index.dim() or index.dtype not in (torch.int64, torch.int32)):
@@ -412,7 +361,7 @@ def _viewed(
     geometry = _geometry(value)
     rest = _map(args, _geometry), _map(kwargs, _geometry)
     if name in CONVERSIONS:
-        like = torch.empty((), dtype=geometry.dtype, device=_device(parameter))
+        like = torch.empty((), dtype=geometry.dtype, device=device_of(parameter))
         if name == "contiguous":
             return value if geometry.is_contiguous() and not args and not kwargs else None
         try:
@@ -462,12 +411,12 @@ def _grouped(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor | None
 
 def _linear(x: torch.Tensor, weight: SlicedParameter, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Multiply with some rows of the weight after the other, which are columns of the result."""
-    rows = _handle(weight).rows
+    rows = handle_of(weight).rows
     if rows is None:
         return torch.nn.functional.linear(x, _whole(weight), bias)
     made = [
         torch.nn.functional.linear(x, one, None if bias is None else bias[number * rows : (number + 1) * rows])
-        for number, one in enumerate(_slices(weight))
+        for number, one in enumerate(slices_of(weight))
     ]
     return torch.cat(made, -1)
 
@@ -483,7 +432,7 @@ def _embedding(
 ) -> torch.Tensor:
     """Look up the rows of each slice that ``index`` asks for. A row's gradients are added in the order of ``index``, as in the
     whole."""
-    handle = _handle(weight)
+    handle = handle_of(weight)
     if max_norm is not None or sparse:
         raise MisuseError(
             f"parameter {handle.name!r} is larger than a third of the memory budget, and divided into slices: max_norm= and "
@@ -502,7 +451,7 @@ def _embedding(
     made: list[torch.Tensor] = []
     for which, mine in enumerate(torch.split(order, asked)):
         if asked[which]:
-            begin, one = which * handle.rows, _slices(weight)[which]
+            begin, one = which * handle.rows, slices_of(weight)[which]
             here = None if padding is None or not begin <= padding < begin + handle.rows else padding - begin
             made.append(torch.nn.functional.embedding(flat[mine] - begin, one, here, None, 2.0, scale_grad_by_freq))
     return torch.cat(made)[order.argsort()].view(*index.shape, weight.shape[1])
@@ -518,8 +467,8 @@ def _products(
         return torch.mm(groups[index], _matrix(matrices, index))
 
     parameter = _of(matrices)[0]
-    slices = [_slices(parameter)[index] for index in used]
-    owner = _handle(parameter).owner()
+    slices = [slices_of(parameter)[index] for index in used]
+    owner = handle_of(parameter).owner()
     if owner is None or len(used) < 2:
         return [product(index) for index in used]
     owner.coming(slices)
@@ -549,8 +498,8 @@ def _set_data(value: Any, data: Any) -> None:
             f"{_shown(value)} has shape {tuple(value.shape)} of {value.dtype} in the store and cannot be given .data of "
             f"{what}: page a model that has them"
         )
-    if data.device.type != _device(_of(value)[0]).type:
-        raise MisuseError(f"{_shown(value)} computes on {_device(_of(value)[0])}, and cannot be moved to {data.device}")
+    if data.device.type != device_of(_of(value)[0]).type:
+        raise MisuseError(f"{_shown(value)} computes on {device_of(_of(value)[0])}, and cannot be moved to {data.device}")
     if isinstance(data, SlicedView) and data.parameter is _of(value)[0] and data.geometry.shape == value.shape:
         return  # the same elements: written to already
     if isinstance(data, SlicedParameter | SlicedView | PagedParameter | PagedView):
@@ -571,7 +520,7 @@ def _gradients(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if any(_is_sliced(value) for value in _leaves(given)) or any(isinstance(value, SlicedView) for value in sources):
         raise MisuseError(f"{_shown((args, kwargs))}: torch.autograd.grad takes parameters as inputs, not views of them")
     zeros, allowed = given.pop("materialize_grads", False), given.pop("allow_unused", None)
-    parts = [_slices(one) if isinstance(one, SlicedParameter) else [one] for one in sources]
+    parts = [slices_of(one) if isinstance(one, SlicedParameter) else [one] for one in sources]
     found = iter(torch.autograd.grad(inputs=[part for one in parts for part in one], allow_unused=True, **given))
     made: list[torch.Tensor | None] = []
     for one, mine in zip(sources, parts, strict=True):
@@ -585,7 +534,7 @@ def _gradients(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             made.append(torch.zeros_like(one) if zeros else None)
         elif isinstance(one, SlicedParameter):
             filled = [torch.zeros_like(p) if g is None else g for p, g in zip(mine, gradients, strict=True)]
-            made.append(torch.stack(filled) if _handle(one).rows is None else torch.cat(filled))
+            made.append(torch.stack(filled) if handle_of(one).rows is None else torch.cat(filled))
         else:
             made.append(gradients[0])
     return tuple(made)
@@ -637,7 +586,7 @@ def _compute(name: str, func: Function, args: Sequence[Any], kwargs: dict[str, A
 def _shown(values: Any) -> str:
     """Return how errors name the first parameter among ``values``."""
     found = next((value for value in _leaves(values) if _is_sliced(value)), None)
-    return "a parameter" if found is None else f"parameter {_handle(_of(found)[0]).name!r}"
+    return "a parameter" if found is None else f"parameter {handle_of(_of(found)[0]).name!r}"
 
 
 def _with_slices(module: Any, name: str) -> None:
@@ -651,7 +600,7 @@ def _with_slices(module: Any, name: str) -> None:
             given = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
             if any(isinstance(one, SlicedParameter) for one in given):
                 kwargs["inputs"] = [
-                    part for one in given for part in (_slices(one) if isinstance(one, SlicedParameter) else [one])
+                    part for one in given for part in (slices_of(one) if isinstance(one, SlicedParameter) else [one])
                 ]
         return takes(*args, **kwargs)
 
@@ -659,301 +608,3 @@ def _with_slices(module: Any, name: str) -> None:
 
 
 _with_slices(torch.autograd, "backward")
-
-
-# -- gradients -----------------------------------------------------------------------------------------------------------------
-
-
-class SlicedGradient(torch.Tensor):
-    """Gradient of a sliced parameter: that of each slice, or zero where a slice has none. It computes as an ordinary tensor
-    does; what is written to it is in the store when the call returns. Its norm is the norm of the norms of its slices."""
-
-    parameter: SlicedParameter
-    path: tuple[Step, ...]
-    origin: SlicedGradient
-    """What ``parameter.grad`` returned, of which this is a view; itself, where this is it."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @staticmethod
-    def of(
-        parameter: SlicedParameter, path: tuple[Step, ...], like: torch.Tensor, origin: SlicedGradient | None = None
-    ) -> SlicedGradient:
-        made: SlicedGradient = torch.Tensor._make_wrapper_subclass(
-            SlicedGradient,
-            like.shape,
-            strides=like.stride(),
-            storage_offset=like.storage_offset(),
-            dtype=like.dtype,
-            device=_device(parameter),
-        )
-        made.parameter, made.path = parameter, path
-        made.origin = made if origin is None else origin
-        return made
-
-    @torch.no_grad()
-    def _whole(self) -> torch.Tensor:
-        """Return a copy of the whole gradient."""
-        self._parts()
-        slices = _slices(self.parameter)
-        whole = torch.zeros(_geometry(self.parameter).shape, dtype=self.dtype, device=slices[0].device)
-        for target, one in zip(_divided(self.parameter, whole), slices, strict=True):
-            if one.grad is not None:
-                target.copy_(one.grad)
-        return whole
-
-    def _parts(self) -> list[torch.Tensor]:
-        """Return the gradients of the slices that have one. Raises MisuseError where none has."""
-        found = [one.grad for one in _slices(self.parameter) if one.grad is not None]
-        if not found or self.parameter.__dict__.get("_gradient") is not self.origin:
-            raise MisuseError(
-                f"this gradient of {_handle(self.parameter).name!r} is gone, for parameter.grad is another one or None: keep "
-                "parameter.grad.clone()"
-            )
-        return found
-
-    @torch.no_grad()
-    def _write(self, whole: torch.Tensor) -> None:
-        self._parts()
-        for one, values in zip(_slices(self.parameter), _divided(self.parameter, whole), strict=True):
-            if one.grad is None:
-                one.grad = values.clone()
-            else:
-                one.grad.copy_(values)
-
-    def values(self) -> torch.Tensor:
-        """Return a copy of the values in ordinary memory."""
-        whole: torch.Tensor = functools.reduce(lambda base, step: step(base), self.path, self._whole())
-        return whole
-
-    @property
-    def data(self) -> torch.Tensor:
-        """The same gradient; what is assigned is written to it."""
-        made: torch.Tensor = torch._C.TensorBase.data.__get__(self)  # type: ignore[attr-defined]
-        return made
-
-    @data.setter
-    def data(self, values: torch.Tensor) -> None:
-        if values is self:  # as Module.to() assigns it
-            return
-        if values.shape != self.shape or values.dtype != self.dtype:
-            raise MisuseError(
-                f"the gradient of {_handle(self.parameter).name!r} is {tuple(self.shape)}, {self.dtype}; its data cannot "
-                f"become {tuple(values.shape)}, {values.dtype}: assign parameter.grad"
-            )
-        with torch.no_grad():
-            self.copy_(values)
-
-    def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
-        return self.values().cpu(memory_format=memory_format)
-
-    def tolist(self) -> Any:
-        return self.values().tolist()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """Return the values as an array that cannot be written to, because the gradient would not have what is written."""
-        array = self.values().numpy(force=force)
-        array.flags.writeable = False
-        return array
-
-    def __array__(self, dtype: Any = None) -> Any:
-        return self.numpy() if dtype is None else self.numpy().astype(dtype)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return self.values()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Called by copy and pickle."""
-        return self.values().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's stub misnames it
-        return repr(self.values())
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch's stub lacks the classmethod
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        first = args[0] if args else None
-        if isinstance(first, SlicedGradient):
-            if func in (_aten.detach.default, _aten.alias.default):
-                return SlicedGradient.of(first.parameter, first.path, _like(first), first.origin)
-            if func.is_view:
-                return _view_of(first, func, tuple(args[1:]), kwargs)
-            name = func._schema.name.removeprefix("aten::")
-            if name.endswith("_like") or name.startswith("new_"):
-                like = torch.empty_strided(first.shape, first.stride(), dtype=first.dtype, device=first.device)
-                return func(like, *args[1:], **kwargs)
-        with enable_reentrant_dispatch(), torch.no_grad():
-            return _dispatched(func, args, kwargs)
-
-
-_FOREACH: list[type] = getattr(torch.utils._foreach_utils, "_foreach_supported_types", [])
-_FOREACH.append(SlicedGradient)
-
-
-def gradient_of(parameter: SlicedParameter) -> SlicedGradient | None:
-    """Return what ``parameter.grad`` is: None while no slice has a gradient."""
-    if all(one.grad is None for one in _slices(parameter)):
-        parameter.__dict__.pop("_gradient", None)
-        return None
-    made: SlicedGradient | None = parameter.__dict__.get("_gradient")
-    if made is None:
-        made = parameter.__dict__["_gradient"] = SlicedGradient.of(parameter, (), _geometry(parameter))
-    return made
-
-
-def _set_gradient(parameter: SlicedParameter, value: Any) -> None:
-    if value is None:
-        parameter.__dict__.pop("_gradient", None)
-        for one in _slices(parameter):
-            one.grad = None
-        return
-    if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (parameter.shape, parameter.dtype):
-        raise RuntimeError(f"assigned grad has another shape or type than {_shown(parameter)}")
-    if isinstance(value, SlicedGradient) and value.parameter is parameter and not value.path:
-        value._parts()
-        return
-    values = value.values() if isinstance(value, SlicedGradient) else value
-    parameter.__dict__.pop("_gradient", None)
-    for one, mine in zip(_slices(parameter), _divided(parameter, values.detach()), strict=True):
-        one.grad = mine  # a view: what is written to ``value`` before the step counts, as it does for torch
-
-
-def _like(gradient: SlicedGradient) -> torch.Tensor:
-    """Return a tensor without values of the same shape and strides, and in the same place of the whole."""
-    like: torch.Tensor = functools.reduce(lambda base, step: step(base), gradient.path, _geometry(gradient.parameter))
-    return like
-
-
-def _view_of(gradient: SlicedGradient, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    step = Step(func, args, kwargs)
-    like = step(_like(gradient))
-    if isinstance(like, list | tuple):
-        return [
-            SlicedGradient.of(gradient.parameter, (*gradient.path, step._replace(which=which)), one, gradient.origin)
-            for which, one in enumerate(like)
-        ]
-    return SlicedGradient.of(gradient.parameter, (*gradient.path, step), like, gradient.origin)
-
-
-_EACH = {
-    *(_aten.mul_.Tensor, _aten.mul_.Scalar, _aten.div_.Tensor, _aten.div_.Scalar, _aten.zero_.default),
-}
-"""Operations that do the same with each slice, with one number or none, and leave zeros as they are."""
-
-
-def _dispatched(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    name = func._schema.name.removeprefix("aten::")
-    first: Any = args[0] if args else None
-    if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
-        func([part for one in args[0] for part in _parts_of(one)], *args[1:])
-        return None
-    if name.startswith("_foreach_"):
-        return _one_at_a_time(func, args, kwargs)
-    if func is _aten.linalg_vector_norm.default and _is_whole(first):
-        given = [*args[1:], *(2, None, False)[len(args) - 1 :]]
-        if not given[1] and not given[2] and kwargs.get("dtype") is None:
-            return _norm(first, float(given[0]))
-    if func in _EACH and _is_whole(first) and _is_number(args[1:]):
-        for part in first._parts():
-            func(part, *args[1:])
-        return first
-    copies: dict[int, tuple[SlicedGradient, torch.Tensor, torch.Tensor]] = {}
-    wholes: dict[int, torch.Tensor] = {}
-
-    def plain(value: Any) -> Any:
-        if not isinstance(value, SlicedGradient):
-            return value
-        whole = wholes.setdefault(id(value.parameter), value._whole())
-        made = functools.reduce(lambda base, step: step(base), value.path, whole)
-        copies[id(made)] = value, made, whole
-        return made
-
-    given = tree_map(plain, (tuple(args), kwargs))
-    result = func(*given[0], **given[1])
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            for one in tree_flatten(args[index] if index < len(args) else kwargs.get(argument.name))[0]:
-                if isinstance(one, SlicedGradient):
-                    one._write(wholes[id(one.parameter)])
-    return tree_map(lambda value: copies[id(value)][0] if id(value) in copies else value, result)
-
-
-def _parts_of(value: Any) -> list[torch.Tensor]:
-    return value._parts() if isinstance(value, SlicedGradient) else [value]
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, SlicedGradient) and not value.path
-
-
-def _is_number(values: Sequence[Any]) -> bool:
-    return all(
-        isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.dim() == 0 and type(value) is torch.Tensor)
-        for value in values
-    )
-
-
-def _norm(gradient: SlicedGradient, order: float) -> torch.Tensor:
-    """Return the norm of the norms of all slices."""
-    norms = [torch.linalg.vector_norm(part, order) for part in gradient._parts()]
-    if len(norms) < len(_slices(gradient.parameter)):
-        norms.append(torch.linalg.vector_norm(torch.zeros(1, dtype=gradient.dtype, device=gradient.device), order))
-    return combined(norms, order)
-
-
-def combined(norms: Sequence[torch.Tensor], order: float) -> torch.Tensor:
-    """Return the norm, 0-d, of a tensor whose parts have these ``norms`` of that ``order``."""
-    stacked = torch.stack(list(norms))
-    found: torch.Tensor = stacked.sum() if order == 0 else torch.linalg.vector_norm(stacked, order)
-    return found
-
-
-def _one_at_a_time(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return what ``func``, which does the same with each tensor of a list, returns for lists of one."""
-    names = [argument.name for argument in func._schema.arguments]
-    count = next(len(value) for value in (*args, *kwargs.values()) if isinstance(value, list | tuple))
-    if count == 1:
-        return _alone(func, args, kwargs)
-
-    def cut(name: str, value: Any, index: int) -> Any:
-        if name == "scalars" and isinstance(value, torch.Tensor):  # one number for each
-            return value[index : index + 1]
-        return [value[index]] if isinstance(value, list | tuple) else value
-
-    made: list[Any] = []
-    for index in range(count):
-        here = [cut(name, value, index) for name, value in zip(names, args, strict=False)]
-        made.extend(func(*here, **{name: cut(name, value, index) for name, value in kwargs.items()}) or ())
-    return made or None
-
-
-_SINGLE = {
-    _aten._foreach_mul_.Scalar: _aten.mul_.Scalar,
-    _aten._foreach_mul_.Tensor: _aten.mul_.Tensor,
-    _aten._foreach_div_.Scalar: _aten.div_.Scalar,
-    _aten._foreach_div_.Tensor: _aten.div_.Tensor,
-    _aten._foreach_zero_.default: _aten.zero_.default,
-}
-
-
-def _alone(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return what ``func`` returns for lists of one gradient."""
-    gradient = args[0][0]
-    if func is _aten._foreach_norm.Scalar and _is_whole(gradient) and len(args) < 3 and not kwargs.get("dtype"):
-        return [_norm(gradient, float(args[1] if len(args) > 1 else kwargs.get("ord", 2)))]
-    if func in _SINGLE and _is_whole(gradient) and _is_number(args[1:]):
-        for part in gradient._parts():
-            func([part], *args[1:])
-        return None
-    whole = [one.values() if isinstance(one, SlicedGradient) else one for one in args[0]]
-    rest = tree_map(lambda one: one.values() if isinstance(one, SlicedGradient) else one, (tuple(args[1:]), kwargs))
-    result = func(whole, *rest[0], **rest[1])
-    if func._schema.arguments[0].alias_info is not None and isinstance(gradient, SlicedGradient):
-        base = gradient._whole()
-        functools.reduce(lambda value, step: step(value), gradient.path, base).copy_(whole[0])
-        gradient._write(base)
-    return result
-
-
