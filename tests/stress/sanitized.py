@@ -1,4 +1,4 @@
-"""Runs pytest with an extension that was built elsewhere: ``python -m tests.stress.sanitized EXTENSION ARGUMENTS...``."""
+"""Run pytest with extensions that were built elsewhere: ``python -m tests.stress.sanitized MODULE=FILE... -- ARGUMENTS...``"""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import sys
 import pytest
 
 if __name__ == "__main__":
-    extension, *arguments = sys.argv[1:]
-    spec = importlib.util.spec_from_file_location("tiered.io._aio", extension)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["tiered.io._aio"] = module
-    spec.loader.exec_module(module)
-    sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *arguments]))
+    end = sys.argv.index("--")
+    for name, _, file in (one.partition("=") for one in sys.argv[1:end]):
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[end + 1 :]]))

@@ -1,6 +1,7 @@
-"""Promise 19: no report of a sanitizer in our own C, over the whole native suite, with the faults of its shim.
+"""Promise 19: no report of a sanitizer in our own C, over the whole native suite, with the faults of its shim, and over
+tests that use the kernels.
 
-The extension and the shimmed ring are built anew with -fsanitize, and the suite runs in a process that has its runtime loaded.
+The extensions and the shimmed ring are built anew with -fsanitize, and the suite runs in a process that has its runtime loaded.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ KINDS = {
 }
 SUITE = ["tests/io/test_libaio.py", "tests/links/test_disk.py"]
 QUICK = ["tests/io/test_libaio.py", "-k", "not strace and not under and not refuses_aio"]
+COPIES_AND_CODES = ["tests/tables/test_tables.py", "tests/zero/test_few_bytes.py", "tests/zero/paging/test_quantised.py"]
+KERNEL_TESTS = "is_a_tensor or sums_are or kernel_gives_the_bits or in_c_and_torch or unpacked_alike or zeros_stay"
+QUICK_KERNELS = [*COPIES_AND_CODES, "-k", KERNEL_TESTS]
 pytestmark = pytest.mark.skipif(libaio_unavailable() is not None, reason=f"no libaio here: {libaio_unavailable()}")
 
 
@@ -55,17 +59,19 @@ def launch(kind: str, *words: str) -> list[str]:
     return [*(["setarch", "-R"] if kind == "thread" else []), sys.executable, *words]
 
 
-def built(kind: str, folder: Path) -> Path:
-    """The extension, with the sanitizer in it."""
+def built(kind: str, folder: Path) -> dict[str, Path]:
+    """The extensions by their modules, with the sanitizer in them."""
     flags = ["-O1", "-g", f"-fsanitize={kind}", "-fno-omit-frame-pointer"]
     program = (
         "import sys; sys.path.insert(0, '.')\n"
         "from libaio_ext import build\n"
-        "extension = build.ffibuilder(build.link_arguments()).distutils_extension(tmpdir=sys.argv[1])\n"
-        "extension.extra_compile_args += sys.argv[2:]\n"
-        "extension.extra_link_args = [*(extension.extra_link_args or []), *sys.argv[2:]]\n"
         "from setuptools import Distribution\n"
-        "made = Distribution({'ext_modules': [extension]}).get_command_obj('build_ext')\n"
+        "found = [build.ffibuilder(build.link_arguments()), *build.kernels()]\n"
+        "extensions = [one.distutils_extension(tmpdir=sys.argv[1]) for one in found]\n"
+        "for extension in extensions:\n"
+        "    extension.extra_compile_args += sys.argv[2:]\n"
+        "    extension.extra_link_args = [*(extension.extra_link_args or []), *sys.argv[2:]]\n"
+        "made = Distribution({'ext_modules': extensions}).get_command_obj('build_ext')\n"
         "made.build_lib, made.build_temp, made.inplace = sys.argv[1], sys.argv[1] + '/objects', 0\n"
         "made.ensure_finalized(); made.run()\n"
     )
@@ -73,21 +79,19 @@ def built(kind: str, folder: Path) -> Path:
         [sys.executable, "-c", program, str(folder), *flags], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    (found,) = folder.glob(f"{build.MODULE.replace('.', '/')}*.so")
-    return found
+    made = {}
+    for module in (build.MODULE, *build.KERNELS):
+        (made[module],) = folder.glob(f"{module.replace('.', '/')}*.so")
+    return made
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("suite", ["quick", pytest.param("whole", marks=pytest.mark.soak)])
-def test_the_native_suite(tmp_path: Path, kind: str, suite: str, tally: Tally) -> None:
-    if suite == "quick" and kind != "address":
-        pytest.skip("the long run has all of them")
+def passed(kind: str, folder: Path, suite: list[str]) -> int:
+    """Run tests under the sanitizer and return how many passed. All have to, without a report."""
     library = runtime(kind)
-    extension = built(kind, tmp_path)
-    flags = f"-fsanitize={kind} -fno-omit-frame-pointer"
+    extensions = [f"{module}={file}" for module, file in built(kind, folder).items()]
     done = subprocess.run(
-        launch(kind, "-m", "tests.stress.sanitized", str(extension), *(QUICK if suite == "quick" else SUITE)),
-        env={**environment(library, KINDS[kind][1]), "TIERED_RING_FLAGS": flags},
+        launch(kind, "-m", "tests.stress.sanitized", *extensions, "--", *suite),
+        env={**environment(library, KINDS[kind][1]), "TIERED_RING_FLAGS": f"-fsanitize={kind} -fno-omit-frame-pointer"},
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -98,7 +102,24 @@ def test_the_native_suite(tmp_path: Path, kind: str, suite: str, tally: Tally) -
     assert "Sanitizer" not in output, output[-20_000:]
     assert "runtime error" not in output, output[-20_000:]
     assert done.returncode == 0, output[-20_000:]
-    passed = re.search(r"(\d+) passed", output)
-    assert passed, output[-5000:]
-    for _ in range(int(passed[1])):
+    found = re.search(r"(\d+) passed", output)
+    assert found, output[-5000:]
+    return int(found[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("suite", ["quick", pytest.param("whole", marks=pytest.mark.soak)])
+def test_the_native_suite(tmp_path: Path, kind: str, suite: str, tally: Tally) -> None:
+    if suite == "quick" and kind != "address":
+        pytest.skip("the long run has all of them")
+    for _ in range(passed(kind, tmp_path, QUICK if suite == "quick" else SUITE)):
+        tally.ran()
+
+
+@pytest.mark.parametrize("kind", ["address", "undefined"])
+@pytest.mark.parametrize("suite", ["quick", pytest.param("whole", marks=pytest.mark.soak)])
+def test_the_kernels(tmp_path: Path, kind: str, suite: str, tally: Tally) -> None:
+    if suite == "quick" and kind != "address":
+        pytest.skip("the long run has both of them")
+    for _ in range(passed(kind, tmp_path, QUICK_KERNELS if suite == "quick" else COPIES_AND_CODES)):
         tally.ran()
