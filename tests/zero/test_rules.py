@@ -197,7 +197,7 @@ def masters_are_torchs(tmp_path: Path, kind: str, dram: str, steps: int) -> None
         for number in range(steps):
             x = torch.randn(4, 97, generator=torch.Generator().manual_seed(number))
             ours.zero_grad()
-            model(x.bfloat16()).square().mean().backward()
+            model(x.bfloat16()).tanh().square().mean().backward()  # bounded: one case goes up it
             for master, parameter in zip(masters, model.parameters(), strict=True):
                 grad = ours.grad(parameter)
                 assert grad is not None
