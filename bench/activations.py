@@ -34,7 +34,7 @@ from tiered.planning.machine import Machine
 from tiered.planning.plan import Activations, Choice, Planner, Prediction
 from tiered.planning.sources import subject_of
 from tiered.zero import Policy
-from tiered.zero.rules import AdamWRule
+from tiered.zero.rules.exact import AdamWRule
 
 PLANNED: tuple[Activations, ...] = ("memory", "recompute", "store")
 VARIANTS = (*PLANNED, "auto")

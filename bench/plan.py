@@ -37,7 +37,7 @@ from tiered.planning.machine import Machine
 from tiered.planning.plan import Activations, Choice, Planner, Prediction
 from tiered.planning.sources import subject_of
 from tiered.zero import Policy
-from tiered.zero.rules import AdamWRule
+from tiered.zero.rules.exact import AdamWRule
 
 Update = Literal["on_fetch", "in_backward"]
 

@@ -30,7 +30,7 @@ from tiered.planning.plan import Choice, Planner, Ranks
 from tiered.planning.sources import subject_of
 from tiered.types import parse_size
 from tiered.zero import Policy
-from tiered.zero.rules import AdamWRule
+from tiered.zero.rules.exact import AdamWRule
 
 LAYERS, WIDTH, BATCH, STEPS = 12, 384, 12, 5
 GATHERED = 4 << 20

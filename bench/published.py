@@ -25,7 +25,7 @@ from tiered.planning.plan import Choice, Planner, Ranks
 from tiered.planning.sources import Numbers, Subject, subject_of
 from tiered.planning.timing import Timing
 from tiered.zero import Policy
-from tiered.zero.rules import AdamWRule
+from tiered.zero.rules.exact import AdamWRule
 
 __all__ = ["ROWS", "Planned", "Row", "plan_of", "seconds_of", "table", "tflops_of"]
 

@@ -38,13 +38,14 @@ TREE: dict[str, tuple[str, ...]] = {
     "packing": ("quantised", "moments"),
     "tuning": ("program", "adaptive"),
     "zero": (
-        *("intent", "leases", "collectives", "rank_stores", "rules", "paging", "build", "record", "optimizers", "checkpoint"),
-        *("page", "deepspeed"),
+        *("intent", "leases", "collectives", "rank_stores", "rules", "paging", "build", "record", "optimizers"),
+        *("checkpoint", "page", "deepspeed"),
     ),
     "zero.deepspeed": (
         *("table", "config", "schedules", "loss_scale", "optimizers", "monitors", "tags", "saved", "importing", "engine"),
         "initialize",
     ),
+    "zero.rules": ("rule", "exact", "inexact", "forms"),
     "zero.paging": (
         *("units", "step_trace", "storage", "saved_tensors", "update", "tensors", "gradients", "sharding", "unit"),
         *("reduction", "micro_batch", "pager"),
@@ -125,7 +126,6 @@ LONG_OR_SHORT: dict[str, str] = {
     "store.activations": "what autograd saved, from pack to unpack",
     "zero.page": "the public calls on a whole model, beside training it",
     "zero.record": "the record of a checkpoint: its form, and what is refused of it",
-    "zero.rules": "the arithmetic of one step of each optimizer, and what each keeps",
     "zero.deepspeed.engine": "the calls of a training loop, by DeepSpeed's names",
     "zero.deepspeed.saved": "where everything is in the files of one checkpoint of DeepSpeed's",
     "zero.deepspeed.table": "what becomes of each key of DeepSpeed's configuration, and why",

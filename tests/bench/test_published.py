@@ -9,7 +9,7 @@ from tiered.planning.machine import Machine
 from tiered.planning.plan import Choice, Planner
 from tiered.planning.sources import Numbers, subject_of
 from tiered.zero import Policy
-from tiered.zero.rules import AdamWRule
+from tiered.zero.rules.exact import AdamWRule
 
 SLOW = Machine(read=1e8, write=1e8, flops=1e9, network=1e9, ranks_per_node=2)
 

@@ -19,7 +19,7 @@ from tiered.planning.sources import subject_of
 from tiered.planning.steps import Create, Delete, Lease, Steps, Update, sizes_of
 from tiered.planning.timing import Timing, measure_operations
 from tiered.zero import Policy
-from tiered.zero.rules import AdamWRule
+from tiered.zero.rules.exact import AdamWRule
 
 SMALL = Numbers(layers=3, width=64, heads=4, vocabulary=256)
 RATES: dict[str, Any] = {"read": 1e9, "write": 2e9, "dram": "1GiB"}

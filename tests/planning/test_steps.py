@@ -23,7 +23,8 @@ from tiered.planning.simulated import DriveRates
 from tiered.planning.sources import subject_of
 from tiered.planning.steps import Steps, Update, sizes_of
 from tiered.zero.paging.units import Policy
-from tiered.zero.rules import AdamWRule, SGDRule, UpdateRule
+from tiered.zero.rules.exact import AdamWRule, SGDRule
+from tiered.zero.rules.rule import UpdateRule
 
 RULE = AdamWRule(1e-3, (0.9, 0.999), 1e-8, 0.01, False)
 BUDGET = 1 << 20

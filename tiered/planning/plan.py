@@ -29,12 +29,14 @@ from tiered.store.activations import piece_of
 from tiered.store.opening import SMALLEST_DRAM, default_dram
 from tiered.system import KEPT, SELDOM
 from tiered.types import Use, format_size, parse_size
-from tiered.zero import rules
 from tiered.zero.page import smallest_pool
 from tiered.zero.paging.micro_batch import split_modules
 from tiered.zero.paging.reduction import overlaps
 from tiered.zero.paging.step_trace import LONGEST
 from tiered.zero.paging.units import Limits, ModelPlan, Policy, divide
+from tiered.zero.rules import exact, inexact
+from tiered.zero.rules.forms import kept_by
+from tiered.zero.rules.rule import WHOLE, UpdateRule
 
 __all__ = ["Choice", "Memory", "Offloading", "Plan", "Prediction", "Ranks", "plan"]
 
@@ -44,20 +46,20 @@ Optimizer = Literal[
     "adamw4bit",
 ]  # fmt: skip
 
-_RULES: dict[str, rules.UpdateRule] = {
-    "adamw": rules.AdamWRule(1e-3, (0.9, 0.999), 1e-8, 0.01, False),
-    "adam": rules.AdamRule(),
-    "nadam": rules.NAdamRule(),
-    "radam": rules.RAdamRule(),
-    "adamax": rules.AdamaxRule(),
-    "sgd": rules.SGDRule(momentum=0.9),
-    "adagrad": rules.AdagradRule(),
-    "rmsprop": rules.RMSpropRule(),
-    "lion": rules.LionRule(),
-    "adafactor": rules.AdafactorRule(),
-    "adamw_bf16": rules.AdamWBFloat16Rule(),
-    "adamw8bit": rules.AdamW8bitRule(),
-    "adamw4bit": rules.AdamW4bitRule(),
+_RULES: dict[str, UpdateRule] = {
+    "adamw": exact.AdamWRule(1e-3, (0.9, 0.999), 1e-8, 0.01, False),
+    "adam": exact.AdamRule(),
+    "nadam": exact.NAdamRule(),
+    "radam": exact.RAdamRule(),
+    "adamax": exact.AdamaxRule(),
+    "sgd": exact.SGDRule(momentum=0.9),
+    "adagrad": exact.AdagradRule(),
+    "rmsprop": exact.RMSpropRule(),
+    "lion": exact.LionRule(),
+    "adafactor": exact.AdafactorRule(),
+    "adamw_bf16": inexact.AdamWBFloat16Rule(),
+    "adamw8bit": inexact.AdamW8bitRule(),
+    "adamw4bit": inexact.AdamW4bitRule(),
 }
 """By the names of ``tiered train --optimizer``: the rules whose states a plan counts."""
 
@@ -251,12 +253,12 @@ class Planner:
     """Predictions for one model on one machine: dry runs are kept, because budgets and modes share them."""
 
     def __init__(
-        self, subject: Subject, machine: Machine | None, rule: rules.UpdateRule, policy: Policy, passes: int,
+        self, subject: Subject, machine: Machine | None, rule: UpdateRule, policy: Policy, passes: int,
         measure: bool = False, rehearsed: int = REHEARSED,
     ) -> None:
         self.subject, self.machine, self._rule, self._policy, self.passes = subject, machine, rule, policy, passes
         self._rehearsed = rehearsed
-        self._updates_whole = any(form.block == rules.WHOLE for form in rules.kept_by(rule, torch.float32).values())
+        self._updates_whole = any(form.block == WHOLE for form in kept_by(rule, torch.float32).values())
         self._runs: dict[tuple[object, ...], DryRun] = {}
         self._predicted: dict[tuple[object, ...], Prediction] = {}
         self._measured: dict[str, float] = {}

@@ -18,7 +18,8 @@ from tiered.store.lease import TEMPORARY
 from tiered.zero.paging.storage import TensorStore
 from tiered.zero.paging.units import ModelPlan, Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import States
-from tiered.zero.rules import UpdateRule, kept_by
+from tiered.zero.rules.forms import kept_by
+from tiered.zero.rules.rule import UpdateRule
 
 __all__ = [
     *("Ahead", "Create", "Delete", "End", "Lease", "Operation", "Pause", "Reductions", "Steps", "UnitSizes", "Work"),

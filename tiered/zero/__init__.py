@@ -29,27 +29,29 @@ from tiered.zero.paging.sharding import Stage, Stage1, Stage2, Stage3
 from tiered.zero.paging.tensors.compiling import keep_out
 from tiered.zero.paging.units import Policy
 from tiered.zero.rank_stores import open_store
-from tiered.zero.rules import (
+from tiered.zero.rules.exact import (
     AdafactorRule,
     AdagradRule,
     AdamaxRule,
     AdamRule,
+    AdamWRule,
+    LionRule,
+    MuonRule,
+    NAdamRule,
+    RAdamRule,
+    RMSpropRule,
+    SGDRule,
+)
+from tiered.zero.rules.inexact import (
     AdamW4bitRoundedRule,
     AdamW4bitRule,
     AdamW8bitRoundedRule,
     AdamW8bitRule,
     AdamWBFloat16RoundedRule,
     AdamWBFloat16Rule,
-    AdamWRule,
-    LionRule,
     MuonBFloat16Rule,
-    MuonRule,
-    NAdamRule,
-    RAdamRule,
-    RMSpropRule,
-    SGDRule,
-    UpdateRule,
 )
+from tiered.zero.rules.rule import UpdateRule
 
 __all__ = [
     "SGD",

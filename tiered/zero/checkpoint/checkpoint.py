@@ -21,6 +21,7 @@ from tiered.zero.paging.units import OLDER_SHARE_STEP, Limits, ModelPlan, Placem
 from tiered.zero.paging.update import Missed, Pending, Update
 from tiered.zero.record import (
     MOST,
+    RULES,
     VERSION,
     checked,
     dumps,
@@ -30,7 +31,8 @@ from tiered.zero.record import (
     states_shown,
     states_used,
 )
-from tiered.zero.rules import RULES, AdamWRule, UpdateRule, settings_of
+from tiered.zero.rules.exact import AdamWRule
+from tiered.zero.rules.rule import UpdateRule, settings_of
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

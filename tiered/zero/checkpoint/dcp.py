@@ -31,7 +31,7 @@ from tiered.zero.optimizers.optimizer import Optimizer
 from tiered.zero.paging.pager import name_of, pager_of
 from tiered.zero.paging.sharding import Sharded
 from tiered.zero.rank_stores import shared_json
-from tiered.zero.rules import settings_of, torch_name
+from tiered.zero.rules.rule import settings_of, torch_name
 
 __all__ = ["Committed", "Folder", "load_dcp"]
 

@@ -27,8 +27,8 @@ from tiered import MisuseError, TieredError
 from tiered.errors import CapacityError, shown
 from tiered.zero.checkpoint.reshard import Source, opened
 from tiered.zero.checkpoint.safetensors import models_in, refuse_older
-from tiered.zero.record import states_used
-from tiered.zero.rules import RULES, AdamRule, AdamWRule
+from tiered.zero.record import RULES, states_used
+from tiered.zero.rules.exact import AdamRule, AdamWRule
 
 __all__ = ["FORMATS", "Exported", "export_dcp", "export_universal"]
 

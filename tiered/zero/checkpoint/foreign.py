@@ -23,7 +23,9 @@ from tiered.zero.paging.sharding import Unsharded
 from tiered.zero.paging.units import Limits, ModelPlan, Placement, UnitPlan
 from tiered.zero.paging.update import flat_view, split
 from tiered.zero.record import VERSION
-from tiered.zero.rules import AdamWRule, UpdateRule, kept_by, name_of, settings_of, torch_name
+from tiered.zero.rules.exact import AdamWRule
+from tiered.zero.rules.forms import kept_by
+from tiered.zero.rules.rule import UpdateRule, name_of, settings_of, torch_name
 
 __all__ = ["ONE", "Described", "Foreign", "ForeignGroup", "put", "record_of", "replace", "take_over"]
 

@@ -26,7 +26,8 @@ from tiered.zero.paging.units import Limits, ModelPlan, Placement, UnitPlan, eve
 from tiered.zero.paging.update import States
 from tiered.zero.rank_stores import has_commit, newest_set, sets_in
 from tiered.zero.record import plans, refuse_other_tensors, states_shown, states_used, type_named
-from tiered.zero.rules import SMALLEST_BLOCK, Kept
+from tiered.zero.rules.forms import Kept
+from tiered.zero.rules.rule import SMALLEST_BLOCK
 
 __all__ = ["Copies", "Elements", "Source", "opened", "reshard"]
 

@@ -22,16 +22,8 @@ from tiered.zero.checkpoint.reshard import Source, opened
 from tiered.zero.deepspeed.saved import Saved, SavedGroup
 from tiered.zero.optimizers.optimizer import Optimizer
 from tiered.zero.paging.pager import name_of, pager_of
-from tiered.zero.rules import (
-    AdagradRule,
-    AdamRule,
-    AdamWRule,
-    LionRule,
-    SGDRule,
-    UpdateRule,
-    settings_of,
-    torch_name,
-)
+from tiered.zero.rules.exact import AdagradRule, AdamRule, AdamWRule, LionRule, SGDRule
+from tiered.zero.rules.rule import UpdateRule, settings_of, torch_name
 
 __all__ = ["import_saved", "load_imported", "load_saved"]
 

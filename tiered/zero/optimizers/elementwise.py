@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT
 from tiered import MisuseError, TensorSpec
 from tiered.zero.optimizers.named import Where
 from tiered.zero.optimizers.optimizer import Optimizer
-from tiered.zero.rules import UpdateRule
+from tiered.zero.rules.rule import UpdateRule
 
 __all__ = ["Elementwise", "ElementwiseRule"]
 

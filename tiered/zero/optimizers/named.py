@@ -13,28 +13,22 @@ from torch.optim.optimizer import ParamsT
 from tiered import MisuseError, TieredStore
 from tiered.zero.optimizers.optimizer import Optimizer, stride_of
 from tiered.zero.paging.sharding import Stage
-from tiered.zero.rules import (
+from tiered.zero.rules.exact import (
     AdafactorRule,
     AdagradRule,
     AdamaxRule,
     AdamRule,
-    AdamW4bitRoundedRule,
-    AdamW4bitRule,
-    AdamW8bitRoundedRule,
-    AdamW8bitRule,
     AdamWRule,
     LionRule,
-    MuonBFloat16Rule,
     MuonRule,
     NAdamRule,
     RAdamRule,
     RMSpropRule,
     SGDRule,
-    UpdateRule,
-    kept_by,
-    made_from,
-    torch_name,
 )
+from tiered.zero.rules.forms import kept_by
+from tiered.zero.rules.inexact import AdamW4bitRoundedRule, AdamW4bitRule, AdamW8bitRoundedRule, AdamW8bitRule, MuonBFloat16Rule
+from tiered.zero.rules.rule import UpdateRule, made_from, torch_name
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

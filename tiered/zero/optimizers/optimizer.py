@@ -34,23 +34,21 @@ from tiered.zero.paging.tensors.states import StateView
 from tiered.zero.paging.unit import Unit
 from tiered.zero.paging.units import SHARE_STEP, Placement, Sliced, UnitPlan
 from tiered.zero.paging.update import Update, flat_view
-from tiered.zero.rules import (
+from tiered.zero.rules.exact import AdamWRule
+from tiered.zero.rules.forms import Kept, kept_by
+from tiered.zero.rules.inexact import AdamWBFloat16RoundedRule, AdamWBFloat16Rule
+from tiered.zero.rules.rule import (
     SMALLEST_BLOCK,
     WHOLE,
-    AdamWBFloat16RoundedRule,
-    AdamWBFloat16Rule,
-    AdamWRule,
-    Kept,
     UpdateRule,
     constants_of,
-    kept_by,
     made_from,
     rounds_by_chance,
     settings_of,
     stores_step,
     torch_name,
 )
-from tiered.zero.rules import name_of as rule_name
+from tiered.zero.rules.rule import name_of as rule_name
 
 __all__ = ["AdamW", "GradScaler", "Optimizer", "refuse_others", "stride_of"]
 

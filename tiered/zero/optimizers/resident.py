@@ -27,7 +27,9 @@ from tiered.zero.paging.units import Limits, Placement
 from tiered.zero.paging.update import Pending, States, Update
 from tiered.zero.rank_stores import shared_json
 from tiered.zero.record import MOST, MOST_STEPS, refuse_other_states
-from tiered.zero.rules import SMALLEST_BLOCK, WHOLE, AdamWRule, Kept, UpdateRule, kept_by, name_of
+from tiered.zero.rules.exact import AdamWRule
+from tiered.zero.rules.forms import Kept, kept_by
+from tiered.zero.rules.rule import SMALLEST_BLOCK, WHOLE, UpdateRule, name_of
 
 __all__ = ["Resident"]
 

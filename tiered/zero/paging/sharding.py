@@ -25,7 +25,7 @@ from tiered.zero.paging.gradients import Arriving, LocalGradients, UnitGradients
 from tiered.zero.paging.storage import AllGathered, CheckpointRecord, Local, ParameterStorage, Replicated, TensorStore, in_dram
 from tiered.zero.paging.units import Placement, UnitPlan
 from tiered.zero.rank_stores import BEGUN, META, number_of, said_in, shared_json
-from tiered.zero.rules import Kept
+from tiered.zero.rules.forms import Kept
 
 __all__ = ["Partition", "Sharded", "Stage", "Stage1", "Stage2", "Stage3", "Unsharded"]
 

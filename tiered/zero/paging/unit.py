@@ -33,7 +33,8 @@ from tiered.zero.paging.tensors.compiling import traced
 from tiered.zero.paging.tensors.parameters import paged_class
 from tiered.zero.paging.units import Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import Pending, States, Update
-from tiered.zero.rules import WHOLE, Kept, UpdateRule, kept_by
+from tiered.zero.rules.forms import Kept, kept_by
+from tiered.zero.rules.rule import WHOLE, UpdateRule
 
 __all__ = ["BackwardUpdates", "DevicePlaceholder", "Placeholder", "Stepper", "Unit"]
 

@@ -25,7 +25,8 @@ from tiered.packing.moments import round_by_chance
 from tiered.zero.paging.saved_tensors import without_grad
 from tiered.zero.paging.storage import TensorStore
 from tiered.zero.paging.units import Placement
-from tiered.zero.rules import SMALLEST_BLOCK, WHOLE, Kept, UpdateRule, chance_of, rounds_by_chance
+from tiered.zero.rules.forms import Kept
+from tiered.zero.rules.rule import SMALLEST_BLOCK, WHOLE, UpdateRule, chance_of, rounds_by_chance
 
 __all__ = ["Missed", "Pending", "States", "Update", "all_finite", "flat_view", "join", "split"]
 

@@ -1,0 +1,1 @@
+"""Update rules of optimizers: what a step does to a piece of a parameter, and which states it keeps."""
