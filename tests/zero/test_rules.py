@@ -452,6 +452,14 @@ def test_any_elementwise_class(kind: Any, tmp_path: Path) -> None:
         store.close()
 
 
+def test_param_groups_may_be_used_again(store: TieredStore) -> None:
+    model = zero.page(built(), store)
+    given = [{"params": [model.scale], "rule": zero.LionRule()}, {"params": [model.first.weight]}]
+    for _ in range(2):
+        optimizer = zero.Optimizer(given, zero.SGDRule())
+        assert [optimizer.rule_name(index) for index in range(2)] == ["LionRule", "SGDRule"]
+
+
 def test_an_elementwise_class_with_a_list(store: TieredStore) -> None:
     reference = built()
     model = zero.page(built(), store)

@@ -147,7 +147,9 @@ class Optimizer(TorchOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as in torch; every parameter must be paged, or none where there is a store."""
         self._refuse_group(param_group)
-        rule = param_group.pop("rule", self._default_rule)
+        rule = param_group.get("rule", self._default_rule)
+        if "rule" in param_group:  # the caller may make another optimizer of it
+            param_group = {name: value for name, value in param_group.items() if name != "rule"}
         own = settings_of(rule)
         if type(rule) is not type(self._default_rule) or rule is not self._default_rule:
             param_group = {**own, **param_group}
