@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -341,3 +342,14 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
         for options in ({}, {"store": store, "name": "other"}):
             with pytest.raises(MisuseError, match="an optimizer for each kind"):
                 zero.AdamW([*paged.parameters(), *model.parameters()], lr=LR, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_an_optimizer_cannot_be_copied(store: TieredStore, resident: bool) -> None:
+    model = nn.Linear(4, 4)
+    if not resident:
+        zero.page(model, store)
+    optimizer = zero.SGD(model.parameters(), momentum=0.9, **({"store": store} if resident else {}))
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(MisuseError, match=r"SGD cannot be copied or pickled.*state_dict"):
+            copied(optimizer)

@@ -144,6 +144,13 @@ class Optimizer(TorchOptimizer):
         if self._resident is not None:
             self._show(self._resident.write())
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Called by copy and pickle."""
+        raise MisuseError(
+            f"{type(self).__name__} cannot be copied or pickled: its states are in a store; copy or save "
+            "optimizer.state_dict() instead"
+        )
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as in torch; every parameter must be paged, or none where there is a store."""
         self._refuse_group(param_group)
