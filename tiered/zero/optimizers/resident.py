@@ -27,7 +27,7 @@ from tiered.zero.paging.units import Limits, Placement
 from tiered.zero.paging.update import Pending, States, Update
 from tiered.zero.rank_stores import shared_json
 from tiered.zero.record import MOST, MOST_STEPS, refuse_other_states
-from tiered.zero.rules import SMALLEST_BLOCK, WHOLE, AdamWRule, Kept, UpdateRule, kept_by, name_of
+from tiered.zero.rules import SMALLEST_BLOCK, WHOLE, AdamWRule, Kept, UpdateRule, constants_of, kept_by, name_of
 
 __all__ = ["Resident"]
 
@@ -293,6 +293,8 @@ class Resident:
         if not isinstance(rule, AdamWRule):
             kept = {name: f"torch.{form}" for name, form in kept_by(rule, torch.float32).items()}
             layout["rule"] = {"name": name_of(rule), "states": kept}
+            if constants_of(rule):  # what states were computed with: as JSON has it
+                layout["rule"]["constants"] = json.loads(json.dumps(constants_of(rule)))
         if self._resume and key in self.store:
             committed = _read(self.store, key)
             layout["limit"] = limit = committed["limit"]
