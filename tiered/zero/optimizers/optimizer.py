@@ -52,7 +52,7 @@ from tiered.zero.rules import (
 )
 from tiered.zero.rules import name_of as rule_name
 
-__all__ = ["AdamW", "GradScaler", "Optimizer", "refuse_others", "stride_of"]
+__all__ = ["AdamW", "GradScaler", "Optimizer", "refuse_others", "refuse_out_of_range", "stride_of"]
 
 MIXED = (
     "some of these parameters are paged and others are not: make an optimizer for each kind, with store= for those that stay "
@@ -848,16 +848,7 @@ class AdamW(Optimizer):
         _refuse_places(update, store, (stage, group, timeout, name, existing))
         asked = {"fused": fused, "foreach": foreach, "amsgrad": amsgrad, "capturable": capturable}
         _refuse_kernels({**asked, "differentiable": differentiable})
-        if isinstance(lr, torch.Tensor) and lr.numel() != 1:
-            raise MisuseError(f"lr={lr} has {lr.numel()} elements: give one")
-        for what, value, wrong in (
-            ("lr", lr, lr < 0),
-            ("eps", eps, eps < 0),
-            ("weight_decay", weight_decay, weight_decay < 0),
-            ("betas", betas, not all(0 <= beta < 1 for beta in betas)),
-        ):
-            if wrong:
-                raise MisuseError(f"{what}={value} is out of range")
+        refuse_out_of_range(lr, betas, weight_decay, eps)
         numbers = tuple(map(float, betas))
         defaults = {"lr": lr, "betas": numbers, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         if moments not in (None, torch.float32, torch.bfloat16):
@@ -880,6 +871,22 @@ class AdamW(Optimizer):
     def _as_torch(self, group: dict[str, Any]) -> None:
         group.update(fused=True, foreach=None, amsgrad=False, capturable=False, differentiable=False)
         group["decoupled_weight_decay"] = True
+
+
+def refuse_out_of_range(
+    lr: float | torch.Tensor, betas: Sequence[float | torch.Tensor], weight_decay: float, eps: float = 0.0
+) -> None:
+    """Raise MisuseError for arguments of AdamW, or of one like it, that are out of range, or NaN."""
+    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
+        raise MisuseError(f"lr={lr} has {lr.numel()} elements: give one")
+    for what, value, right in (
+        ("lr", lr, lr >= 0),
+        ("eps", eps, eps >= 0),
+        ("weight_decay", weight_decay, weight_decay >= 0),
+        ("betas", betas, len(betas) == 2 and all(0 <= beta < 1 for beta in betas)),
+    ):
+        if not right:
+            raise MisuseError(f"{what}={value} is out of range")
 
 
 def stride_of(parameter: torch.Tensor) -> tuple[int, ...]:
