@@ -60,9 +60,11 @@ MIXED = (
 )
 
 REFUSED = {
-    "fused": "fused=False: parameters are updated by torch's fused kernel, whose bits these are: leave fused= out",
+    "fused": "fused=False: parameters are updated by torch's fused kernel, whose bits these are: take zero.Adam with "
+    "fused=False, decoupled_weight_decay=True and weight_decay=0.01 for the others, or leave fused= out",
     "foreach": "foreach=True: parameters are updated by torch's fused kernel, whose bits are others: leave foreach= out",
-    "amsgrad": "amsgrad=True: the largest second moments are not kept: leave amsgrad= out",
+    "amsgrad": "amsgrad=True: the largest second moments are not kept: take zero.Adam with amsgrad=True, "
+    "decoupled_weight_decay=True and weight_decay=0.01, which keeps them, or leave amsgrad= out",
     "capturable": "capturable=True: a CUDA graph cannot fetch what is updated from the store: leave capturable= out",
     "differentiable": "differentiable=True: a graph of the update would keep all parameters: leave differentiable= out",
 }
@@ -479,7 +481,10 @@ class Optimizer(TorchOptimizer):
         """
         if any(group.get("amsgrad") and "amsgrad" not in here for group, here in self._beside(state_dict)):
             name = f"tiered.zero.{type(self).__name__}"
-            raise MisuseError(f"this state was trained with amsgrad=True, which {name} does not have")
+            raise MisuseError(
+                f"this state was trained with amsgrad=True, which {name} does not have: load it into zero.Adam(amsgrad=True, "
+                "decoupled_weight_decay=True)"
+            )
         state_dict = self._completed(state_dict)
         rules = self._loaded(state_dict)
         pagers = [] if self._resident is not None else list(self.pagers())
