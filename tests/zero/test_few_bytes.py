@@ -460,7 +460,7 @@ def test_what_is_refused(store: TieredStore) -> None:
     model = zero.page(built(), store)
     with pytest.raises(MisuseError, match=r"moments=torch\.float16: they are float32, or bfloat16"):
         zero.AdamW(model.parameters(), moments=torch.float16)
-    with pytest.raises(MisuseError, match=r"AdamW8bitRule\(.*betas=\(1\.0, 0\.9\).* is out of range"):
+    with pytest.raises(MisuseError, match=r"betas=\(1\.0, 0\.9\) is out of range"):
         zero.AdamW8bit(model.parameters(), betas=(1.0, 0.9))
     coded = zero.AdamW8bit(model.parameters())
     continued(model, coded, range(1))

@@ -301,6 +301,8 @@ def test_what_is_refused(store: TieredStore) -> None:
         zero.Muon(model, momentum=torch.bfloat16)  # type: ignore[arg-type]
     with pytest.raises(MisuseError, match="has what AdamWRule does not"):
         zero.Muon(model, adamw={"amsgrad": True})
+    with pytest.raises(MisuseError, match="eps=-1 is out of range"):
+        zero.Muon(model, adamw={"eps": -1})
     with pytest.raises(MisuseError, match="adamw= goes with a model"):
         zero.Muon(model.parameters(), adamw={})
     with pytest.raises(MisuseError, match="no matrices but embeddings"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from typing import Any
 
 import pytest
@@ -77,17 +78,38 @@ def test_what_cannot_be_is_refused_with_the_reason(store: TieredStore, name: str
     zero.AdamW(model.parameters())
 
 
+@pytest.mark.parametrize("made", [zero.AdamW, zero.AdamW8bit, zero.AdamW4bit, zero.Lion])
 @pytest.mark.parametrize(
     "wrong",
-    [{"lr": -1.0}, {"lr": torch.tensor(-1.0)}, {"eps": -1.0}, {"weight_decay": -1.0}, {"betas": (1.0, 0.9)}],
+    [
+        *({"lr": -1.0}, {"lr": torch.tensor(-1.0)}, {"lr": math.nan}, {"eps": -1.0}, {"weight_decay": -1.0}),
+        *({"betas": (1.0, 0.9)}, {"betas": (0.9, 0.99, 0.999)}, {"betas": (0.9,)}),
+    ],
     ids=str,
 )
-def test_values_out_of_range_are_named(store: TieredStore, wrong: dict[str, Any]) -> None:
+def test_values_out_of_range_are_named(store: TieredStore, wrong: dict[str, Any], made: Any) -> None:
     model = zero.page(nn.Linear(4, 4), store)
+    if made is zero.Lion and "eps" in wrong:
+        return
     with pytest.raises(MisuseError, match=f"{next(iter(wrong))}=.*out of range"):
-        zero.AdamW(model.parameters(), **wrong)
-    with pytest.raises(MisuseError, match="has 2 elements"):
-        zero.AdamW(model.parameters(), lr=torch.ones(2))
+        made(model.parameters(), **wrong)
+    if made in (zero.AdamW, zero.Lion):
+        with pytest.raises(MisuseError, match="has 2 elements"):
+            made(model.parameters(), lr=torch.ones(2))
+
+
+def test_what_adamw_does_not_have_is_adams(store: TieredStore) -> None:
+    """As its errors say: ``amsgrad``, and torch's kernel that is not fused."""
+    torch.manual_seed(0)
+    reference = Tied(layers=2)
+    theirs = torch.optim.AdamW(reference.parameters(), lr=1e-3, amsgrad=True, foreach=False)
+    model = zero.page(copy.deepcopy(reference), store)
+    found = {"amsgrad": True, "fused": False, "decoupled_weight_decay": True, "weight_decay": 0.01}
+    ours = zero.Adam(model.parameters(), lr=1e-3, **found)
+    assert train(reference, theirs, steps=4) == train(model, ours, steps=4)
+    assert equal(reference.state_dict(), model.state_dict())
+    theirs.load_state_dict(ours.state_dict())
+    ours.load_state_dict(theirs.state_dict())
 
 
 class Mine(torch.optim.Optimizer):

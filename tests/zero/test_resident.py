@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -341,3 +342,25 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
         for options in ({}, {"store": store, "name": "other"}):
             with pytest.raises(MisuseError, match="an optimizer for each kind"):
                 zero.AdamW([*paged.parameters(), *model.parameters()], lr=LR, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_an_optimizer_cannot_be_copied(store: TieredStore, resident: bool) -> None:
+    model = nn.Linear(4, 4)
+    if not resident:
+        zero.page(model, store)
+    optimizer = zero.SGD(model.parameters(), momentum=0.9, **({"store": store} if resident else {}))
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(MisuseError, match=r"SGD cannot be copied or pickled.*state_dict"):
+            copied(optimizer)
+
+
+def test_what_states_were_computed_with_stays(tmp_path: Path) -> None:
+    """NAdam computes ``mu_product`` from the number of the step."""
+    model = Wide()
+    with TieredStore.open(tmp_path, dram="4MiB") as store:
+        train(model, zero.NAdam(model.parameters(), store=store), 0, 2)
+    with TieredStore.open(tmp_path, dram="4MiB") as store:
+        with pytest.raises(MisuseError, match=r"param group 0 is not what was committed.*0\.9.*0\.5"):
+            zero.NAdam(model.parameters(), betas=(0.5, 0.999), store=store, existing="resume")
+        zero.NAdam(model.parameters(), lr=1.0, store=store, existing="resume")

@@ -431,7 +431,9 @@ def test_a_commit_of_another_rule(tmp_path: Path) -> None:
         store.close()
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Adadelta, torch.optim.Rprop, torch.optim.Adamax, torch.optim.Adagrad])
+@pytest.mark.parametrize(
+    "kind", [torch.optim.Adadelta, torch.optim.Rprop, torch.optim.Adamax, torch.optim.Adagrad, torch.optim.AdamW]
+)
 def test_any_elementwise_class(kind: Any, tmp_path: Path) -> None:
     reference, model = built(), built()
     theirs = kind(groups(reference, False), lr=0.01)
@@ -448,6 +450,41 @@ def test_any_elementwise_class(kind: Any, tmp_path: Path) -> None:
         assert equal(model.state_dict(), reference.state_dict())
         same_states(ours.state_dict(), theirs.state_dict())
         store.close()
+
+
+def test_param_groups_may_be_used_again(store: TieredStore) -> None:
+    model = zero.page(built(), store)
+    given = [{"params": [model.scale], "rule": zero.LionRule()}, {"params": [model.first.weight]}]
+    for _ in range(2):
+        optimizer = zero.Optimizer(given, zero.SGDRule())
+        assert [optimizer.rule_name(index) for index in range(2)] == ["LionRule", "SGDRule"]
+
+
+def test_an_elementwise_class_with_a_list(store: TieredStore) -> None:
+    reference = built()
+    model = zero.page(built(), store)
+    continued(reference, torch.optim.Rprop(reference.parameters(), etas=[0.4, 1.3]), range(4))  # type: ignore[arg-type]
+    ours = zero.Elementwise(torch.optim.Rprop, model.parameters(), etas=[0.4, 1.3])
+    continued(model, ours, range(4))
+    assert equal(model.state_dict(), reference.state_dict())
+
+
+@pytest.mark.parametrize("name", ["Adafactor", *(["Muon"] if hasattr(torch.optim, "Muon") else []), "Adadelta"])
+def test_a_learning_rate_below_zero(name: str, store: TieredStore) -> None:
+    """torch's classes refuse it as an argument, and take it from a scheduler."""
+    torch.manual_seed(0)
+    reference = nn.Linear(20, 20, bias=False)
+    model = zero.page(copy.deepcopy(reference), store)
+    kind = getattr(torch.optim, name)
+    ours = zero.Elementwise(kind, model.parameters()) if name == "Adadelta" else getattr(zero, name)(model.parameters())
+    for net, optimizer in ((reference, kind(reference.parameters())), (model, ours)):
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 1 - number / 2)
+        for _ in range(5):
+            optimizer.zero_grad()
+            net(torch.ones(2, 20)).square().sum().backward()
+            optimizer.step()
+            scheduler.step()
+    assert equal(model.state_dict(), reference.state_dict())
 
 
 @pytest.mark.parametrize("name", ["Adafactor", "LBFGS", "Muon", "SparseAdam", "ASGD", "NAdam"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -26,10 +26,12 @@ STEPS = 4
 
 @dataclass(frozen=True)
 class ElementwiseRule:
-    """Update by ``kind``, made with ``arguments`` (names and values), for each piece."""
+    """Update by ``kind``, made with ``given`` (names and values), for each piece. ``arguments``: names and values in its param
+    group, which ``kind`` need not take as arguments and does not check there."""
 
     kind: type[TorchOptimizer]
     arguments: tuple[tuple[str, Any], ...]
+    given: tuple[tuple[str, Any], ...] = field(default=(), compare=False)
 
     @property
     def name(self) -> str:
@@ -39,7 +41,11 @@ class ElementwiseRule:
         return dict(self.arguments)
 
     def with_settings(self, values: Mapping[str, Any]) -> ElementwiseRule:
-        return ElementwiseRule(self.kind, tuple(values.items()))
+        return ElementwiseRule(self.kind, tuple(values.items()), self.given)
+
+    def made(self, param: torch.Tensor) -> TorchOptimizer:
+        """Return the class, made for one tensor."""
+        return self.kind([{"params": [param], **self.settings()}], **dict(self.given))
 
     @property
     def counts_steps(self) -> bool:
@@ -49,7 +55,7 @@ class ElementwiseRule:
         return dict.fromkeys([name for name in _states_of(self) if name != "step"], param)
 
     def update(self, param: torch.Tensor, grad: torch.Tensor, state: Mapping[str, torch.Tensor], step: int) -> None:
-        optimizer = self.kind([param], **self.settings())
+        optimizer = self.made(param)
         if step > 1:
             optimizer.state[param] = {**state}
             if self.counts_steps:
@@ -66,7 +72,7 @@ def _states_of(rule: ElementwiseRule) -> tuple[str, ...]:
     """Return the names of what the class keeps for a parameter. Raises MisuseError for what does not belong to elements."""
     param = torch.zeros(16, device="cpu")
     param.grad = torch.ones(16, device="cpu")
-    optimizer = rule.kind([param], **rule.settings())
+    optimizer = rule.made(param)
     optimizer.step()
     for name, value in optimizer.state[param].items():
         fine = isinstance(value, torch.Tensor) and value.shape == param.shape and value.dtype == param.dtype
@@ -104,7 +110,9 @@ def _tried(kind: type[TorchOptimizer], arguments: Mapping[str, Any]) -> UpdateRu
     whole = torch.randn(SHAPE, generator=generator, device="cpu")
     cut = whole.flatten().clone()
     try:
-        rule = ElementwiseRule(kind, tuple(kind([torch.zeros(SHAPE, device="cpu")], **arguments).defaults.items()))
+        defaults = kind([torch.zeros(SHAPE, device="cpu")], **arguments).defaults.items()
+        settings = tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in defaults)
+        rule = ElementwiseRule(kind, settings, tuple(arguments.items()))
         reference = kind([whole], **arguments)
         states = {name: torch.zeros_like(cut) for name in _states_of(rule) if name != "step"}
         for step in range(1, STEPS + 1):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import ParamsT
 
 from tiered import MisuseError, TieredStore
-from tiered.zero.optimizers.optimizer import Optimizer, stride_of
+from tiered.zero.optimizers.optimizer import Optimizer, refuse_out_of_range, stride_of
 from tiered.zero.paging.sharding import Stage
 from tiered.zero.rules.exact import (
     AdafactorRule,
@@ -339,8 +339,7 @@ class Lion(Optimizer):
         maximize: bool = False,
         **where: Unpack[Where],
     ) -> None:
-        if lr < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
-            raise MisuseError(f"lr={lr}, betas={betas} or weight_decay={weight_decay} is out of range")
+        refuse_out_of_range(lr, betas, weight_decay)
         super().__init__(params, LionRule(float(lr), betas, weight_decay, maximize), **where)
 
 
@@ -404,6 +403,7 @@ class Muon(Optimizer):
             given: dict[str, Any] = {**usual, **(adamw or {})}
             if given.keys() - AdamWRule.__dataclass_fields__.keys():
                 raise MisuseError(f"adamw={adamw} has what AdamWRule does not: give lr, betas, eps, weight_decay or maximize")
+            refuse_out_of_range(given["lr"], given["betas"], given["weight_decay"], given["eps"])
             params = self._divided(params, AdamWRule(**given), kind.__name__)
         elif adamw is not None:
             raise MisuseError("adamw= goes with a model; of param groups give one with its rule: zero.AdamWRule(...)")
@@ -433,8 +433,7 @@ class _Encoded(Optimizer):
 
     def _encode(self, params: ParamsT, rule: AdamW8bitRule | AdamW4bitRule, where: Where) -> None:
         """Initialise. Raises MisuseError for what is out of range."""
-        if rule.lr < 0 or rule.eps < 0 or rule.weight_decay < 0 or not all(0 <= beta < 1 for beta in rule.betas):
-            raise MisuseError(f"{rule} has an argument that is out of range")
+        refuse_out_of_range(rule.lr, rule.betas, rule.weight_decay, rule.eps)
         made: UpdateRule = rule
         super().__init__(params, made, **where)
 

@@ -50,7 +50,7 @@ from tiered.zero.rules.rule import (
 )
 from tiered.zero.rules.rule import name_of as rule_name
 
-__all__ = ["AdamW", "GradScaler", "Optimizer", "refuse_others", "stride_of"]
+__all__ = ["AdamW", "GradScaler", "Optimizer", "refuse_others", "refuse_out_of_range", "stride_of"]
 
 MIXED = (
     "some of these parameters are paged and others are not: make an optimizer for each kind, with store= for those that stay "
@@ -58,9 +58,11 @@ MIXED = (
 )
 
 REFUSED = {
-    "fused": "fused=False: parameters are updated by torch's fused kernel, whose bits these are: leave fused= out",
+    "fused": "fused=False: parameters are updated by torch's fused kernel, whose bits these are: take zero.Adam with "
+    "fused=False, decoupled_weight_decay=True and weight_decay=0.01 for the others, or leave fused= out",
     "foreach": "foreach=True: parameters are updated by torch's fused kernel, whose bits are others: leave foreach= out",
-    "amsgrad": "amsgrad=True: the largest second moments are not kept: leave amsgrad= out",
+    "amsgrad": "amsgrad=True: the largest second moments are not kept: take zero.Adam with amsgrad=True, "
+    "decoupled_weight_decay=True and weight_decay=0.01, which keeps them, or leave amsgrad= out",
     "capturable": "capturable=True: a CUDA graph cannot fetch what is updated from the store: leave capturable= out",
     "differentiable": "differentiable=True: a graph of the update would keep all parameters: leave differentiable= out",
 }
@@ -142,10 +144,19 @@ class Optimizer(TorchOptimizer):
         if self._resident is not None:
             self._show(self._resident.write())
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Called by copy and pickle."""
+        raise MisuseError(
+            f"{type(self).__name__} cannot be copied or pickled: its states are in a store; copy or save "
+            "optimizer.state_dict() instead"
+        )
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group, as in torch; every parameter must be paged, or none where there is a store."""
         self._refuse_group(param_group)
-        rule = param_group.pop("rule", self._default_rule)
+        rule = param_group.get("rule", self._default_rule)
+        if "rule" in param_group:  # the caller may make another optimizer of it
+            param_group = {name: value for name, value in param_group.items() if name != "rule"}
         own = settings_of(rule)
         if type(rule) is not type(self._default_rule) or rule is not self._default_rule:
             param_group = {**own, **param_group}
@@ -468,7 +479,10 @@ class Optimizer(TorchOptimizer):
         """
         if any(group.get("amsgrad") and "amsgrad" not in here for group, here in self._beside(state_dict)):
             name = f"tiered.zero.{type(self).__name__}"
-            raise MisuseError(f"this state was trained with amsgrad=True, which {name} does not have")
+            raise MisuseError(
+                f"this state was trained with amsgrad=True, which {name} does not have: load it into zero.Adam(amsgrad=True, "
+                "decoupled_weight_decay=True)"
+            )
         state_dict = self._completed(state_dict)
         rules = self._loaded(state_dict)
         pagers = [] if self._resident is not None else list(self.pagers())
@@ -837,16 +851,7 @@ class AdamW(Optimizer):
         _refuse_places(update, store, (stage, group, timeout, name, existing))
         asked = {"fused": fused, "foreach": foreach, "amsgrad": amsgrad, "capturable": capturable}
         _refuse_kernels({**asked, "differentiable": differentiable})
-        if isinstance(lr, torch.Tensor) and lr.numel() != 1:
-            raise MisuseError(f"lr={lr} has {lr.numel()} elements: give one")
-        for what, value, wrong in (
-            ("lr", lr, lr < 0),
-            ("eps", eps, eps < 0),
-            ("weight_decay", weight_decay, weight_decay < 0),
-            ("betas", betas, not all(0 <= beta < 1 for beta in betas)),
-        ):
-            if wrong:
-                raise MisuseError(f"{what}={value} is out of range")
+        refuse_out_of_range(lr, betas, weight_decay, eps)
         numbers = tuple(map(float, betas))
         defaults = {"lr": lr, "betas": numbers, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         if moments not in (None, torch.float32, torch.bfloat16):
@@ -869,6 +874,22 @@ class AdamW(Optimizer):
     def _as_torch(self, group: dict[str, Any]) -> None:
         group.update(fused=True, foreach=None, amsgrad=False, capturable=False, differentiable=False)
         group["decoupled_weight_decay"] = True
+
+
+def refuse_out_of_range(
+    lr: float | torch.Tensor, betas: Sequence[float | torch.Tensor], weight_decay: float, eps: float = 0.0
+) -> None:
+    """Raise MisuseError for arguments of AdamW, or of one like it, that are out of range, or NaN."""
+    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
+        raise MisuseError(f"lr={lr} has {lr.numel()} elements: give one")
+    for what, value, right in (
+        ("lr", lr, lr >= 0),
+        ("eps", eps, eps >= 0),
+        ("weight_decay", weight_decay, weight_decay >= 0),
+        ("betas", betas, len(betas) == 2 and all(0 <= beta < 1 for beta in betas)),
+    ):
+        if not right:
+            raise MisuseError(f"{what}={value} is out of range")
 
 
 def stride_of(parameter: torch.Tensor) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ from tiered.zero.rank_stores import shared_json
 from tiered.zero.record import MOST, MOST_STEPS, refuse_other_states
 from tiered.zero.rules.exact import AdamWRule
 from tiered.zero.rules.forms import Kept, kept_by
-from tiered.zero.rules.rule import SMALLEST_BLOCK, WHOLE, UpdateRule, name_of
+from tiered.zero.rules.rule import SMALLEST_BLOCK, WHOLE, UpdateRule, constants_of, name_of
 
 __all__ = ["Resident"]
 
@@ -295,6 +295,8 @@ class Resident:
         if not isinstance(rule, AdamWRule):
             kept = {name: f"torch.{form}" for name, form in kept_by(rule, torch.float32).items()}
             layout["rule"] = {"name": name_of(rule), "states": kept}
+            if constants_of(rule):  # what states were computed with: as JSON has it
+                layout["rule"]["constants"] = json.loads(json.dumps(constants_of(rule)))
         if self._resume and key in self.store:
             committed = _read(self.store, key)
             layout["limit"] = limit = committed["limit"]

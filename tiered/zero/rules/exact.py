@@ -350,7 +350,7 @@ class AdafactorRule:
         }
 
     def update(self, param: torch.Tensor, grad: torch.Tensor, state: State, step: int) -> None:
-        optimizer = torch.optim.Adafactor([param], foreach=False, **settings_of(self))
+        optimizer = torch.optim.Adafactor([{"params": [param], **settings_of(self)}], foreach=False)
         optimizer.state[param] = {"step": _before(step, param), **state}
         param.grad = grad
         optimizer.step()  # type: ignore[no-untyped-call]
@@ -382,7 +382,7 @@ class MuonRule:
         return {"momentum_buffer": param}
 
     def update(self, param: torch.Tensor, grad: torch.Tensor, state: State, step: int) -> None:
-        optimizer = torch.optim.Muon([param], **settings_of(self))
+        optimizer = torch.optim.Muon([{"params": [param], **settings_of(self)}])
         optimizer.state[param]["momentum_buffer"] = state["momentum_buffer"]
         param.grad = grad
         optimizer.step()  # type: ignore[no-untyped-call]
