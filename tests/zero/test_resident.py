@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -364,3 +365,21 @@ def test_what_states_were_computed_with_stays(tmp_path: Path) -> None:
         with pytest.raises(MisuseError, match=r"param group 0 is not what was committed.*0\.9.*0\.5"):
             zero.NAdam(model.parameters(), betas=(0.5, 0.999), store=store, existing="resume")
         zero.NAdam(model.parameters(), lr=1.0, store=store, existing="resume")
+
+
+def test_a_commit_that_does_not_say_what_states_were_computed_with(tmp_path: Path) -> None:
+    """As those before were."""
+    model, reference = Wide(), Wide()
+    reference.load_state_dict(model.state_dict())
+    with TieredStore.open(tmp_path / "beside", dram="4MiB") as store:
+        train(reference, zero.NAdam(reference.parameters(), store=store), 0, 4)
+    with TieredStore.open(tmp_path / "store", dram="4MiB") as store:
+        train(model, zero.NAdam(model.parameters(), store=store), 0, 2)
+    with TieredStore.open(tmp_path / "store", dram="4MiB") as store:
+        (key,) = (key for key in store if key.endswith("/layout"))
+        layout = json.loads(bytes(store.get(key).tolist()))
+        assert layout["rule"].pop("constants")
+        store.put(key, torch.tensor(list(json.dumps(layout).encode()), dtype=torch.uint8))
+    with TieredStore.open(tmp_path / "store", dram="4MiB") as store:
+        train(model, zero.NAdam(model.parameters(), store=store, existing="resume"), 2, 4)
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in reference.state_dict().items())

@@ -300,8 +300,11 @@ class Resident:
         if self._resume and key in self.store:
             committed = _read(self.store, key)
             layout["limit"] = limit = committed["limit"]
-            if committed != layout:
-                difference = _difference(committed, layout)
+            expected, said_then = layout, committed.get("rule")
+            if "rule" in layout and isinstance(said_then, dict) and "constants" not in said_then:  # of a time before they were
+                expected = {**layout, "rule": {name: said for name, said in layout["rule"].items() if name != "constants"}}
+            if committed != expected:
+                difference = _difference(committed, expected)
                 raise MisuseError(f"param group {group} is not what was committed as {self.name!r}: {difference}")
         rounds = self._divided(fresh, group, limit, rule)
         for one in rounds if self._resume else ():
