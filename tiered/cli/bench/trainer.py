@@ -20,7 +20,7 @@ from torch import nn
 
 from tiered import TieredError, TieredStore, zero
 from tiered.cli.measure import Meter, peak_memory, scratch_store
-from tiered.cli.train.model import GPT, STATE_BYTES, Shape, Text, build, in_parts, initialiser, open_text
+from tiered.cli.train.model import GPT, STATE_BYTES, Shape, Text, build, in_parts, open_text, seeded_initialiser
 from tiered.cli.train.optimizers import decayed
 from tiered.store.opening import SMALLEST_DRAM
 from tiered.types import BackendName
@@ -109,7 +109,7 @@ class Trainer:
         settings = {"lr": 1e-4, "betas": (0.9, 0.95)}
         if store is None:
             self.model = GPT(options.shape)
-            initialise = _initialiser(self.model, options.shape)
+            initialise = seeded_initialiser(self.model, options.shape)
             for module in self.model.modules():
                 if module._parameters:
                     initialise(module)
@@ -118,7 +118,7 @@ class Trainer:
             self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, fused=True, **settings)  # type: ignore[arg-type]
         else:
             self.model = build(options.shape)
-            initialise = _initialiser(self.model, options.shape)
+            initialise = seeded_initialiser(self.model, options.shape)
             zero.page(self.model, store, micro_batch=options.micro_batch, param_init_fn=initialise)
             split = zero.statistics(self.model).split
             groups = decayed(self.model, 0.1)
@@ -155,20 +155,6 @@ class Trainer:
         if isinstance(self.optimizer, zero.AdamW):
             return self.optimizer.clip_grad_norm_(CLIP)
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
-
-
-def _initialiser(model: GPT, shape: Shape) -> Any:
-    """Make an initialiser whose values do not depend on the order of the modules."""
-    numbers = {module: number for number, module in enumerate(model.modules())}
-    numbers[model.head] = numbers[model.embed]  # one and the same parameter
-    initialise = initialiser(shape)
-
-    def seeded(module: nn.Module) -> None:
-        torch.manual_seed(numbers[module])
-        with torch.no_grad():
-            initialise(module)
-
-    return seeded
 
 
 def _answer(**found: Any) -> None:

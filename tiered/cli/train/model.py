@@ -18,7 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 from tiered import MisuseError
 
-__all__ = ["GPT", "GRADIENT_BYTES", "STATE_BYTES", "Block", "Shape", "Text", "build", "in_parts", "initialiser", "open_text"]
+__all__ = [
+    *("GPT", "GRADIENT_BYTES", "STATE_BYTES", "Block", "Shape", "Text", "build", "in_parts", "initialiser", "open_text"),
+    "seeded_initialiser",
+]
 
 BYTES = 256
 STATE_BYTES = 12
@@ -138,6 +141,20 @@ def initialiser(shape: Shape) -> Callable[[nn.Module], None]:
             raise TypeError(f"no initial values for a {type(module).__name__}")
 
     return initialise
+
+
+def seeded_initialiser(model: GPT, shape: Shape) -> Callable[[nn.Module], None]:
+    """Make that initialiser with values that do not depend on the order of the modules."""
+    numbers = {module: number for number, module in enumerate(model.modules())}
+    numbers[model.head] = numbers[model.embed]  # one and the same parameter
+    initialise = initialiser(shape)
+
+    def seeded(module: nn.Module) -> None:
+        torch.manual_seed(numbers[module])
+        with torch.no_grad():
+            initialise(module)
+
+    return seeded
 
 
 class Text:
