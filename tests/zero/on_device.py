@@ -209,9 +209,13 @@ def test_other_rules_are_applied_on_a_device(tmp_path: Path, device: torch.devic
             states = optimizer.state_dict()["state"]
             found.append(({name: value.cpu() for name, value in model.state_dict().items()}, states))
             store.close()
-    for values, states in found[1:]:
-        assert all(torch.equal(value, found[0][0][name]) for name, value in values.items())
-        assert all(torch.equal(states[i][name], value) for i, state in found[0][1].items() for name, value in state.items())
+    for where, (values, states) in zip(("dram", "hbm"), found[1:], strict=True):
+        exact = kind != "muon" or where == "dram"
+        # torch's Muon takes the norm of a transposed matrix. The stand-in computes that of a copy, in another order, and what
+        # follows is in bfloat16: a last bit more or less is a last bit of bfloat16 in the update.
+        same = torch.equal if exact else partial(torch.allclose, rtol=0.0, atol=1e-4)
+        assert all(same(value, found[0][0][name]) for name, value in values.items())
+        assert all(same(states[i][name], value) for i, state in found[0][1].items() for name, value in state.items())
 
 
 def test_a_batch_is_split_inside_units(tmp_path: Path, device: torch.device) -> None:
