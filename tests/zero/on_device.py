@@ -185,13 +185,13 @@ def test_optimizer_states_come_up_where_they_are_updated(device: torch.device, t
         assert 4 <= moved < 6 if tier == "dram" else moved == 0
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "8bit", "4bit", "muon"])
+@pytest.mark.parametrize("kind", ["bfloat16", "8bit", "4bit", "muon", "muon, square"])
 def test_other_rules_are_applied_on_a_device(tmp_path: Path, device: torch.device, kind: str) -> None:
     """States in codes and of whole matrices, updated on the device as in host memory, and as without a device."""
-    found = []
+    found, inner = [], 97 if kind == "muon, square" else 131
     for where in ("none", "dram", "hbm"):
         torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(97, 131), nn.Tanh(), nn.Linear(131, 97)) for _ in range(2)))
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(97, inner), nn.Tanh(), nn.Linear(inner, 97)) for _ in range(2)))
         chosen = {} if where == "none" else {"hbm": "2MiB", "device": fake_device.NAME}
         with TieredStore.open(tmp_path / where, dram="2MiB", **chosen) as store:
             zero.page(model, store, update_tier="hbm" if where == "hbm" else "dram")
@@ -200,6 +200,7 @@ def test_other_rules_are_applied_on_a_device(tmp_path: Path, device: torch.devic
                 "8bit": lambda m: zero.AdamW8bit(m.parameters()),
                 "4bit": lambda m: zero.AdamW4bit(m.parameters()),
                 "muon": zero.Muon,
+                "muon, square": zero.Muon,
             }[kind](model)
             for step in range(3):
                 x = torch.randn(7, 97, generator=torch.Generator().manual_seed(step)).to(store.device)
@@ -211,8 +212,8 @@ def test_other_rules_are_applied_on_a_device(tmp_path: Path, device: torch.devic
             store.close()
     for where, (values, states) in zip(("dram", "hbm"), found[1:], strict=True):
         exact = kind != "muon" or where == "dram"
-        # torch's Muon takes the norm of a transposed matrix. The stand-in computes that of a copy, in another order, and what
-        # follows is in bfloat16: a last bit more or less is a last bit of bfloat16 in the update.
+        # torch's Muon multiplies a matrix that is higher than wide, transposed and in bfloat16, with itself. On a CPU of AVX2 the
+        # stand-in's product has other last bits, in 11 of 60 random matrices; all other operations of the step have the same.
         same = torch.equal if exact else partial(torch.allclose, rtol=0.0, atol=1e-4)
         assert all(same(value, found[0][0][name]) for name, value in values.items())
         assert all(same(states[i][name], value) for i, state in found[0][1].items() for name, value in state.items())

@@ -390,7 +390,7 @@ class MuonRule:
 
 
 class AdamWSettings(Protocol):
-    """Hyper-parameters of AdamW."""
+    """Hyper-parameters of a step of AdamW, whatever type its moments have in the store."""
 
     @property
     def lr(self) -> float: ...
