@@ -212,8 +212,8 @@ def test_other_rules_are_applied_on_a_device(tmp_path: Path, device: torch.devic
             store.close()
     for where, (values, states) in zip(("dram", "hbm"), found[1:], strict=True):
         exact = kind != "muon" or where == "dram"
-        # torch's Muon multiplies a matrix that is higher than wide, transposed and in bfloat16, with itself. On a CPU of AVX2 the
-        # stand-in's product has other last bits, in 11 of 60 random matrices; all other operations of the step have the same.
+        # torch's Muon multiplies a matrix that is higher than wide, transposed and in bfloat16, with itself. With AVX2 the
+        # stand-in's product had other last bits for 11 of 60 random matrices; all other operations had the same.
         same = torch.equal if exact else partial(torch.allclose, rtol=0.0, atol=1e-4)
         assert all(same(value, found[0][0][name]) for name, value in values.items())
         assert all(same(states[i][name], value) for i, state in found[0][1].items() for name, value in state.items())
