@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tests.stress.children import forked
 from tests.stress.syscalls import Child
 from tiered import StoreLocked
 from tiered.format.folder import OpenFolder
+from tiered.format.generations import generations
 from tiered.format.pins import Pin, Reader, look
 
 
@@ -47,6 +49,39 @@ def test_a_pin_is_seen_while_it_is_open(folder: OpenFolder) -> None:
     assert look(folder).readers == (Reader(other.name, 7, os.getpid()),)
     other.close()
     assert folder.names() == []
+
+
+def test_listings_at_once_miss_nothing(folder: OpenFolder) -> None:
+    """A commit looks at the generations and the pins while the engine's thread looks who reads, and a forked child has the
+    same descriptor."""
+    for number in (1, 2, 3):
+        (folder.path / f"manifest.{number}").touch()
+    pin = Pin(folder, 2)
+    stop, missed = threading.Event(), list[str]()
+
+    def list_names() -> None:
+        while not stop.is_set():
+            folder.names()
+
+    def in_child(child: Child) -> None:
+        child.say("here")
+        while True:
+            os.listdir(folder.fd)
+
+    other = threading.Thread(target=list_names)
+    with forked(in_child) as running:
+        running.hear()
+        other.start()
+        try:
+            for _ in range(2000):
+                there, pins = generations(folder), look(folder)
+                if there != [1, 2, 3] or not pins.needs(2):
+                    missed.append(f"{there} {pins}")
+        finally:
+            stop.set()
+            other.join()
+    pin.close()
+    assert missed == []
 
 
 def test_that_of_a_killed_process_goes(folder: OpenFolder) -> None:

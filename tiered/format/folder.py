@@ -17,10 +17,23 @@ from pathlib import Path
 from tiered.errors import MisuseError, TieredError
 from tiered.system import Once
 
-__all__ = ["SHORTAGES", "OpenFolder", "cannot_open", "whereabouts"]
+__all__ = ["SHORTAGES", "OpenFolder", "cannot_open", "names_in", "whereabouts"]
 
 SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 """Errors of a process or machine that has run out of resources: they say nothing about the file."""
+
+
+def names_in(folder: int) -> list[str]:
+    """Return the names in the folder of which ``folder`` is a descriptor. Raises OSError.
+
+    ``os.listdir`` of a descriptor reads at the descriptor's offset, which all threads and forked processes share: of two
+    listings at once, each would miss names. So the folder is opened again for each listing.
+    """
+    own = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        return os.listdir(own)
+    finally:
+        os.close(own)
 
 
 class OpenFolder:
@@ -77,7 +90,7 @@ class OpenFolder:
 
     def names(self) -> list[str]:
         """Return the names in the folder."""
-        return os.listdir(self.fd)
+        return names_in(self.fd)
 
     def holds(self, name: str, fd: int) -> bool:
         """Return whether ``name`` in the folder leads to the file ``fd``."""

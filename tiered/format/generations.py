@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tiered.errors import CommitError, ManifestError, MisuseError, TieredError
-from tiered.format.folder import SHORTAGES, OpenFolder
+from tiered.format.folder import SHORTAGES, OpenFolder, names_in
 from tiered.format.manifest import HEADER_BYTES, MAX_BYTES, Manifest, decode
 from tiered.format.pins import CANNOT_LOOK, Pin, Pins, look
 
@@ -139,7 +139,7 @@ def dropped(folder: Folder) -> list[int]:
 def _numbers(folder: Folder, pattern: re.Pattern[str]) -> list[int]:
     with _opened(folder, ManifestError) as at:
         try:
-            names = os.listdir(at)
+            names = names_in(at)
         except OSError as error:
             _fail(ManifestError, "cannot list", folder, "", error)
     return sorted(int(match[1]) for match in map(pattern.fullmatch, names) if match)
@@ -343,7 +343,7 @@ def clean(folder: Folder) -> list[str]:
     with _opened(folder, ManifestError) as at:
         name = ""
         try:
-            for name in sorted(filter(_TMP_NAME.fullmatch, os.listdir(at))):
+            for name in sorted(filter(_TMP_NAME.fullmatch, names_in(at))):
                 if stat.S_ISREG(os.stat(name, dir_fd=at, follow_symlinks=False).st_mode):
                     os.unlink(name, dir_fd=at)
                     removed.append(name)
