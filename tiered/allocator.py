@@ -14,8 +14,8 @@ scarcer.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, islice
 from math import isinf
 from typing import NamedTuple
 
@@ -206,156 +206,146 @@ def moves(
     or none was found. ``any_way`` returns the first plan that is found.
     """
     layout = _Layout(slots, capacity, movable)
-    if layout.holes and layout.holes[-1].nbytes >= nbytes:
+    if layout.largest >= nbytes:
         return []
-    best: list[Move] | None = None
-    for hole in islice(layout.promising(nbytes, most), None if isinf(most) else TRIED):
-        for widen in (layout.widen_up, layout.widen_down):
-            found = widen(hole, nbytes, most)
-            if found is not None and any_way:
-                return found
-            if found is not None:
-                best, most = found, sum(move.slot.nbytes for move in found) - 1
-    return best
+    best: _Window | None = None
+    for find, index in islice(layout.promising(nbytes, most), None if isinf(most) else 2 * TRIED):
+        found = find(index, nbytes, most)
+        if found is not None:
+            best = found
+            if any_way:
+                break
+            most = layout.nbytes(found) - 1
+    return None if best is None else layout.plan(best)
 
 
-class _Hole(NamedTuple):
-    """A hole; ``above`` is the index of the slot above it."""
+class _Window(NamedTuple):
+    """The slots ``[low, high)``, of which all slide to one side: down, or up. ``leaving``, one of them, moves to the offset
+    ``to``, outside the window, instead."""
 
-    nbytes: int
-    offset: int
-    above: int = 0
-    section: int = 0
-
-
-class _Section:
-    """What lies between two slots that cannot be moved: the ``holes`` and, before each of them, the ``bytes`` of the slots
-    since the hole before, in order of their offsets; and the ``sizes`` of all slots."""
-
-    __slots__ = ("bytes", "holes", "sizes")
-
-    def __init__(self) -> None:
-        self.holes: list[int] = []
-        self.bytes: list[int] = []
-        self.sizes: list[int] = []
-
-    def reach(self, most: float, largest: int) -> int:
-        """Return no less than the bytes that a hole may get by a plan that moves ``most`` bytes: those of neighbouring holes
-        with at most so many bytes between them, and of one slot that moves into a hole of ``largest`` bytes."""
-        best = free = between = first = 0
-        for last, hole in enumerate(self.holes):
-            free += hole
-            if last:
-                between += self.bytes[last]
-            while between > most:
-                first += 1
-                between -= self.bytes[first]
-                free -= self.holes[first - 1]
-            best = max(best, free)
-        return best + max((size for size in self.sizes if size <= largest), default=0)
+    low: int
+    high: int
+    down: bool
+    leaving: int = -1
+    to: int = -1
 
 
 class _Layout:
-    """The slots of a tier and the ``holes`` between them, the smallest hole first."""
+    """The slots of a tier, the holes between them, and sums by which a plan is found without a walk over the slots.
+
+    Slots that slide to one side of a window join the holes before, between and behind them. So a window of slots has what it
+    needs where the sum of its holes, and of the slot that leaves, is large enough; the sums grow with the window, so the
+    smallest window is found by bisection, once for each size of a slot that may leave.
+    """
 
     def __init__(self, slots: Sequence[Slot], capacity: int, movable: Container[int]) -> None:
-        self._slots, self._capacity, self._movable = slots, capacity, movable
-        self.holes: list[_Hole] = []
-        self._sections = [section := _Section()]
-        end = number = between = 0
-        for index, (offset, nbytes) in enumerate(slots):
-            if offset > end:
-                self.holes.append(_Hole(offset - end, end, index, number))
-                section.holes.append(offset - end)
-                section.bytes.append(between)
-                between = 0
-            if offset in movable:
-                section.sizes.append(nbytes)
-                between += nbytes
-            else:
-                self._sections.append(section := _Section())
-                number, between = number + 1, 0
-            end = offset + nbytes
-        if capacity > end:
-            self.holes.append(_Hole(capacity - end, end, len(slots), number))
-            section.holes.append(capacity - end)
-            section.bytes.append(between)
-        self.holes.sort()
+        self._slots = slots
+        self._bytes = [0, *accumulate(slot.nbytes for slot in slots)]  # of the slots before slot i
+        self._free = [slot.offset - before for slot, before in zip(slots, self._bytes, strict=False)]  # bytes before slot i
+        self._free.append(capacity - self._bytes[-1])
+        self._free_below = [0, *self._free[:-1]]  # free bytes before the hole before slot i
+        self._fixed = [index for index, slot in enumerate(slots) if slot.offset not in movable]
+        gaps = zip(self._free, self._free_below, strict=True)
+        self._holes = sorted((free - below, index) for index, (free, below) in enumerate(gaps) if free > below)
+        self._indices: dict[int, list[int]] | None = None
+        self.largest = self._holes[-1][0] if self._holes else 0
 
-    def promising(self, nbytes: int, most: float) -> Iterator[_Hole]:
-        """Yield the holes that may get ``nbytes`` by a plan that moves ``most`` bytes, the largest hole first."""
-        largest = self.holes[-1].nbytes if self.holes else 0
-        good = [bool(one.holes) and one.reach(most, largest) >= nbytes for one in self._sections]
-        return (hole for hole in reversed(self.holes) if good[hole.section])
+    def nbytes(self, window: _Window) -> int:
+        """Return how many bytes are moved."""
+        return self._bytes[window.high] - self._bytes[window.low]
 
-    def widen_up(self, hole: _Hole, nbytes: int, most: float) -> list[Move] | None:
-        """Return moves that slide neighbours above the hole down across it."""
-        found = self._across(hole, self._above(hole), nbytes, most)
-        if found is None:
-            return None
-        sliding, plan = found
-        to = hole.offset
-        for slot in sliding:
-            plan.append(Move(slot, to))
-            to += slot.nbytes
-        return plan
+    def plan(self, window: _Window) -> list[Move]:
+        low, high, down, leaving, to = window
+        found = [] if leaving < 0 else [Move(self._slots[leaving], to)]
+        order = range(low, high) if down else range(high - 1, low - 1, -1)
+        at = self._begin(low) if down else self._end(high)
+        for slot in (self._slots[index] for index in order if index != leaving):
+            at -= 0 if down else slot.nbytes
+            found.append(Move(slot, at))
+            at += slot.nbytes if down else 0
+        return found
 
-    def widen_down(self, hole: _Hole, nbytes: int, most: float) -> list[Move] | None:
-        """Return moves that slide neighbours below the hole up across it."""
-        found = self._across(hole, self._below(hole), nbytes, most)
-        if found is None:
-            return None
-        sliding, plan = found
-        to = hole.offset + hole.nbytes
-        for slot in sliding:
-            to -= slot.nbytes
-            plan.append(Move(slot, to))
-        return plan
+    def promising(self, nbytes: int, most: float) -> Iterator[tuple[Callable[[int, int, float], _Window | None], int]]:
+        """Yield how the holes may be widened that may get ``nbytes`` by moving ``most`` bytes, the largest hole first: by
+        ``widen_up`` or ``widen_down``, with the index of the slot above the hole."""
+        free, below = self._free, self._free_below
+        least = nbytes - max(self._leaving, default=0)
+        for _, index in reversed(self._holes):
+            if free[self._highest(index, most)] - below[index] >= least:
+                yield self.widen_up, index
+            if free[index] - below[self._lowest(index, most)] >= least:
+                yield self.widen_down, index
 
-    def _across(
-        self, hole: _Hole, neighbours: Iterator[tuple[Slot, int]], nbytes: int, most: float
-    ) -> tuple[list[Slot], list[Move]] | None:
-        """Choose which of ``neighbours`` slide across the hole, and at most one that moves elsewhere, so that the hole has
-        ``nbytes``."""
-        sliding: list[Slot] = []
-        sizes: list[tuple[int, int]] = []  # of the slots that slide, in order, each with its index among them
-        largest = self.holes[-1].nbytes
-        lacking = nbytes - hole.nbytes
-        low, high = hole.offset, hole.offset + hole.nbytes  # bounds of everything that takes part
-        for slot, behind in neighbours:
-            most -= slot.nbytes
-            if most < 0 or slot.offset not in self._movable:
-                return None
-            insort(sizes, (slot.nbytes, len(sliding)))
-            sliding.append(slot)
-            lacking -= behind
-            if lacking <= 0:
-                return sliding, []
-            low, high = min(low, slot.offset - behind), max(high, slot.offset + slot.nbytes + behind)
-            at = bisect_left(sizes, (lacking, 0))
-            if at == len(sizes) or sizes[at][0] > largest:
+    def widen_up(self, low: int, nbytes: int, most: float) -> _Window | None:
+        """Return the smallest window above the hole below slot ``low``: its slots slide down across the hole."""
+        free, limit = self._free, self._highest(low, most)
+        wanted = self._free_below[low] + nbytes
+        high = bisect_left(free, wanted, low + 1, limit + 1)
+        found = _Window(low, high, down=True) if high <= limit else None
+        for size, indices in self._leaving_with(wanted - free[limit]):
+            first = bisect_left(indices, low)
+            if first == len(indices):
                 continue
-            leaving = sliding[sizes[at][1]]
-            to = self._elsewhere(leaving.nbytes, low, high)
-            if to is not None:
-                return [slot for slot in sliding if slot is not leaving], [Move(leaving, to)]
-        return None
+            end = max(bisect_left(free, wanted - size, low + 1, limit + 1), indices[first] + 1)
+            if end <= limit and end < high:
+                to = self._elsewhere(size, low, end)
+                if to is not None:
+                    high, found = end, _Window(low, end, True, indices[first], to)
+        return found
+
+    def widen_down(self, high: int, nbytes: int, most: float) -> _Window | None:
+        """Return the smallest window below the hole below slot ``high``: its slots slide up across the hole."""
+        below, limit = self._free_below, self._lowest(high, most)
+        wanted = self._free[high] - nbytes
+        low = bisect_right(below, wanted, limit, high) - 1
+        found = _Window(low, high, down=False) if low >= limit else None
+        for size, indices in self._leaving_with(below[limit] - wanted):
+            last = bisect_left(indices, high) - 1
+            if last < 0:
+                continue
+            begin = min(bisect_right(below, wanted + size, limit, high) - 1, indices[last])
+            if begin >= limit and begin > low:
+                to = self._elsewhere(size, begin, high)
+                if to is not None:
+                    low, found = begin, _Window(begin, high, False, indices[last], to)
+        return found
+
+    def _highest(self, low: int, most: float) -> int:
+        """Return where a window that begins at ``low`` must end: at a slot that cannot be moved, or with ``most`` bytes."""
+        at = bisect_left(self._fixed, low)
+        fixed = self._fixed[at] if at < len(self._fixed) else len(self._slots)
+        return min(fixed, bisect_right(self._bytes, self._bytes[low] + most) - 1)
+
+    def _lowest(self, high: int, most: float) -> int:
+        """Return where a window that ends at ``high`` must begin."""
+        at = bisect_left(self._fixed, high)
+        return max(self._fixed[at - 1] + 1 if at else 0, bisect_left(self._bytes, self._bytes[high] - most))
+
+    @property
+    def _leaving(self) -> dict[int, list[int]]:
+        """The slots that can be moved and that fit into a hole: the indices of each size, the smallest size first."""
+        if self._indices is None:
+            found: dict[int, list[int]] = {}
+            fixed = frozenset(self._fixed)
+            for index, slot in enumerate(self._slots):
+                if slot.nbytes <= self.largest and index not in fixed:
+                    found.setdefault(slot.nbytes, []).append(index)
+            self._indices = dict(sorted(found.items()))
+        return self._indices
+
+    def _leaving_with(self, least: int) -> Iterator[tuple[int, list[int]]]:
+        """Yield the sizes of at least ``least`` bytes, with the indices of their slots."""
+        return ((size, indices) for size, indices in self._leaving.items() if size >= least)
 
     def _elsewhere(self, nbytes: int, low: int, high: int) -> int | None:
-        """Return the offset of the smallest hole of ``nbytes`` that is not between ``low`` and ``high``."""
-        fitting = islice(self.holes, bisect_left(self.holes, _Hole(nbytes, 0)), None)
-        return next((hole.offset for hole in fitting if not low <= hole.offset < high), None)
+        """Return the offset of the smallest hole of ``nbytes`` that does not belong to the window."""
+        fitting = islice(self._holes, bisect_left(self._holes, (nbytes, 0)), None)
+        return next((self._begin(index) for _, index in fitting if not low <= index <= high), None)
 
-    def _above(self, hole: _Hole) -> Iterator[tuple[Slot, int]]:
-        """Yield the slots above the hole, the nearest first, each with the number of free bytes behind it."""
-        for index in range(hole.above, len(self._slots)):
-            slot = self._slots[index]
-            end = self._slots[index + 1].offset if index + 1 < len(self._slots) else self._capacity
-            yield slot, end - slot.offset - slot.nbytes
+    def _begin(self, index: int) -> int:
+        """Return the offset of the hole below slot ``index``."""
+        return self._free_below[index] + self._bytes[index]
 
-    def _below(self, hole: _Hole) -> Iterator[tuple[Slot, int]]:
-        """Yield the slots below the hole, the nearest first, each with the number of free bytes before it."""
-        for index in range(hole.above - 1, -1, -1):
-            slot = self._slots[index]
-            before = self._slots[index - 1] if index else Slot(0, 0)
-            yield slot, slot.offset - before.offset - before.nbytes
+    def _end(self, index: int) -> int:
+        """Return where the hole below slot ``index`` ends."""
+        return self._free[index] + self._bytes[index]
