@@ -61,6 +61,14 @@ class BlockCode:
         """
         return count if self.bits == 8 else self.blocks(count) * self.bytes_in_block
 
+    def part(self, codes: torch.Tensor, scales: torch.Tensor, which: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the codes and the scales of the elements ``which``; it begins at a multiple of ``block``, and ends at one or at
+        the end."""
+        first, last = which.start // self.block, self.blocks(which.stop)
+        if self.bits == 8:
+            return codes[which], scales[first:last]
+        return codes[first * self.bytes_in_block : last * self.bytes_in_block], scales[first:last]
+
     @torch.no_grad()
     def encode(self, given: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
         """Write the codes of ``given``, float32 of shape (n,), to ``codes``, uint8 of shape (nbytes(n),), and their scales to

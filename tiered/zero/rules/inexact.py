@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,6 +18,32 @@ __all__ = [
     *("AdamW4bitRoundedRule", "AdamW4bitRule", "AdamW8bitRoundedRule", "AdamW8bitRule", "AdamWBFloat16RoundedRule"),
     *("AdamWBFloat16Rule", "MuonBFloat16Rule"),
 ]
+
+PART = 1 << 19
+"""Elements of which an update widens the moments at once. A part takes two moments of 2 MiB in fp32, whatever the size of the
+parameter."""
+
+
+class _Kept(threading.local):
+    """The buffer for both moments of a part, which stays: fresh memory takes longer to come than what an update computes in
+    it."""
+
+    wide: torch.Tensor | None = None
+
+
+_KEPT = _Kept()
+
+
+def _parts(param: torch.Tensor) -> Iterator[tuple[slice, tuple[torch.Tensor, torch.Tensor]]]:
+    """Yield the parts of ``param``, flat, each with a buffer for its moments, which have the type of ``param``."""
+    count = param.numel()
+    if param.dtype is torch.float32 and param.device.type == "cpu":
+        wide = _KEPT.wide = torch.empty(2 * PART, device="cpu") if _KEPT.wide is None else _KEPT.wide
+    else:
+        wide = torch.empty(2 * min(count, PART), dtype=param.dtype, device=param.device)
+    for begin in range(0, count, PART):
+        size = min(PART, count - begin)
+        yield slice(begin, begin + size), (wide[:size], wide[wide.numel() - size :])
 
 
 @dataclass(frozen=True)
@@ -37,10 +64,13 @@ class AdamWBFloat16Rule:
         return dict.fromkeys(("m16", "v16"), TensorSpec("bfloat16", param.shape, 2))
 
     def update(self, param: torch.Tensor, grad: torch.Tensor, state: State, step: int) -> None:
-        m, v = state["m16"].to(param.dtype), state["v16"].to(param.dtype)
-        adamw_step(self, param, grad, m, v, step)
-        state["m16"].copy_(m)
-        state["v16"].copy_(v)
+        kept = state["m16"], state["v16"]
+        for part, wide in _parts(param):
+            for moment, narrow in zip(wide, kept, strict=True):
+                moment.copy_(narrow[part])
+            adamw_step(self, param[part], grad[part], *wide, step)
+            for moment, narrow in zip(wide, kept, strict=True):
+                narrow[part].copy_(moment)
 
 
 class _Encoded:
@@ -59,15 +89,20 @@ class _Encoded:
         return found
 
     def update(self, param: torch.Tensor, grad: torch.Tensor, state: State, step: int) -> None:
-        moments = []
-        for name, code in self.codes.items():
-            moment = torch.zeros(param.shape, dtype=torch.float32, device=param.device)
-            if step > 1:
-                code.decode(state[name], state[f"{name}_scale"], moment)
-            moments.append(moment.to(param.dtype))
-        adamw_step(self, param, grad, moments[0], moments[1], step)  # type: ignore[arg-type]  # a dataclass with these fields
-        for (name, code), moment in zip(self.codes.items(), moments, strict=True):
-            code.encode(moment.float(), state[name], state[f"{name}_scale"])
+        for part, wide in _parts(param):
+            kept = [(code, *code.part(state[name], state[f"{name}_scale"], part)) for name, code in self.codes.items()]
+            for moment, (code, codes, scales) in zip(wide, kept, strict=True):
+                if step == 1:
+                    moment.zero_()
+                elif moment.dtype is torch.float32:
+                    code.decode(codes, scales, moment)
+                else:
+                    narrow = torch.empty(moment.numel(), device=moment.device)
+                    code.decode(codes, scales, narrow)
+                    moment.copy_(narrow)
+            adamw_step(self, param[part], grad[part], *wide, step)  # type: ignore[arg-type]  # a dataclass with these fields
+            for moment, (code, codes, scales) in zip(wide, kept, strict=True):
+                code.encode(moment.float(), codes, scales)
 
     def encoded(self, name: str, moment: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the states of a whole moment, any float of shape (n,) in memory order, that torch calls ``name``."""
