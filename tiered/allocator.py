@@ -14,6 +14,7 @@ scarcer.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, islice
 from math import isinf
@@ -21,7 +22,7 @@ from typing import NamedTuple
 
 from tiered.types import Slot
 
-__all__ = ["FreeSpace", "Move", "moves"]
+__all__ = ["FreeSpace", "Move", "Sliding", "moves"]
 
 
 class FreeSpace:
@@ -217,6 +218,44 @@ def moves(
                 break
             most = layout.nbytes(found) - 1
     return None if best is None else layout.plan(best)
+
+
+class Sliding:
+    """Whether ``nbytes`` would be free in one piece if some slots were gone, and others slid together. Asked for many sets of
+    slots, so the layout is read once. Arguments as of ``moves``; no slot moves to a hole elsewhere, so the answer may be no
+    where ``moves`` finds a plan."""
+
+    def __init__(self, slots: Sequence[Slot], capacity: int, nbytes: int, movable: Container[int], most: float) -> None:
+        self._nbytes, self._most = nbytes, most
+        ends = (0, *(slot.offset + slot.nbytes for slot in slots))
+        self._rows = [
+            (slot.offset - end, slot.nbytes, slot.offset, slot.offset in movable)
+            for slot, end in zip(slots, ends, strict=False)
+        ]
+        self._rows.append((capacity - ends[-1], 0, capacity, False))
+
+    def without(self, leaving: Container[int]) -> bool:
+        """Return whether there is room without the slots at the offsets ``leaving``."""
+        wanted, most = self._nbytes, self._most
+        free = between = hole = 0  # of a window: its free bytes, those of its slots, and the hole at its end
+        window: deque[tuple[int, int]] = deque()  # each hole, with the slot behind it
+        for gap, nbytes, offset, movable in self._rows:
+            hole += gap
+            if offset in leaving:
+                hole += nbytes
+                continue
+            if free + hole >= wanted:
+                return True
+            if not movable:
+                free = between = hole = 0
+                window.clear()
+                continue
+            window.append((hole, nbytes))
+            free, between, hole = free + hole, between + nbytes, 0
+            while between > most:
+                before, slot = window.popleft()
+                free, between = free - before, between - slot
+        return False
 
 
 class _Window(NamedTuple):
