@@ -52,55 +52,65 @@ INLINE uint32_t code_of(float share, const uint8_t *restrict starts, const float
     return code + (share > bounds[code]);
 }
 
+/* Of `places`: where the codes of the first block are, and its scale; how far it is to those of the next block. */
+struct places {
+    uint8_t *codes, *scales;
+    size_t codes_stride, scales_stride;
+};
+
 CLONED static void encode8(
-    const float *restrict values, size_t count, uint8_t *restrict codes, float *restrict scales,
-    const uint8_t *restrict starts, const float *restrict bounds)
+    const float *restrict values, size_t count, struct places to, const uint8_t *restrict starts, const float *restrict bounds)
 {
     float shares[BLOCK8];
     for (size_t begin = 0; begin < count; begin += BLOCK8) {
         const size_t size = count - begin < BLOCK8 ? count - begin : BLOCK8;
-        scales[begin / BLOCK8] = size == BLOCK8 ? divided(values + begin, BLOCK8, shares) : divided(values + begin, size, shares);
+        const float scale = size == BLOCK8 ? divided(values + begin, BLOCK8, shares) : divided(values + begin, size, shares);
+        uint8_t *restrict codes = to.codes + begin / BLOCK8 * to.codes_stride;
         for (size_t i = 0; i < size; i++)
-            codes[begin + i] = (uint8_t)code_of(shares[i], starts, bounds);
+            codes[i] = (uint8_t)code_of(shares[i], starts, bounds);
+        memset(codes + size, 0, BLOCK8 - size);
+        memcpy(to.scales + begin / BLOCK8 * to.scales_stride, &scale, sizeof scale);
     }
 }
 
 CLONED static void encode4(
-    const float *restrict values, size_t count, uint8_t *restrict codes, float *restrict scales,
-    const uint8_t *restrict starts, const float *restrict bounds)
+    const float *restrict values, size_t count, struct places to, const uint8_t *restrict starts, const float *restrict bounds)
 {
     float shares[BLOCK4];
     uint8_t found[BLOCK4];
     for (size_t begin = 0; begin < count; begin += BLOCK4) {
         const size_t size = count - begin < BLOCK4 ? count - begin : BLOCK4;
-        scales[begin / BLOCK4] = size == BLOCK4 ? divided(values + begin, BLOCK4, shares) : divided(values + begin, size, shares);
+        const float scale = size == BLOCK4 ? divided(values + begin, BLOCK4, shares) : divided(values + begin, size, shares);
+        uint8_t *restrict codes = to.codes + begin / BLOCK4 * to.codes_stride;
         for (size_t i = 0; i < size; i++)
             found[i] = (uint8_t)code_of(shares[i], starts, bounds);
         memset(found + size, 0, BLOCK4 - size);
         for (size_t i = 0; i < HALF4; i++)
-            codes[begin / 2 + i] = (uint8_t)(found[i] | found[HALF4 + i] << 4);
+            codes[i] = (uint8_t)(found[i] | found[HALF4 + i] << 4);
+        memcpy(to.scales + begin / BLOCK4 * to.scales_stride, &scale, sizeof scale);
     }
 }
 
-CLONED static void decode8(
-    const uint8_t *restrict codes, const float *restrict scales, size_t count, float *restrict out, const float *restrict map)
+CLONED static void decode8(struct places from, size_t count, float *restrict out, const float *restrict map)
 {
     for (size_t begin = 0; begin < count; begin += BLOCK8) {
-        const size_t end = count - begin < BLOCK8 ? count : begin + BLOCK8;
-        const float scale = scales[begin / BLOCK8];
-        for (size_t i = begin; i < end; i++)
-            out[i] = map[codes[i]] * scale;
+        const size_t size = count - begin < BLOCK8 ? count - begin : BLOCK8;
+        const uint8_t *restrict codes = from.codes + begin / BLOCK8 * from.codes_stride;
+        float scale;
+        memcpy(&scale, from.scales + begin / BLOCK8 * from.scales_stride, sizeof scale);
+        for (size_t i = 0; i < size; i++)
+            out[begin + i] = map[codes[i]] * scale;
     }
 }
 
-CLONED static void decode4(
-    const uint8_t *restrict codes, const float *restrict scales, size_t count, float *restrict out, const float *restrict map)
+CLONED static void decode4(struct places from, size_t count, float *restrict out, const float *restrict map)
 {
     float found[BLOCK4];
     for (size_t begin = 0; begin < count; begin += BLOCK4) {
         const size_t size = count - begin < BLOCK4 ? count - begin : BLOCK4;
-        const uint8_t *mine = codes + begin / 2;
-        const float scale = scales[begin / BLOCK4];
+        const uint8_t *mine = from.codes + begin / BLOCK4 * from.codes_stride;
+        float scale;
+        memcpy(&scale, from.scales + begin / BLOCK4 * from.scales_stride, sizeof scale);
         for (size_t i = 0; i < HALF4; i++) {
             found[i] = map[mine[i] & 15] * scale;
             found[HALF4 + i] = map[mine[i] >> 4] * scale;
@@ -133,19 +143,31 @@ void moments_round(uint64_t values, uint64_t count, uint64_t out, uint32_t key, 
     round_by_chance((const float *)(uintptr_t)values, (size_t)count, (uint16_t *)(uintptr_t)out, key, first);
 }
 
+static struct places places(uint64_t codes, uint64_t codes_stride, uint64_t scales, uint64_t scales_stride)
+{
+    const struct places found = {
+        (uint8_t *)(uintptr_t)codes, (uint8_t *)(uintptr_t)scales, (size_t)codes_stride, (size_t)scales_stride
+    };
+    return found;
+}
+
 #define ENCODE(bits)                                                                                                  \
     void moments_encode##bits(                                                                                        \
-        uint64_t values, uint64_t count, uint64_t codes, uint64_t scales, uint64_t starts, uint64_t bounds)           \
+        uint64_t values, uint64_t count, uint64_t codes, uint64_t codes_stride, uint64_t scales,                      \
+        uint64_t scales_stride, uint64_t starts, uint64_t bounds)                                                     \
     {                                                                                                                 \
-        encode##bits((const float *)(uintptr_t)values, (size_t)count, (uint8_t *)(uintptr_t)codes,                    \
-            (float *)(uintptr_t)scales, (const uint8_t *)(uintptr_t)starts, (const float *)(uintptr_t)bounds);        \
+        encode##bits((const float *)(uintptr_t)values, (size_t)count,                                                 \
+            places(codes, codes_stride, scales, scales_stride), (const uint8_t *)(uintptr_t)starts,                   \
+            (const float *)(uintptr_t)bounds);                                                                        \
     }
 
 #define DECODE(bits)                                                                                                  \
-    void moments_decode##bits(uint64_t codes, uint64_t scales, uint64_t count, uint64_t out, uint64_t map)            \
+    void moments_decode##bits(                                                                                        \
+        uint64_t codes, uint64_t codes_stride, uint64_t scales, uint64_t scales_stride, uint64_t count,               \
+        uint64_t out, uint64_t map)                                                                                   \
     {                                                                                                                 \
-        decode##bits((const uint8_t *)(uintptr_t)codes, (const float *)(uintptr_t)scales, (size_t)count,              \
-            (float *)(uintptr_t)out, (const float *)(uintptr_t)map);                                                  \
+        decode##bits(places(codes, codes_stride, scales, scales_stride), (size_t)count, (float *)(uintptr_t)out,      \
+            (const float *)(uintptr_t)map);                                                                           \
     }
 
 ENCODE(8)

@@ -71,6 +71,7 @@ class Coded(Reference):
     """Codes: of each block the largest absolute value, and of each element the nearest value of a map, compared in float64."""
 
     block: int
+    kept: str
     maps: ClassVar[dict[str, np.ndarray]]
 
     def keep(self, name: str, moment: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -82,7 +83,7 @@ class Coded(Reference):
             above = np.searchsorted(values, shares).clip(1, len(values) - 1)
             codes.append(np.where(shares - values[above - 1] <= values[above] - shares, above - 1, above))
             scales.append(scale)
-        return {f"{name}_codes": self.arranged(codes, moment), f"{name}_scales": torch.stack(scales)}
+        return {f"{name}_codes": self.arranged(codes), f"{name}_scales": torch.stack(scales)}
 
     def widen(self, name: str, state: dict[str, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
         codes = self.numbers(state[f"{name}_codes"], like.numel())
@@ -90,11 +91,25 @@ class Coded(Reference):
         scales = state[f"{name}_scales"].repeat_interleave(self.block)[: like.numel()]
         return (values * scales).view(like.shape)
 
-    def arranged(self, codes: list[np.ndarray], moment: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(codes)).to(torch.uint8).view(moment.shape)
+    def state_dict(self) -> dict[str, Any]:
+        found = super().state_dict()
+        for index, state in found["state"].items():
+            found["state"][index] = {"step": state["step"], self.kept: self.records(state)}
+        return found
+
+    def records(self, state: dict[str, torch.Tensor]) -> torch.Tensor:
+        """A record for each block: the codes of both moments, and both scales."""
+        codes = [state[f"{name}_codes"] for name in self.maps]
+        scales = [state[f"{name}_scales"][:, None].view(torch.uint8) for name in self.maps]
+        return torch.cat([*codes, *scales], 1).flatten()
+
+    def arranged(self, codes: list[np.ndarray]) -> torch.Tensor:
+        """Codes of shape (blocks, bytes of a block)."""
+        full = np.stack([np.pad(one, (0, self.block - len(one))) for one in codes])
+        return torch.from_numpy(full).to(torch.uint8)
 
     def numbers(self, codes: torch.Tensor, count: int) -> torch.Tensor:
-        return codes.flatten().long()
+        return codes.flatten()[:count].long()
 
 
 def dynamic_map(bits: int, signed: bool) -> np.ndarray:
@@ -110,24 +125,24 @@ def dynamic_map(bits: int, signed: bool) -> np.ndarray:
 
 class Eight(Coded):
     block = 256
+    kept = "moments8"
     maps: ClassVar[dict[str, np.ndarray]] = {"exp_avg": dynamic_map(8, True), "exp_avg_sq": dynamic_map(8, False)}
 
 
 class Four(Coded):
     block = 128
+    kept = "moments4"
     maps: ClassVar[dict[str, np.ndarray]] = {
         "exp_avg": dynamic_map(4, True),
         "exp_avg_sq": np.arange(1, 17, dtype=np.float32) / 16,
     }
 
-    def arranged(self, codes: list[np.ndarray], moment: torch.Tensor) -> torch.Tensor:
-        full = [np.pad(one, (0, self.block - len(one))) for one in codes]
-        halves = [one[: self.block // 2] + 16 * one[self.block // 2 :] for one in full]
-        return torch.from_numpy(np.concatenate(halves)).to(torch.uint8)
+    def arranged(self, codes: list[np.ndarray]) -> torch.Tensor:
+        low, high = super().arranged(codes).chunk(2, 1)
+        return low + 16 * high
 
     def numbers(self, codes: torch.Tensor, count: int) -> torch.Tensor:
-        pairs = codes.view(-1, self.block // 2).long()
-        return torch.cat((pairs % 16, pairs // 16), 1).flatten()[:count]
+        return torch.cat((codes % 16, codes // 16), 1).flatten()[:count].long()
 
 
 def narrow(params: Any, **arguments: Any) -> zero.Optimizer:
@@ -283,12 +298,12 @@ def test_a_damaged_chunk_is_noticed(tmp_path: Path) -> None:
         ours = zero.AdamW8bit(model.parameters(), lr=1e-3)
         continued(model, ours, range(2))
         zero.commit(model, ours)
-        key = next(key for key in store if "m8_scale#0" in key)
+        key = next(key for key in store if "moments8#0" in key)
         store.put(key, store.get(key)[:-1])
         store.commit()
         store.close()
     with opened(tmp_path / "store", CUT) as store:
-        with pytest.raises(ManifestError, match="m8_scale"):
+        with pytest.raises(ManifestError, match="moments8"):
             zero.page(built(), store, name="m", existing="resume")
         store.close()
 
@@ -345,12 +360,14 @@ def test_from_fp32_and_back(kind: str, store: TieredStore) -> None:
     made = found.theirs(reference.parameters(), lr=1e-3)
     states, floats = ours.state_dict()["state"], ours.float_state_dict()  # type: ignore[attr-defined]
     for index, parameter in enumerate(reference.parameters()):
+        kept = {}
         for name in ("exp_avg", "exp_avg_sq"):
-            kept = made.keep(name, theirs.state[parameter][name])
-            assert all(torch.equal(states[index][key], value) for key, value in kept.items())
+            kept.update(made.keep(name, theirs.state[parameter][name]))
             widened = made.widen(name, kept, parameter)
             assert torch.equal(floats["state"][index][name], widened)
             theirs.state[parameter][name].copy_(widened)
+        assert isinstance(made, Coded)
+        assert torch.equal(states[index][made.kept], made.records(kept))
     back = torch.optim.AdamW(reference.parameters(), lr=1e-3, fused=True)
     back.load_state_dict(floats)
     same_states(back.state_dict(), theirs.state_dict())
@@ -465,8 +482,8 @@ def test_what_is_refused(store: TieredStore) -> None:
     coded = zero.AdamW8bit(model.parameters())
     continued(model, coded, range(1))
     state = coded.state_dict()
-    state["state"][0]["exp_avg_scales"] = torch.ones(3)
-    with pytest.raises(MisuseError, match=r"'exp_avg_scales' of 'blocks.0.scale' has shape \(3,\)"):
+    state["state"][0]["moments8"] = torch.ones(3)
+    with pytest.raises(MisuseError, match=r"'moments8' of 'blocks.0.scale' has shape \(3,\)"):
         coded.load_state_dict(state)
 
 
@@ -875,11 +892,13 @@ def test_the_kernel_gives_the_bits_of_torch(name: str) -> None:
     for values in [*samples(), torch.nn.functional.pad(shares.view(-1, 3), (1, 0), value=1.0).flatten()]:
         made = []
         for encode, decode in ((code.encode, code.decode), (code.encode_by_torch, code.decode_by_torch)):
-            codes = torch.full((code.nbytes(values.numel()),), 99, dtype=torch.uint8)
-            scales, out = torch.full((code.blocks(values.numel()),), 9.0), torch.full_like(values, 9.0)
+            records = torch.full((code.blocks(values.numel()), code.bytes_in_block + 12), 99, dtype=torch.uint8)
+            codes, scales = records[:, 4:-8], records[:, -8:-4].view(torch.float32)[:, 0]
+            out = torch.full_like(values, 9.0)
             encode(values, codes, scales)
             decode(codes, scales, out)
-            made.append((codes, scales.view(torch.int32), out.isnan(), out.nan_to_num(0)))
+            assert (torch.cat((records[:, :4], records[:, -4:]), 1) == 99).all(), "what lies between is not written"
+            made.append((records, out.isnan(), out.nan_to_num(0)))
         assert all(torch.equal(one, other) for one, other in zip(*made, strict=True))
 
 
@@ -909,7 +928,7 @@ def test_torchao_has_the_same_codes_and_steps(bits: int, store: TieredStore) -> 
         theirs = state_of.zeros(given.shape, signed, made.block)
         theirs.copy_(given)
         assert torch.allclose(theirs.qmap, torch.tensor(made.values), rtol=1e-6, atol=0)
-        codes, scales = torch.empty(made.nbytes(len(given)), dtype=torch.uint8), torch.empty(64)
+        codes, scales = torch.empty((64, made.bytes_in_block), dtype=torch.uint8), torch.empty(64)
         made.encode(given, codes, scales)
         assert torch.equal(scales, theirs.scale)
         ours = torch.empty_like(given)

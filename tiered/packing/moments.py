@@ -11,6 +11,7 @@ map's value times the scale. All is computed in float32.
   without zero (Li et al., 2023, Memory Efficient Optimizers with 4-bit States, https://arxiv.org/abs/2309.01507, section 4;
   there with scales for rows and columns, here with one for each block, as torchao has them). Two codes are in a byte: byte j of
   a block has element j in its low and element j + 64 in its high half.
+- ``MOMENTS_8``, ``MOMENTS_4``: both moments of a block in one record.
 
 Where a block has infinity or NaN, or is zero, its codes are those of zero (the smallest value of a map without zero); its
 scale times any value then is NaN, infinite, or zero.
@@ -24,6 +25,7 @@ memory, torch computes the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -35,7 +37,7 @@ except ImportError:  # there was no compiler
     lib = None  # type: ignore[assignment]
 
 __all__ = [
-    *("MOMENT_4", "MOMENT_8", "SQUARE_4", "SQUARE_8", "BlockCode"),
+    *("MOMENTS_4", "MOMENTS_8", "MOMENT_4", "MOMENT_8", "SQUARE_4", "SQUARE_8", "BlockCode", "MomentsCode"),
     *("round_by_chance", "round_by_chance_by_torch"),
 ]
 
@@ -56,30 +58,18 @@ class BlockCode:
         """Return how many blocks ``count`` elements have."""
         return -(-count // self.block)
 
-    def nbytes(self, count: int) -> int:
-        """Return the bytes of the codes of ``count`` elements: of a last block of 4 bits that is not full, those of a full one.
-        """
-        return count if self.bits == 8 else self.blocks(count) * self.bytes_in_block
-
-    def part(self, codes: torch.Tensor, scales: torch.Tensor, which: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the codes and the scales of the elements ``which``; it begins at a multiple of ``block``, and ends at one or at
-        the end."""
-        first, last = which.start // self.block, self.blocks(which.stop)
-        if self.bits == 8:
-            return codes[which], scales[first:last]
-        return codes[first * self.bytes_in_block : last * self.bytes_in_block], scales[first:last]
-
     @torch.no_grad()
     def encode(self, given: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-        """Write the codes of ``given``, float32 of shape (n,), to ``codes``, uint8 of shape (nbytes(n),), and their scales to
-        ``scales``, float32 of shape (blocks(n),). All without gaps, on one device."""
+        """Write the codes of ``given``, float32 of shape (n,) without gaps, to ``codes``, uint8 of shape (blocks(n),
+        bytes_in_block), and their scales to ``scales``, float32 of shape (blocks(n),). Blocks of both may have gaps between
+        them. All are on one device. The codes of a last block beyond ``n`` are 0."""
         self._check(given, codes, scales)
         if not self._in_c(given):
             self.encode_by_torch(given, codes, scales)
             return
-        addresses = given.data_ptr(), given.numel(), codes.data_ptr(), scales.data_ptr()
         encode = lib.moments_encode8 if self.bits == 8 else lib.moments_encode4
-        encode(*addresses, self._starts.data_ptr(), self._bounds.data_ptr())
+        places = codes.data_ptr(), codes.stride(0), scales.data_ptr(), 4 * scales.stride(0)
+        encode(given.data_ptr(), given.numel(), *places, self._starts.data_ptr(), self._bounds.data_ptr())
 
     @torch.no_grad()
     def decode(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
@@ -89,7 +79,8 @@ class BlockCode:
             self.decode_by_torch(codes, scales, out)
             return
         decode = lib.moments_decode8 if self.bits == 8 else lib.moments_decode4
-        decode(codes.data_ptr(), scales.data_ptr(), out.numel(), out.data_ptr(), self._map.data_ptr())
+        places = codes.data_ptr(), codes.stride(0), scales.data_ptr(), 4 * scales.stride(0)
+        decode(*places, out.numel(), out.data_ptr(), self._map.data_ptr())
 
     def encode_by_torch(self, given: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
         """Do what ``encode`` does by torch's functions."""
@@ -100,29 +91,22 @@ class BlockCode:
         shares = torch.where(fine, blocks / scale[:, None], torch.zeros((), device=given.device))
         found = torch.bucketize(shares, self._bounds[:-1].to(given.device)).to(torch.uint8)
         scales.copy_(scale)
-        if self.bits == 8:
-            codes.copy_(found.view(-1)[: given.numel()])
-            return
         found.view(-1)[given.numel() :] = 0
         half = self.block // 2
-        codes.view(count, half).copy_(found[:, :half] | found[:, half:] << 4)
+        codes.copy_(found if self.bits == 8 else found[:, :half] | found[:, half:] << 4)
 
     def decode_by_torch(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         """Do what ``decode`` does by torch's functions."""
-        count = self.blocks(out.numel())
-        if self.bits == 8:
-            numbers = torch.nn.functional.pad(codes, (0, count * self.block - out.numel())).view(count, self.block)
-        else:
-            pairs = codes.view(count, self.block // 2)
-            numbers = torch.cat((pairs & 15, pairs >> 4), 1)
+        numbers = codes if self.bits == 8 else torch.cat((codes & 15, codes >> 4), 1)
         found = self._map.to(out.device)[numbers.long()].mul_(scales[:, None])
         out.copy_(found.view(-1)[: out.numel()])
 
     def _check(self, values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
-        sizes = codes.numel(), scales.numel()
+        count = self.blocks(values.numel())
         assert values.dtype is torch.float32 is scales.dtype and codes.dtype is torch.uint8
-        assert sizes == (self.nbytes(values.numel()), self.blocks(values.numel())), (values.numel(), sizes)
-        assert values.is_contiguous() and codes.is_contiguous() and scales.is_contiguous()
+        assert codes.shape == (count, self.bytes_in_block), (values.shape, codes.shape)
+        assert scales.shape == (count,), (values.shape, scales.shape)
+        assert values.is_contiguous() and codes.stride(1) == 1
 
     @staticmethod
     def _in_c(values: torch.Tensor) -> bool:
@@ -200,3 +184,48 @@ MOMENT_8 = BlockCode(8, 256, _dynamic(8, True))
 SQUARE_8 = BlockCode(8, 256, _dynamic(8, False))
 MOMENT_4 = BlockCode(4, 128, _dynamic(4, True))
 SQUARE_4 = BlockCode(4, 128, tuple(number / 16 for number in range(1, 17)))
+
+
+@dataclass(frozen=True)
+class MomentsCode:
+    """Code of both moments of Adam in one record for each block: the codes of the ``first``, those of the ``second``, and the
+    scale of each. What is read and written together is one tensor."""
+
+    first: BlockCode
+    second: BlockCode
+
+    @property
+    def block(self) -> int:
+        """Elements of a block."""
+        return self.first.block
+
+    @property
+    def record_bytes(self) -> int:
+        return 2 * self.first.bytes_in_block + 8
+
+    def records(self, kept: torch.Tensor, which: slice) -> torch.Tensor:
+        """Return the records of the elements ``which``, uint8 of shape (blocks, record_bytes): a view of ``kept``, uint8 of
+        shape (n,). ``which`` begins at a multiple of ``block``, and ends at one or at the end."""
+        found = kept.view(-1, self.record_bytes)
+        return found[which.start // self.block : self.first.blocks(which.stop)]
+
+    def encode(self, moments: Sequence[torch.Tensor], records: torch.Tensor) -> None:
+        """Write the codes and scales of both moments, each float32 of shape (n,), to ``records``."""
+        for (code, codes, scales), moment in zip(self._fields(records), moments, strict=True):
+            code.encode(moment, codes, scales)
+
+    def decode(self, records: torch.Tensor, moments: Sequence[torch.Tensor]) -> None:
+        """Write the elements of ``records`` to both moments, each float32 of shape (n,)."""
+        for (code, codes, scales), moment in zip(self._fields(records), moments, strict=True):
+            code.decode(codes, scales, moment)
+
+    def _fields(self, records: torch.Tensor) -> Iterator[tuple[BlockCode, torch.Tensor, torch.Tensor]]:
+        """Yield the code, the codes and the scales of each moment."""
+        size = self.first.bytes_in_block
+        scales = records[:, 2 * size :].view(torch.float32)
+        yield self.first, records[:, :size], scales[:, 0]
+        yield self.second, records[:, size : 2 * size], scales[:, 1]
+
+
+MOMENTS_8 = MomentsCode(MOMENT_8, SQUARE_8)
+MOMENTS_4 = MomentsCode(MOMENT_4, SQUARE_4)

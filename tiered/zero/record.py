@@ -328,9 +328,22 @@ def checked(record: object, what: str) -> dict[str, Any]:
         found = msgspec.convert(record, _Record, strict=True, dec_hook=_as_tensor)
     except _UNFIT as error:
         raise ManifestError(f"{what} is damaged, or of another version: {shown(str(error), 300)}") from error
+    for unit in found.units:
+        _refuse_earlier_codes(unit, what)
     for problem in _problems(found):
         raise ManifestError(f"{what} is damaged: {problem}")
     return record
+
+
+def _refuse_earlier_codes(unit: _Unit, what: str) -> None:
+    """Raise ManifestError for moments in codes that are four states: now they are one."""
+    for parameter, states in ({} if isinstance(unit.states, msgspec.UnsetType) else unit.states).items():
+        for first, form in (("m8", "float32, 1 for 256"), ("m4", "float32, 1 for 128")):
+            if states.get(f"{first}_scale") == form:
+                raise ManifestError(
+                    f"{what} has the moments of {parameter!r} in codes as an earlier release kept them ({first!r}): go on with "
+                    "that release, or give what its float_state_dict() returns to load_state_dict() of an optimizer of this one"
+                )
 
 
 def _as_tensor(kind: type, value: object) -> object:

@@ -26,9 +26,8 @@ from tiered.zero.rules.exact import (
     RMSpropRule,
     SGDRule,
 )
-from tiered.zero.rules.forms import kept_by
 from tiered.zero.rules.inexact import AdamW4bitRoundedRule, AdamW4bitRule, AdamW8bitRoundedRule, AdamW8bitRule, MuonBFloat16Rule
-from tiered.zero.rules.rule import UpdateRule, made_from, torch_name
+from tiered.zero.rules.rule import UpdateRule, made_from
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -448,10 +447,8 @@ class _Encoded(Optimizer):
             rule, parameter = rules[index], parameters[index]
             if not isinstance(rule, AdamW8bitRule | AdamW4bitRule):
                 continue
-            names = {name: torch_name(rule, name) for name in kept_by(rule, torch.float32)}
-            flat = {name: _flat(state.pop(shown)) for name, shown in names.items() if shown in state}
-            for name in rule.decoded:
-                moment = rule.decode(name, flat, parameter.numel())
+            moments = rule.decode(state.pop(rule.state), parameter.numel())
+            for name, moment in zip(rule.decoded, moments, strict=True):
                 state[name] = moment.as_strided(parameter.shape, stride_of(parameter))
         for group in found["param_groups"]:
             group.update(fused=True, foreach=None, amsgrad=False, capturable=False, differentiable=False)
@@ -469,11 +466,11 @@ class AdamW8bit(_Encoded):
     are encoded, small ones too: give those that should have fp32 moments, as embeddings and vectors, a param group with
     ``"rule": zero.AdamWRule(...)``.
 
-    ``state_dict()`` has ``exp_avg_codes``, ``exp_avg_scales``, ``exp_avg_sq_codes`` and ``exp_avg_sq_scales``;
-    ``float_state_dict()`` has fp32 moments, and ``load_state_dict`` takes both. ``rounding="stochastic"`` and ``seed``, for
-    bf16 parameters without masters, as in ``AdamW``. ``where`` as in ``AdamW``. Raises MisuseError
-    for arguments out of range, and for parameters that are divided within a block: in slices, and among ranks in stores of
-    earlier releases.
+    ``state_dict()`` has ``moments8``: for each block a record of 520 bytes, which are the codes of the first moment, those of
+    the second, and both scales. ``float_state_dict()`` has fp32 moments, and ``load_state_dict`` takes both.
+    ``rounding="stochastic"`` and ``seed``, for bf16 parameters without masters, as in ``AdamW``. ``where`` as in ``AdamW``.
+    Raises MisuseError for arguments out of range, and for parameters that are divided within a block: in slices, and among
+    ranks in stores of earlier releases.
     """
 
     def __init__(
@@ -500,7 +497,7 @@ class AdamW4bit(_Encoded):
     As ``AdamW8bit``, with blocks of 128 and maps of 16 values: the dynamic map for the first moment, and multiples of 1/16
     without zero for the second (Li and others, 2023, Memory Efficient Optimizers with 4-bit States,
     https://arxiv.org/abs/2309.01507, which has scales for rows and columns where here each block has one). Two codes are in a
-    byte, so codes have one dimension in ``state_dict()``.
+    byte; ``state_dict()`` has ``moments4``, with records of 136 bytes.
     """
 
     def __init__(

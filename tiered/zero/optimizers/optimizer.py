@@ -36,7 +36,7 @@ from tiered.zero.paging.units import SHARE_STEP, Placement, Sliced, UnitPlan
 from tiered.zero.paging.update import Update, flat_view
 from tiered.zero.rules.exact import AdamWRule
 from tiered.zero.rules.forms import Kept, kept_by
-from tiered.zero.rules.inexact import AdamWBFloat16RoundedRule, AdamWBFloat16Rule
+from tiered.zero.rules.inexact import AdamW4bitRule, AdamW8bitRule, AdamWBFloat16RoundedRule, AdamWBFloat16Rule
 from tiered.zero.rules.rule import (
     SMALLEST_BLOCK,
     WHOLE,
@@ -560,16 +560,17 @@ class Optimizer(TorchOptimizer):
         """Return a state of parameter number ``index`` with its moments as ``rule`` encodes them, where they are floats, as
         torch's class has them."""
         parameter = next(itertools.islice(self._parameters(), index, None))
+        if rule.decoded[0] not in found:
+            return dict(found)
         made = {name: value for name, value in found.items() if name not in rule.decoded}
-        for name in rule.decoded.keys() & found.keys():
-            value = found[name]
+        moments = []
+        for name in rule.decoded:
+            value: Any = found.get(name)
             if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
                 _refuse_state(f"parameter {index}", parameter.shape, found, AdamWRule(0, (0, 0), 0, 0, False), "AdamW")
             flat = torch.empty_strided(parameter.shape, stride_of(parameter), dtype=torch.float32, device="cpu").copy_(value)
-            for state, encoded in rule.encoded(name, flat_view(flat)).items():
-                whole = encoded.numel() == parameter.numel() and encoded.dtype is torch.uint8
-                shaped = encoded.as_strided(parameter.shape, stride_of(parameter)) if whole else encoded
-                made[torch_name(rule, state)] = shaped
+            moments.append(flat_view(flat))
+        made[torch_name(rule, rule.state)] = rule.encoded(moments)
         return made
 
     def _beside(self, state_dict: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
@@ -1066,7 +1067,8 @@ def _refuse_lacking(name: str, shape: torch.Size, found: Mapping[str, Any], rule
     """Raise MisuseError where ``found`` has not all that ``rule`` keeps of a parameter."""
     for key in (*(["step"] if stores_step(rule) else []), *_torch_names(rule, shape)):
         if key not in found:
-            method = "float_state_dict()" if f"{key}_codes" in found else f"state_dict() of an {of}"
+            coded = key in AdamW8bitRule.decoded and {AdamW8bitRule.state, AdamW4bitRule.state} & found.keys()
+            method = "float_state_dict()" if coded else f"state_dict() of an {of}"
             raise MisuseError(f"the state of {name} has no {key!r}: give what {method} returns")
 
 

@@ -26,6 +26,9 @@ __all__ = ["Kept", "as_kept", "kept_by"]
 UNMASTERED = "unmastered"
 """The name, but for its number, of what is no state and says that a narrow parameter has no master."""
 
+MOST_VALUES = 16
+"""Largest number of values of a state, by the elements of their block."""
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -110,7 +113,7 @@ def as_kept(shown: str) -> Kept:
     found = Kept(dtype, int(block), int(values))
     wrong = found.block % SMALLEST_BLOCK or not SMALLEST_BLOCK <= found.block <= LARGEST_BLOCK
     few = found.block == SMALLEST_BLOCK and found.values
-    if wrong or few or not 0 <= found.values <= found.block or str(found) != shown:
+    if wrong or few or not 0 <= found.values <= MOST_VALUES * found.block or str(found) != shown:
         raise ValueError(f"{shown!r} is no form of a state")
     return found
 
@@ -139,13 +142,14 @@ def kept_by(rule: UpdateRule, wide: torch.dtype) -> dict[str, Kept]:
     else:
         for name, spec in rule.state_specs(_spec((block,), wide)).items():
             dtype = vars(torch).get(spec.dtype)
-            some = block > SMALLEST_BLOCK and len(spec.shape) == 1 and 1 <= spec.shape[0] <= block
+            some = block > SMALLEST_BLOCK and len(spec.shape) == 1 and 1 <= spec.shape[0] <= MOST_VALUES * block
             fits = tuple(spec.shape) == (block,) or some
             if not fits or not isinstance(dtype, torch.dtype):
                 raise MisuseError(
                     f"{type(rule).__name__} keeps {name!r} as {spec.dtype} of shape {list(spec.shape)} for a parameter of "
                     f"shape {[block]}: a state has one value for each element (of a rule with a number for granularity: up to "
-                    "so many values for each block); what is the same for all can be computed from the number of the step"
+                    f"{MOST_VALUES} times as many for each block); what is the same for all can be computed from the number of "
+                    "the step"
                 )
             found[name] = Kept(dtype, block, spec.shape[0])
     if not found and block != SMALLEST_BLOCK:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from tiered import TensorSpec
-from tiered.packing.moments import MOMENT_4, MOMENT_8, SQUARE_4, SQUARE_8, BlockCode
+from tiered.packing.moments import MOMENTS_4, MOMENTS_8, MomentsCode
 from tiered.zero.rules.exact import MuonRule, adamw_step
 from tiered.zero.rules.rule import State
 
@@ -24,23 +23,10 @@ PART = 1 << 19
 parameter."""
 
 
-class _Kept(threading.local):
-    """The buffer for both moments of a part, which stays: fresh memory takes longer to come than what an update computes in
-    it."""
-
-    wide: torch.Tensor | None = None
-
-
-_KEPT = _Kept()
-
-
 def _parts(param: torch.Tensor) -> Iterator[tuple[slice, tuple[torch.Tensor, torch.Tensor]]]:
     """Yield the parts of ``param``, flat, each with a buffer for its moments, which have the type of ``param``."""
     count = param.numel()
-    if param.dtype is torch.float32 and param.device.type == "cpu":
-        wide = _KEPT.wide = torch.empty(2 * PART, device="cpu") if _KEPT.wide is None else _KEPT.wide
-    else:
-        wide = torch.empty(2 * min(count, PART), dtype=param.dtype, device=param.device)
+    wide = torch.empty(2 * min(count, PART), dtype=param.dtype, device=param.device)
     for begin in range(0, count, PART):
         size = min(PART, count - begin)
         yield slice(begin, begin + size), (wide[:size], wide[wide.numel() - size :])
@@ -76,48 +62,40 @@ class AdamWBFloat16Rule:
 class _Encoded:
     """Update of AdamW whose moments are codes in the store: a step decodes them, is that of ``AdamWRule``, and encodes them."""
 
-    codes: ClassVar[Mapping[str, BlockCode]]
-    """By the name of the state, how each moment is encoded."""
-    decoded: ClassVar[Mapping[str, str]]
-    """By what torch calls a moment, the name of its state."""
+    code: ClassVar[MomentsCode]
+    state: ClassVar[str]
+    """The name of the one state: the records of both moments."""
+    decoded: ClassVar[tuple[str, str]] = ("exp_avg", "exp_avg_sq")
+    """What torch calls the moments."""
 
     def state_specs(self, param: TensorSpec) -> Mapping[str, TensorSpec]:
-        found = {}
-        for name, code in self.codes.items():
-            found[name] = TensorSpec("uint8", (code.bytes_in_block,), 1)
-            found[f"{name}_scale"] = TensorSpec("float32", (1,), 4)
-        return found
+        return {self.state: TensorSpec("uint8", (self.code.record_bytes,), 1)}
 
     def update(self, param: torch.Tensor, grad: torch.Tensor, state: State, step: int) -> None:
         for part, wide in _parts(param):
-            kept = [(code, *code.part(state[name], state[f"{name}_scale"], part)) for name, code in self.codes.items()]
-            for moment, (code, codes, scales) in zip(wide, kept, strict=True):
+            records = self.code.records(state[self.state], part)
+            narrow = wide if param.dtype is torch.float32 else tuple(moment.float() for moment in wide)
+            if step > 1:
+                self.code.decode(records, narrow)
+            for moment, decoded in zip(wide, narrow, strict=True):
                 if step == 1:
                     moment.zero_()
-                elif moment.dtype is torch.float32:
-                    code.decode(codes, scales, moment)
-                else:
-                    narrow = torch.empty(moment.numel(), device=moment.device)
-                    code.decode(codes, scales, narrow)
-                    moment.copy_(narrow)
+                elif moment is not decoded:
+                    moment.copy_(decoded)
             adamw_step(self, param[part], grad[part], *wide, step)  # type: ignore[arg-type]  # a dataclass with these fields
-            for moment, (code, codes, scales) in zip(wide, kept, strict=True):
-                code.encode(moment.float(), codes, scales)
+            self.code.encode([moment.float() for moment in wide], records)
 
-    def encoded(self, name: str, moment: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the states of a whole moment, any float of shape (n,) in memory order, that torch calls ``name``."""
-        state = self.decoded[name]
-        code, count = self.codes[state], moment.numel()
-        codes = torch.empty(code.nbytes(count), dtype=torch.uint8, device="cpu")
-        scales = torch.empty(code.blocks(count), device="cpu")
-        code.encode(moment.to("cpu", torch.float32).contiguous(), codes, scales)
-        return {state: codes, f"{state}_scale": scales}
+    def encoded(self, moments: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the state of both moments of a whole parameter, each any float of shape (n,) in memory order."""
+        count = moments[0].numel()
+        records = torch.empty((self.code.first.blocks(count), self.code.record_bytes), dtype=torch.uint8, device="cpu")
+        self.code.encode([moment.to("cpu", torch.float32).contiguous() for moment in moments], records)
+        return records.flatten()
 
-    def decode(self, name: str, state: State, count: int) -> torch.Tensor:
-        """Return the moment that torch calls ``name``, float32 of shape (count,), of a whole parameter's states (flat)."""
-        found = torch.empty(count, device="cpu")
-        kept = self.decoded[name]
-        self.codes[kept].decode(state[kept], state[f"{kept}_scale"], found)
+    def decode(self, state: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return both moments, float32 of shape (count,), of a whole parameter's state (flat)."""
+        found = torch.empty(count, device="cpu"), torch.empty(count, device="cpu")
+        self.code.decode(self.code.records(state, slice(0, count)), found)
         return found
 
 
@@ -131,13 +109,9 @@ class AdamW8bitRule(_Encoded):
     weight_decay: float = 1e-2
     maximize: bool = False
 
-    granularity: ClassVar[int] = MOMENT_8.block
-    codes: ClassVar[Mapping[str, BlockCode]] = {"m8": MOMENT_8, "v8": SQUARE_8}
-    decoded: ClassVar[Mapping[str, str]] = {"exp_avg": "m8", "exp_avg_sq": "v8"}
-    torch_names: ClassVar[Mapping[str, str]] = {
-        "m8": "exp_avg_codes", "m8_scale": "exp_avg_scales",
-        "v8": "exp_avg_sq_codes", "v8_scale": "exp_avg_sq_scales",
-    }
+    granularity: ClassVar[int] = MOMENTS_8.block
+    code: ClassVar[MomentsCode] = MOMENTS_8
+    state: ClassVar[str] = "moments8"
 
 
 @dataclass(frozen=True)
@@ -150,13 +124,9 @@ class AdamW4bitRule(_Encoded):
     weight_decay: float = 1e-2
     maximize: bool = False
 
-    granularity: ClassVar[int] = MOMENT_4.block
-    codes: ClassVar[Mapping[str, BlockCode]] = {"m4": MOMENT_4, "v4": SQUARE_4}
-    decoded: ClassVar[Mapping[str, str]] = {"exp_avg": "m4", "exp_avg_sq": "v4"}
-    torch_names: ClassVar[Mapping[str, str]] = {
-        "m4": "exp_avg_codes", "m4_scale": "exp_avg_scales",
-        "v4": "exp_avg_sq_codes", "v4_scale": "exp_avg_sq_scales",
-    }
+    granularity: ClassVar[int] = MOMENTS_4.block
+    code: ClassVar[MomentsCode] = MOMENTS_4
+    state: ClassVar[str] = "moments4"
 
 
 @dataclass(frozen=True)
