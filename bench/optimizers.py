@@ -30,6 +30,7 @@ from tiered.cli.measure import Meter, Spread, environment, peak_memory
 from tiered.cli.output import Progress, told_environment
 from tiered.cli.train.model import GPT, STATE_BYTES, Shape, build, seeded_initialiser
 from tiered.cli.train.optimizers import decayed, kind_named
+from tiered.cli.train.options import OPTIMIZERS
 from tiered.types import format_size
 
 MEMORY = "in memory: torch's AdamW"
@@ -129,7 +130,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=1, help="texts of a step")
     parser.add_argument("--share", type=float, default=0.1, help="of parameters and fp32 moments that memory has room for")
     parser.add_argument("--steps", type=int, default=7, help="that count")
-    parser.add_argument("--optimizer", action="append", help=f"default: {', '.join(STORED)}")
+    parser.add_argument("--optimizer", action="append", choices=OPTIMIZERS, help=f"default: {', '.join(STORED)}")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:

@@ -211,3 +211,11 @@ def test_two_optimizers_cannot_take_turns(store: TieredStore, update: str) -> No
     step(first)
     with pytest.raises(MisuseError, match="take turns"):
         second.state_dict()
+
+
+@pytest.mark.parametrize("kind", [zero.Adam, zero.NAdam, zero.RAdam, zero.Adamax])
+@pytest.mark.parametrize("betas", [(0.9,), (0.9, 0.99, 0.999)])
+def test_two_betas(kind: type[zero.Optimizer], betas: tuple[float, ...]) -> None:
+    """torch's classes take three, and use two."""
+    with pytest.raises(MisuseError, match=rf"{kind.__name__} has two"):
+        kind([nn.Parameter(torch.ones(3))], betas=betas)  # type: ignore[call-arg]

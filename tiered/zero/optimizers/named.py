@@ -72,6 +72,8 @@ class _Named(Optimizer):
         self._refuse_group(settings)
         if any(isinstance(value, torch.Tensor) and value.numel() != 1 for value in settings.values()):
             raise MisuseError(f"a hyper-parameter of {type(self).__name__} is a tensor of several elements: give one")
+        if len(settings.get("betas", (0, 0))) != 2:
+            raise MisuseError(f"betas={settings['betas']} are {len(settings['betas'])}: {type(self).__name__} has two")
         try:
             defaults = self._torch([torch.zeros(1, device="cpu")], **settings).defaults
         except ValueError as error:  # what is out of range
