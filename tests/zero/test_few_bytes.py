@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import importlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from tiered import ManifestError, MisuseError, TensorSpec, TieredStore, zero
 from tiered.packing import moments
 from tiered.store.at_rest import StoreAtRest
 from tiered.zero.checkpoint.checkpoint import read_record
+from tiered.zero.checkpoint.exports import export_dcp
 from tiered.zero.checkpoint.safetensors import export_at_rest
 
 STEPS = 8
@@ -308,6 +310,19 @@ def test_a_damaged_chunk_is_noticed(tmp_path: Path) -> None:
         store.close()
 
 
+def test_codes_are_not_exported_for_others(tmp_path: Path) -> None:
+    """Before anything is written; safetensors has the values."""
+    with opened(tmp_path / "store", CUT) as store:
+        model = zero.page(built(), store, name="m")
+        ours = zero.AdamW8bit(model.parameters(), lr=1e-3)
+        continued(model, ours, range(2))
+        zero.commit(model, ours)
+        store.close()
+    with pytest.raises(MisuseError, match=r"keeps 'moments8' as uint8, 520 for 256, which torch-dcp has no place for"):
+        export_dcp(tmp_path / "store", tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()
+
+
 @pytest.mark.parametrize("kind", CASES)
 def test_states_of_parameters_in_memory(kind: str, tmp_path: Path) -> None:
     found, reference, model = CASES[kind], built(), built()
@@ -482,9 +497,51 @@ def test_what_is_refused(store: TieredStore) -> None:
     coded = zero.AdamW8bit(model.parameters())
     continued(model, coded, range(1))
     state = coded.state_dict()
-    state["state"][0]["moments8"] = torch.ones(3)
+    state["state"][0]["moments8"] = torch.ones(3, dtype=torch.uint8)
     with pytest.raises(MisuseError, match=r"'moments8' of 'blocks.0.scale' has shape \(3,\)"):
         coded.load_state_dict(state)
+
+
+WRONG = {
+    "short": (lambda v: v[:-1], r"'moments8' of .* has shape \(.*\), and the parameter has shape .*, for which it has"),
+    "empty": (lambda v: v[:0], "'moments8' of .* has shape"),
+    "twice": (lambda v: torch.cat([v, v]), "'moments8' of .* has shape"),
+    "records": (lambda v: v.view(-1, 520), "'moments8' of .* has shape"),
+    "one": (lambda v: torch.tensor([7], dtype=torch.uint8), "'moments8' of .* has shape"),
+    "floats": (lambda v: v.float(), r"'moments8' of .* is torch.float32, .*: torch.uint8 is expected"),
+    "signed": (lambda v: v.to(torch.int8), "'moments8' of .* is torch.int8"),
+    "meta": (lambda v: v.to("meta"), "'moments8' of .* on meta"),
+    "list": (lambda v: v.tolist(), "'moments8' of .* is list: a tensor is expected"),
+    "none": (lambda v: None, "has no 'moments8'"),
+}
+
+
+@pytest.mark.parametrize("resident", [False, True], ids=["paged", "resident"])
+@pytest.mark.parametrize("how", WRONG)
+def test_wrong_records_are_refused_and_nothing_changes(store: TieredStore, how: str, resident: bool) -> None:
+    model = built() if resident else zero.page(built(), store)
+    coded = zero.AdamW8bit(model.parameters(), **({"store": store} if resident else {}))
+    continued(model, coded, range(2))
+    good, wrong = copy.deepcopy(coded.state_dict()), copy.deepcopy(coded.state_dict())
+    change, says = WRONG[how]
+    wrong["state"][1]["moments8"] = change(wrong["state"][1]["moments8"])
+    with pytest.raises(MisuseError, match=says):
+        coded.load_state_dict(wrong)
+    same_states(coded.state_dict(), good)
+    coded.load_state_dict(good)
+
+
+@pytest.mark.parametrize("resident", [False, True], ids=["paged", "resident"])
+@pytest.mark.parametrize("step", [-3, 1.5, "x", math.nan, torch.ones(2)], ids=str)
+def test_a_number_of_steps_that_is_none(store: TieredStore, step: Any, resident: bool) -> None:
+    model = built() if resident else zero.page(built(), store)
+    ours = zero.AdamW(model.parameters(), **({"store": store} if resident else {}))
+    continued(model, ours, range(2))
+    good, wrong = copy.deepcopy(ours.state_dict()), copy.deepcopy(ours.state_dict())
+    wrong["state"][1]["step"] = step
+    with pytest.raises(MisuseError, match=r"'step' of this state is .*: it is how many steps were made"):
+        ours.load_state_dict(wrong)
+    same_states(ours.state_dict(), good)
 
 
 def test_slices_that_end_within_a_block(tmp_path: Path) -> None:

@@ -336,14 +336,9 @@ def checked(record: object, what: str) -> dict[str, Any]:
 
 
 def _refuse_earlier_codes(unit: _Unit, what: str) -> None:
-    """Raise ManifestError for moments in codes that are four states: now they are one."""
     for parameter, states in ({} if isinstance(unit.states, msgspec.UnsetType) else unit.states).items():
-        for first, form in (("m8", "float32, 1 for 256"), ("m4", "float32, 1 for 128")):
-            if states.get(f"{first}_scale") == form:
-                raise ManifestError(
-                    f"{what} has the moments of {parameter!r} in codes as an earlier release kept them ({first!r}): go on with "
-                    "that release, or give what its float_state_dict() returns to load_state_dict() of an optimizer of this one"
-                )
+        if inexact.are_earlier_codes(states):
+            raise ManifestError(f"{what} has the moments of {parameter!r} in {inexact.EARLIER_CODES}")
 
 
 def _as_tensor(kind: type, value: object) -> object:

@@ -115,6 +115,15 @@ class Exported:
             return form.dtype
         return torch.float64 if self._source.described(name)[2] is torch.float64 else torch.float32
 
+    def refuse_blocks(self, name: str, kind: str) -> None:
+        """Raise MisuseError for a state that has not one value for each element."""
+        form = self._states.get(self._source.first_part(name), {}).get(kind)
+        if form is not None and not form.elementwise:
+            raise MisuseError(
+                f"{name!r} keeps {kind!r} as {form}, which torch-dcp has no place for: export safetensors, which have the "
+                "values, and save what the optimizer's state_dict() returns, or float_state_dict() of one with codes"
+            )
+
     def state(self, name: str, kind: str) -> torch.Tensor:
         """Return a state of a parameter, by our name of it."""
         found = self._source.whole(name, kind)
@@ -260,6 +269,7 @@ def export_dcp(
             model_part[name] = torch.empty(shape, dtype=dtype, device="meta")
             made[f"model.{name}"] = lambda name=name: found.value(name)  # type: ignore[misc]
             for theirs, kind in found.states_of(name).items():
+                found.refuse_blocks(name, kind)
                 states.setdefault(name, {})[theirs] = torch.empty(shape, dtype=found.type_of(name, kind), device="meta")
                 made[f"optimizer.state.{name}.{theirs}"] = lambda name=name, kind=kind: found.state(name, kind)  # type: ignore[misc]
             if name in found.steps:

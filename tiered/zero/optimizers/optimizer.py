@@ -508,7 +508,7 @@ class Optimizer(TorchOptimizer):
         lacking = [
             index
             for index, found in states.items()
-            if ours[index].keys() - {"master"} and not moments[index].keys() - {"step", "master"}
+            if ours[index].keys() - {"master"} and not moments[index].keys() - _beside_states(rules[index])
         ]
         for index in lacking:  # torch has a state of SGD without a momentum before the first step
             del states[index], moments[index]
@@ -520,6 +520,7 @@ class Optimizer(TorchOptimizer):
                 if index < len(rules):
                     shape = self._resident.locals[index].shape
                     _refuse_lacking(f"parameter {index}", shape, found, rules[index], type(self).__name__)
+                    _refuse_forms(f"parameter {index}", shape, found, rules[index])
             steps = {index: int(found.get("step", 1)) for index, found in moments.items()}
             before = [self._rules[local.group] for local in self._resident.locals]
             for old, new in zip(before, rules, strict=False):
@@ -602,7 +603,11 @@ class Optimizer(TorchOptimizer):
 
     @staticmethod
     def _refuse_scalars(rule: UpdateRule, found: Mapping[str, Any]) -> None:
-        """Raise MisuseError where a state has other scalars than those that follow from the number of its step."""
+        """Raise MisuseError where the number of steps is none, or a state has other scalars than those that follow from it."""
+        step = found.get("step", 1)
+        number = step.item() if isinstance(step, torch.Tensor) and step.numel() == 1 and not step.is_meta else step
+        if type(number) not in (int, float) or not 0 <= number < 2**53 or number != int(number):
+            raise MisuseError(f"'step' of this state is {step!r:.100}: it is how many steps were made")
         for name, value in Optimizer._counts(rule, int(found.get("step", 1))).items():
             if name != "step" and name in found and float(found[name]) != float(value):
                 raise MisuseError(
@@ -1052,15 +1057,36 @@ def _refuse_paged(optimizer: TorchOptimizer, args: object, kwargs: object) -> No
 def _refuse_state(name: str, shape: torch.Size, found: Mapping[str, Any], rule: UpdateRule, of: str) -> None:
     """Raise MisuseError unless ``found`` is what ``state_dict`` gives for a parameter of that shape."""
     _refuse_lacking(repr(name), shape, found, rule, of)
-    forms = {torch_name(rule, name): form for name, form in kept_by(rule, torch.float32).items()}
-    names = tuple(forms)
-    for key in (*names, "master"):
-        value, blocked = found.get(key), key in forms and not forms[key].elementwise
-        fitting = forms[key].fitting(shape) if blocked else shape
-        if key in found and not (isinstance(value, torch.Tensor) and value.shape == fitting):
+    _refuse_forms(repr(name), shape, found, rule)
+    whole = [torch_name(rule, kept) for kept, form in kept_by(rule, torch.float32).items() if form.elementwise]
+    for key in (*whole, "master"):
+        value = found.get(key)
+        if key in found and not (isinstance(value, torch.Tensor) and value.shape == shape):
             what = f"has shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"is {type(value).__name__}"
-            due = f", for which it has {tuple(fitting)}" if blocked else ""
-            raise MisuseError(f"{key!r} of {name!r} {what}, and the parameter has shape {tuple(shape)}{due}")
+            raise MisuseError(f"{key!r} of {name!r} {what}, and the parameter has shape {tuple(shape)}")
+
+
+def _beside_states(rule: UpdateRule) -> set[str]:
+    """Return what a state may have where torch has no state yet: of SGD without a momentum before the first step."""
+    return {"master"} if stores_step(rule) else {"master", "step"}
+
+
+def _refuse_forms(name: str, shape: torch.Size, found: Mapping[str, Any], rule: UpdateRule) -> None:
+    """Raise MisuseError for states of another type than ``rule`` keeps, and for those of blocks, or of rows and columns, of
+    another size than a parameter of that shape has."""
+    for key, form in ((torch_name(rule, name), form) for name, form in kept_by(rule, torch.float32).items()):
+        value = found.get(key)
+        if value is None:
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise MisuseError(f"{key!r} of {name} is {type(value).__name__}: a tensor is expected")
+        fits = value.dtype.is_floating_point if form.dtype.is_floating_point else value.dtype is form.dtype
+        if not fits or value.layout is not torch.strided or value.is_meta:
+            kind = "a float" if form.dtype.is_floating_point else str(form.dtype)
+            raise MisuseError(f"{key!r} of {name} is {value.dtype}, {value.layout}, on {value.device}: {kind} is expected")
+        if not form.elementwise and value.shape != form.fitting(shape):
+            due = f"the parameter has shape {tuple(shape)}, for which it has {tuple(form.fitting(shape))}"
+            raise MisuseError(f"{key!r} of {name} has shape {tuple(value.shape)}, and {due}")
 
 
 def _refuse_lacking(name: str, shape: torch.Size, found: Mapping[str, Any], rule: UpdateRule, of: str) -> None:
