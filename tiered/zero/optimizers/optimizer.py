@@ -605,8 +605,11 @@ class Optimizer(TorchOptimizer):
     def _refuse_scalars(rule: UpdateRule, found: Mapping[str, Any]) -> None:
         """Raise MisuseError where the number of steps is none, or a state has other scalars than those that follow from it."""
         step = found.get("step", 1)
-        number = step.item() if isinstance(step, torch.Tensor) and step.numel() == 1 and not step.is_meta else step
-        if type(number) not in (int, float) or not 0 <= number < 2**53 or number != int(number):
+        try:
+            number = float(step)
+        except (TypeError, ValueError, RuntimeError):  # no number, or a tensor that has not one
+            number = -1.0
+        if not (0 <= number < 2**53 and number.is_integer()):
             raise MisuseError(f"'step' of this state is {step!r:.100}: it is how many steps were made")
         for name, value in Optimizer._counts(rule, int(found.get("step", 1))).items():
             if name != "step" and name in found and float(found[name]) != float(value):
