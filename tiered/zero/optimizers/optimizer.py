@@ -36,7 +36,13 @@ from tiered.zero.paging.units import SHARE_STEP, Placement, Sliced, UnitPlan
 from tiered.zero.paging.update import Update, flat_view
 from tiered.zero.rules.exact import AdamWRule
 from tiered.zero.rules.forms import Kept, kept_by
-from tiered.zero.rules.inexact import AdamW4bitRule, AdamW8bitRule, AdamWBFloat16RoundedRule, AdamWBFloat16Rule
+from tiered.zero.rules.inexact import (
+    EARLIER_CODES,
+    AdamW4bitRule,
+    AdamW8bitRule,
+    AdamWBFloat16RoundedRule,
+    AdamWBFloat16Rule,
+)
 from tiered.zero.rules.rule import (
     SMALLEST_BLOCK,
     WHOLE,
@@ -1095,6 +1101,8 @@ def _refuse_forms(name: str, shape: torch.Size, found: Mapping[str, Any], rule: 
 def _refuse_lacking(name: str, shape: torch.Size, found: Mapping[str, Any], rule: UpdateRule, of: str) -> None:
     """Raise MisuseError where ``found`` has not all that ``rule`` keeps of a parameter."""
     for key in (*(["step"] if stores_step(rule) else []), *_torch_names(rule, shape)):
+        if key in (AdamW8bitRule.state, AdamW4bitRule.state) and key not in found and "exp_avg_codes" in found:
+            raise MisuseError(f"the state of {name} has the moments in {EARLIER_CODES}")
         if key not in found:
             coded = key in AdamW8bitRule.decoded and {AdamW8bitRule.state, AdamW4bitRule.state} & found.keys()
             method = "float_state_dict()" if coded else f"state_dict() of an {of}"

@@ -305,8 +305,7 @@ class Resident:
             if "rule" in layout and isinstance(said_then, dict) and "constants" not in said_then:  # of a time before they were
                 expected = {**layout, "rule": {name: said for name, said in layout["rule"].items() if name != "constants"}}
             if committed != expected:
-                said = (said_then or {}).get("states", {}) if isinstance(said_then, dict) else {}
-                if are_earlier_codes(said):
+                if isinstance(said_then, dict) and are_earlier_codes(said_then.get("states", {})):
                     raise MisuseError(f"param group {group} was committed as {self.name!r} with {EARLIER_CODES}")
                 difference = _difference(committed, expected)
                 raise MisuseError(f"param group {group} is not what was committed as {self.name!r}: {difference}")
