@@ -187,15 +187,15 @@ def time_by_budget() -> str:
         points = [(number(row[0]), number(row[column])) for row in rows]
         training.curve(points, kind)
         picture.text(training.x(points[0][0]) + beside[0], training.y(points[0][1]) + beside[1], name, kind)
-    tokens = rows_of("generate_2core-virtio_2026-11-23.md", "| C / W |")
+    tokens = rows_of("generate_2core-virtio_2026-11-25.md", "| C / W |")
     generating = Chart(
         picture,
         (450, 70, 270, 230),
         (lambda x: x / 100, [(x, f"{x} %") for x in (0, 25, 50, 75, 100)], "memory for weights, of all weights"),
-        (1.6, [(y, f"{y:g}") for y in (0, 0.4, 0.8, 1.2, 1.6)], "seconds a token, measured"),
+        (4, [(y, f"{y:g}") for y in (0, 1, 2, 3, 4)], "seconds a token, measured"),
     )
-    picture.text(450, 30, "Generating, 1.5 GiB of weights", bold="bold", size=16)
-    labels = (("tiered", "a", 0, (-8, 24)), ("accelerate", "b", 1, (-66, 26)), ("mapped", "d", 1, (10, 0)))
+    picture.text(450, 30, "Generating, 3.2 GiB of weights", bold="bold", size=16)
+    labels = (("tiered", "a", 0, (-14, 34)), ("accelerate", "b", 1, (10, -2)), ("mapped", "d", 1, (-62, 24)))
     for way, kind, at, beside in labels:
         points = [(100 * number(row[0]), number(row[2])) for row in tokens if row[1] == way and row[2]]
         generating.curve(points, kind)
