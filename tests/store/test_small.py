@@ -14,9 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
+from tests.fakes import in_child
 from tests.store.chains import numbers
-from tiered import KeyNotFound, LeaseConflict, ManifestError, MisuseError, SmallTensors, TensorSpec, TieredStore
-from tiered.small.names import HEAD_BYTES, UNIT, Head, Names, Record, deletion, description, location, presence
+from tiered import KeyNotFound, LeaseConflict, ManifestError, MisuseError, SmallTensors, TensorSpec, TieredError, TieredStore
+from tiered.small.names import HEAD_BYTES, UNIT, Head, Names, Record, deletion, description, location, number_after, presence
 
 MIB = 1 << 20
 KINDS = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
@@ -439,3 +440,100 @@ def test_a_head_is_one_line_of_64_bytes() -> None:
 
     assert ctypes.sizeof(Head) == HEAD_BYTES
     assert Record.of(5000).page == 4096
+
+
+def test_only_exact_keys_are_pages() -> None:
+    assert number_after("s/page", "s/page12") == 12
+    assert number_after("s/page", "s/page0") == 0
+    for other in ("s/page", "s/page/3", "s/pages12", "s/page007", "s/page1x", "t/page1", "s/page" + "9" * 30, "s/page\u0663"):
+        assert number_after("s/page", other) is None, other
+
+
+def test_neighbours_with_similar_names_stay(store: TieredStore) -> None:
+    others = {key: numbers(3, at) for at, key in enumerate(["s/pages/3", "s/pages12", "s/page/1", "s/page007", "s/names/x1"])}
+    store.update(others)
+    nested = store.small("s/names", page="4KiB")
+    nested.update({f"{number}": numbers(100, number) for number in range(100)})
+    table = store.table("s/page", 100, 4)
+    table[:] = torch.ones(100, 4)
+    small = store.small("s", page="4KiB")
+    small.update({f"{number}": numbers(100, number) for number in range(100)})
+    store.commit()
+    store.rollback()
+    small["x"] = torch.zeros(1)
+    small.drop()
+    assert all(same(store[key], one) for key, one in others.items())
+    assert all(same(nested[f"{number}"], numbers(100, number)) for number in range(100))
+    assert table[:].eq(1).all()
+
+
+def test_tensors_of_many_dimensions(store: TieredStore, tmp_path: Path) -> None:
+    small = store.small("s")
+    small["64"] = torch.ones([1] * 64)
+    with pytest.raises(MisuseError, match="has 65 dimensions; small tensors have at most 64"):
+        small["65"] = torch.ones([1] * 65)
+    store.commit()
+    with TieredStore.open(tmp_path / "state", dram=MIB, access="read") as reader:
+        assert reader.small("s")["64"].shape == (1,) * 64
+
+
+def test_pairs_may_use_one_tensor_for_all(store: TieredStore) -> None:
+    small, buffer = store.small("s"), torch.empty(8)
+    small.update((f"{number}", buffer.fill_(number)) for number in range(100))
+    assert [int(small[f"{number}"][0]) for number in range(100)] == list(range(100))
+
+
+def test_a_page_that_the_pool_cannot_hold_is_refused_and_leaves_nothing(store: TieredStore) -> None:
+    with pytest.raises(MisuseError, match="too large for a pool of 1,048,576 bytes, of which a page takes an eighth"):
+        store.small("s", page="2MiB")
+    assert list(store) == []
+    assert store.small("s", page="128KiB").page_bytes == 128 << 10
+
+
+def test_of_threads_that_make_them_one_does(store: TieredStore) -> None:
+    for trial in range(20):
+        meet, seen = threading.Barrier(4), list[object]()
+
+        def work(mine: int, trial: int = trial, meet: threading.Barrier = meet, seen: list[object] = seen) -> None:
+            meet.wait()
+            try:
+                small = store.small(f"s{trial}", page="4KiB")
+                small[f"{mine}"] = torch.full((3,), mine)
+                seen.append(small)
+            except BaseException as error:
+                seen.append(error)
+
+        threads = [threading.Thread(target=work, args=(mine,)) for mine in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(set(map(id, seen))) == 1, seen
+        assert sorted(store.small(f"s{trial}")) == ["0", "1", "2", "3"]
+
+
+def test_a_subclass_is_copied_as_torch_reads_it(store: TieredStore) -> None:
+    class Twice(torch.Tensor):
+        pass
+
+    small = store.small("s")
+    small["a"] = torch.arange(5.0).as_subclass(Twice)  # type: ignore[arg-type]
+    small["p"] = torch.nn.Parameter(torch.ones(2))
+    assert type(small["a"]) is torch.Tensor
+    assert small["a"].tolist() == [0, 1, 2, 3, 4]
+    assert small["p"].tolist() == [1, 1]
+
+
+def test_a_forked_child_is_refused_also_while_a_thread_has_the_lock(store: TieredStore) -> None:
+    small = store.small("s")
+    small["a"] = torch.ones(2)
+
+    def body() -> str:
+        try:
+            return f"{small['a']}"
+        except TieredError as error:
+            return str(error)
+
+    with small._lock:
+        said = in_child(body)
+    assert "forked child" in said

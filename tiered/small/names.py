@@ -28,6 +28,7 @@ __all__ = [
     "HEAD_BYTES",
     "LARGEST_PLACE",
     "LONGEST_KEY",
+    "MOST_DIMENSIONS",
     "MOST_SPECS",
     "UNIT",
     "Head",
@@ -36,7 +37,7 @@ __all__ = [
     "deletion",
     "location",
     "names_key",
-    "number_of",
+    "number_after",
     "open_key",
     "page_key",
     "page_of",
@@ -62,7 +63,8 @@ _ENTRY_OF_KEY = struct.Struct("<BHIQI")
 """Kind, bytes of the key, number of the spec, page, distance from its end in units."""
 _ENTRY_OF_SPEC = struct.Struct("<BHIB")
 """Kind, bytes of the name of the type, number of the spec, dimensions."""
-_MOST_DIMENSIONS = 64
+MOST_DIMENSIONS = 64
+"""Dimensions of a small tensor."""
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -149,10 +151,11 @@ def names_key(name: str, part: int) -> Key:
     return f"{name}/names{part}"
 
 
-def number_of(key: Key) -> int | None:
-    """Return the number at the end of the key of a page or of a part of the log; None where there is none."""
-    digits = key.rpartition("/")[2].lstrip("abcdefghijklmnopqrstuvwxyz")
-    return int(digits) if digits.isascii() and digits.isdecimal() else None
+def number_after(prefix: str, key: Key) -> int | None:
+    """Return the number that follows ``prefix`` in ``key``; None where ``key`` is not exactly that."""
+    rest = key[len(prefix) :] if key.startswith(prefix) else ""
+    exact = rest.isascii() and rest.isdecimal() and len(rest) < 20 and (rest[0] != "0" or rest == "0")
+    return int(rest) if exact else None
 
 
 def location(page: int, place: int, spec: int) -> int:
@@ -251,7 +254,7 @@ class Names:
         at += 8 * dimensions
         name = log[at : at + length].decode()
         wrong = f"its entry at byte {begin} is of no shape and type"
-        if dimensions > _MOST_DIMENSIONS or not name.isidentifier() or len(name) != length:
+        if dimensions > MOST_DIMENSIONS or not name.isidentifier() or len(name) != length:
             raise ValueError(wrong)
         try:
             spec = TensorSpec(name, shape)

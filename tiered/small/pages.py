@@ -1,22 +1,25 @@
 """``Pages``: the pages of small tensors, with what is known of where each key is.
 
 The store has the state: pages, the log of their names, and a head whose stamp is another one after each change (``names``).
-What is known of it here is as good as its stamp: each call leases the open page, compares the stamp, and reads the log anew
-where it differs. So a commit, ``rollback``, ``refresh``, a reader and another process see small tensors as they see any tensor.
+``Known`` is what is known of it, and as good as its stamp: each call leases the open page, compares the stamp, and reads the
+log anew where it differs. So a commit, ``rollback``, ``refresh``, a reader and another process see small tensors as they see
+any tensor. A change that takes several leases holds one of the record meanwhile, beside which the store cannot go back.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 
-from tiered.errors import KeyNotFound, ManifestError, MisuseError, TransferError, shortened
+from tiered.errors import CapacityError, KeyNotFound, LeaseConflict, ManifestError, MisuseError, TransferError, shortened
 from tiered.small.names import (
     HEAD_BYTES,
     LARGEST_PLACE,
@@ -28,11 +31,13 @@ from tiered.small.names import (
     description,
     location,
     names_key,
-    number_of,
+    number_after,
     open_key,
     page_key,
+    page_of,
     place_of,
     presence,
+    record_key,
     spec_of,
     units,
 )
@@ -41,7 +46,7 @@ from tiered.tensors.specs import dtype_of, flat
 from tiered.tensors.specs import spec_of as spec_of_tensor
 from tiered.types import Key, TensorSpec
 
-__all__ = ["BATCH", "HOST", "Pages", "Prepared", "Store"]
+__all__ = ["BATCH", "HOST", "Known", "Pages", "Prepared", "Store"]
 
 OWN = 4
 """Tensors of more than such a part of a page have a page of their own."""
@@ -84,95 +89,122 @@ class Store(Protocol):
     ) -> AbstractContextManager[tuple[torch.Tensor, ...]]: ...
     def __contains__(self, key: object) -> bool: ...
     def __iter__(self) -> Iterator[Key]: ...
+    def __len__(self) -> int: ...
 
 
 class _Changed(Exception):
-    """The store went back or ahead: where keys are is to be read anew."""
+    """The store went back or ahead: what is known is to be read anew."""
+
+
+class _Missing(Exception):
+    """There is no small tensor of that name. Attribute: ``key``."""
+
+    def __init__(self, key: Key) -> None:
+        super().__init__(key)
+        self.key = key
+
+
+@dataclass
+class Known:
+    """What is known of the small tensors as of ``head``, which is never changed, but replaced together with the names."""
+
+    head: Head
+    names: Names
+    sizes: dict[int, int] | None = None
+    """Units of each page that is full; None: not looked for yet."""
+    half: set[int] = field(default_factory=set)
+    """Full pages of which keys take less than a half."""
+    dead: set[int] = field(default_factory=set)
+    """Full pages that no key needs."""
+    parts_checked: int = 0
+    """Parts of the log when it was last looked how much of it is needed."""
+
+    def after(self, page: int | None) -> None:
+        """Note that a tensor has left ``page``."""
+        if page is None or self.sizes is None or page == self.head.page:
+            return
+        live = self.names.live.get(page, 0)
+        if not live:
+            self.dead.add(page)
+        elif 2 * live < self.sizes.get(page, 0):
+            self.half.add(page)
 
 
 class Pages:
-    """The pages of the small tensors ``name`` of ``store``, of ``page`` bytes each. ``budget``: bytes of the pool. One thread
-    at a time calls it."""
+    """The pages of the small tensors ``name`` of ``store``, of ``page`` bytes each. ``budget``: bytes of the pool.
+
+    One thread at a time calls it. A signal handler may call it between any two bytecodes of another call: that one then finds
+    another stamp than that of the head with which it began.
+    """
 
     def __init__(self, store: Store, name: str, page: int, budget: int) -> None:
         self.store, self.name, self.page = store, name, page
         self._together = max(1, budget // QUARTER)
-        self._open = open_key(name)
-        self._names: Names | None = None  # None: to be read from the store
-        self._head = Head()
-        self._sizes: dict[int, int] | None = None  # units of each page that is full; None: not looked for yet
-        self._half: set[int] = set()  # full pages of which keys take less than a half
-        self._dead: set[int] = set()  # full pages that no key needs
-        self._parts_checked = 0
+        self._open, self._record = open_key(name), record_key(name)
+        self._known: Known | None = None  # None: to be read from the store
+        self._later = 0  # pages that are half empty before the next try to merge them, after one that failed
         self._stamps = random.Random()  # seeded by the system: no two stamps of a store are equal, in whichever process
 
     # -- the state, and whether it is as known -----------------------------------------------------------------------------
 
-    def steadily(self, work: Callable[[Names], Answer]) -> Answer:
-        """Call ``work`` with where each key is; again with what is read anew where it finds that the store went back or
-        ahead."""
+    def steadily(self, work: Callable[[Known], Answer]) -> Answer:
+        """Call ``work`` with what is known; again, with what is read anew, where it finds that the store went back or ahead."""
         while True:
+            known = self._known
             try:
-                return work(self._names or self._read())
+                if known is None:
+                    known = self._read()
+                return work(known)
             except _Changed:
-                self._names = None
+                self._known = None
+            except _Missing as error:
+                self._refuse_missing(error.key)
+            except KeyNotFound as error:
+                if self._open not in self.store or self._record not in self.store:
+                    self._refuse_gone()
+                if known is not None and not self._is_stale(known.head):
+                    raise ManifestError(f"small tensors {self.name!r} in {self.store} are damaged: {error}") from None
+                self._known = None
 
-    @contextmanager
-    def _leased(self, keys: Sequence[Key], access: str = "read") -> Iterator[tuple[torch.Tensor, ...]]:
-        """Lease the open page and the tensors ``keys``. Raises _Changed where the stamp is another than that of the head."""
+    def refuse_stale(self, head: Head) -> None:
+        """Raise _Changed where the stamp is not that of ``head``."""
+        with self.store.lease([self._open], tier=HOST) as tensors:
+            self._compare(head, tensors[0])
+
+    def _is_stale(self, head: Head) -> bool:
         try:
-            with self.store.lease([self._open, *keys], access=access, tier=HOST) as tensors:
-                self._compare(tensors[0])
-                yield tensors
-        except KeyNotFound:
-            self.refuse_stale()
-            gone = [key for key in keys if key not in self.store]
-            if not gone:
-                raise _Changed from None
-            raise ManifestError(f"small tensors {self.name!r}: {shortened(repr(gone))} is missing in {self.store}") from None
+            self.refuse_stale(head)
+        except (_Changed, KeyNotFound):
+            return True
+        return False
 
-    def refuse_stale(self) -> None:
-        """Raise _Changed where the stamp is another than that of the head."""
-        try:
-            with self.store.lease([self._open], tier=HOST) as (tensor,):
-                self._compare(tensor)
-        except KeyNotFound:
-            self._refuse_gone()
-
-    def _compare(self, opened: torch.Tensor) -> None:
+    def _compare(self, head: Head, opened: torch.Tensor) -> None:
         self._refuse_size(self._open, opened)
-        if ctypes.c_int64.from_address(opened.data_ptr()).value != self._head.stamp:
+        if ctypes.c_int64.from_address(opened.data_ptr()).value != head.stamp:
             raise _Changed
 
-    def _read(self) -> Names:
+    def _read(self) -> Known:
         """Read the head and the log."""
-        while True:
-            try:
-                opened = self.store.get(self._open)
-            except KeyNotFound:
-                self._refuse_gone()
+        with self.store.lease([self._record], tier=HOST):
+            opened = self.store.get(self._open)
             self._refuse_size(self._open, opened)
             data = opened.numpy().tobytes()
-            self._head = head = Head.from_buffer_copy(data)
+            head = Head.from_buffer_copy(data)
+            problem = head.problem(self.page)
+            if problem is None and head.used and head.last - head.first >= len(self.store):
+                problem = f"the log goes from part {head.first} to {head.last}"
+            if problem:
+                self._refuse_damaged(problem)
             try:
-                problem = head.problem(self.page)
-                if problem:
-                    self._refuse_damaged(problem)
                 names = self._read_log(head, data[HEAD_BYTES : HEAD_BYTES + head.log])
             except (KeyNotFound, ManifestError) as error:
-                try:
-                    self.refuse_stale()
-                except _Changed:
-                    continue
+                self.refuse_stale(head)
                 if isinstance(error, KeyNotFound):
                     self._refuse_damaged(str(error))
                 raise
-            try:
-                self.refuse_stale()  # the parts of the log are of the same moment
-            except _Changed:
-                continue
-            self._names, self._sizes, self._half, self._dead, self._parts_checked = names, None, set(), set(), 0
-            return names
+            self.refuse_stale(head)  # a reader may have gone ahead
+        known = self._known = Known(head, names)
+        return known
 
     def _read_log(self, head: Head, rest: bytes) -> Names:
         names, at = Names(), self._open
@@ -190,8 +222,11 @@ class Pages:
         return names
 
     def _refuse_size(self, key: Key, tensor: torch.Tensor) -> None:
-        if tensor.dtype is not torch.uint8 or tensor.nbytes != self.page:
-            self._refuse_damaged(f"{key!r} has {tensor.nbytes} bytes of {tensor.dtype}")
+        if tensor.dtype is not torch.uint8 or tensor.shape != (self.page,):
+            self._refuse_damaged(
+                f"{key!r} has the shape {tuple(tensor.shape)} of {tensor.dtype}, not {self.page} bytes (where they were "
+                "dropped and made anew, open them again)"
+            )
 
     def _refuse_damaged(self, why: str) -> NoReturn:
         raise ManifestError(f"small tensors {self.name!r} in {self.store} are damaged: {why}")
@@ -199,81 +234,84 @@ class Pages:
     def _refuse_gone(self) -> NoReturn:
         raise KeyNotFound(f"there are no small tensors {self.name!r} in {self.store} (any more): store.small(name) makes them")
 
-    def refuse_missing(self, key: Key) -> NoReturn:
-        """Raise KeyNotFound for ``key``."""
+    def _refuse_missing(self, key: Key) -> NoReturn:
         raise KeyNotFound(f"there is no tensor {key!r} among the small tensors {self.name!r} in {self.store}")
+
+    def where(self, known: Known, key: Key) -> int:
+        """Return where ``key`` is."""
+        try:
+            return known.names.where[key]
+        except KeyError:
+            self.refuse_stale(known.head)
+            raise _Missing(key) from None
 
     # -- copies out of pages -----------------------------------------------------------------------------------------------
 
-    def key_of(self, page: int) -> Key:
+    def key_of(self, head: Head, page: int) -> Key:
         """Return the key of the store's tensor that has ``page``."""
-        return self._open if page == self._head.page else page_key(self.name, page)
+        return self._open if page == head.page else page_key(self.name, page)
 
-    def copies(self, names: Names, keys: Sequence[Key]) -> list[torch.Tensor]:
-        """Return copies of ``keys``. Raises KeyNotFound."""
-        places, specs = self._places(names, keys), names.specs
+    def copies(self, known: Known, keys: Sequence[Key]) -> list[torch.Tensor]:
+        """Return copies of ``keys``."""
+        head, names = known.head, known.names
+        places = [self.where(known, key) for key in keys]
+        specs, found = names.specs, list[torch.Tensor]()
         kinds = {number: (specs[number].shape, dtype_of(specs[number])) for number in {where & 0xFFFFFF for where in places}}
-        found = []
         for where in places:
-            self._refuse_outside(names, where)
+            self._refuse_outside(head, names, where)
             shape, dtype = kinds[where & 0xFFFFFF]
             found.append(torch.empty(shape, dtype=dtype, device="cpu"))
-        self._gather(names, places, [tensor.data_ptr() for tensor in found], keys)
+        self._gather(head, names, places, [tensor.data_ptr() for tensor in found], keys)
         return found
 
-    def copy_of(self, names: Names, key: Key) -> torch.Tensor | None:
-        """Return a copy of ``key``; None where there is no such tensor."""
-        if key in names.where:
-            return self.copies(names, [key])[0]
-        self.refuse_stale()
-        return None
-
-    def stacked(self, names: Names, keys: Sequence[Key]) -> torch.Tensor:
-        """Return copies of ``keys``, of which there is at least one, as one tensor. Raises KeyNotFound, and MisuseError where
-        they differ in shape or type."""
-        places = self._places(names, keys)
-        spec = names.specs[spec_of(places[0])]
+    def stacked(self, known: Known, keys: Sequence[Key]) -> torch.Tensor:
+        """Return copies of ``keys``, of which there is at least one, as one tensor. Raises MisuseError where they differ in
+        shape or type."""
+        head, names = known.head, known.names
+        places = [self.where(known, key) for key in keys]
+        number = spec_of(places[0])
         for key, where in zip(keys, places, strict=True):
-            if spec_of(where) != spec_of(places[0]):
+            if where & 0xFFFFFF != number:
                 raise MisuseError(f"{keys[0]!r} and {key!r} differ in shape or type: get_many(keys) returns them one by one")
-            self._refuse_outside(names, where)
+            self._refuse_outside(head, names, where)
+        spec = names.specs[number]
         batch = torch.empty((len(keys), *spec.shape), dtype=dtype_of(spec), device="cpu")
         base, nbytes = batch.data_ptr(), spec.nbytes
-        self._gather(names, places, [base + at * nbytes for at in range(len(keys))], keys)
+        self._gather(head, names, places, [base + at * nbytes for at in range(len(keys))], keys)
         return batch
 
-    def some(self, names: Names, keys: Sequence[Key], at: int) -> list[torch.Tensor]:
-        """Return copies of the keys from ``at`` on whose pages are leased together, at least one."""
+    def some(self, known: Known, keys: Sequence[Key], at: int) -> list[torch.Tensor]:
+        """Return copies of the keys from ``at`` on, at least one, as many as have a quarter of the pool together, and whose
+        pages are leased together."""
         pages: set[int] = set()
-        nbytes = taken = 0
+        nbytes = copied = taken = 0
+        names = known.names
         for key in islice(keys, at, at + BATCH):
             where = names.where.get(key)
-            if where is not None and where >> 56 not in pages:
+            if where is None:
+                break  # it raises when it is the first one
+            copied += names.specs[where & 0xFFFFFF].nbytes
+            if where >> 56 not in pages:
                 pages.add(where >> 56)
                 nbytes += self._cost(names, where)
-            if taken and (where is None or nbytes > self._together or len(pages) > TOGETHER):
+            if taken and (max(nbytes, copied) > self._together or len(pages) > TOGETHER):
                 break
             taken += 1
-        return self.copies(names, keys[at : at + taken])
+        return self.copies(known, keys[at : at + max(1, taken)])
 
-    def _places(self, names: Names, keys: Sequence[Key]) -> list[int]:
-        """Return where ``keys`` are. Raises KeyNotFound."""
-        try:
-            return [names.where[key] for key in keys]
-        except KeyError as error:
-            self.refuse_stale()
-            self.refuse_missing(error.args[0])
-
-    def _refuse_outside(self, names: Names, where: int) -> None:
-        """Raise ManifestError for a tensor that is larger than its place: before memory is taken for it."""
-        if place_of(where) < names.rooms[spec_of(where)]:
+    def _refuse_outside(self, head: Head, names: Names, where: int) -> None:
+        """Raise ManifestError for a tensor that is larger than its place, or than its page: before memory is taken for it."""
+        room = names.rooms[where & 0xFFFFFF]
+        key = page_key(self.name, where >> 56)
+        large = UNIT * room > self.page // OWN
+        if place_of(where) < room or (large and (where >> 56 == head.page or self.store.spec(key).nbytes < UNIT * room)):
             self._refuse_damaged(f"a tensor of {names.specs[spec_of(where)].nbytes} bytes is at the place of a smaller one")
 
     def _cost(self, names: Names, where: int) -> int:
         """Return the bytes that the page of a location takes of the pool, about."""
-        return max(self.page, UNIT * names.rooms[spec_of(where)])
+        return max(self.page, UNIT * names.rooms[where & 0xFFFFFF])
 
-    def _gather(self, names: Names, places: Sequence[int], targets: Sequence[int], keys: Sequence[Key]) -> None:
+    def _gather(self, head: Head, names: Names, places: Sequence[int], targets: Sequence[int], keys: Sequence[Key]) -> None:
         """Copy the tensors at ``places`` to the addresses ``targets``. ``keys`` are for errors."""
         pages: dict[int, list[int]] = {}
         for at, where in enumerate(places):
@@ -283,15 +321,16 @@ class Pages:
         for page, members in pages.items():
             cost = self._cost(names, places[members[0]])
             if part and (nbytes + cost > self._together or len(part) == TOGETHER):
-                self._gather_part(names, part, places, targets, keys)
+                self._gather_part(head, names, part, places, targets, keys)
                 part, nbytes = {}, 0
             part[page] = members
             nbytes += cost
         if part:
-            self._gather_part(names, part, places, targets, keys)
+            self._gather_part(head, names, part, places, targets, keys)
 
     def _gather_part(
         self,
+        head: Head,
         names: Names,
         pages: Mapping[int, Sequence[int]],
         places: Sequence[int],
@@ -299,16 +338,16 @@ class Pages:
         keys: Sequence[Key],
     ) -> None:
         """Copy those tensors that lie in ``pages``: of each the numbers of its tensors among ``places``."""
-        specs, opened = names.specs, self._head.page
-        closed = [page for page in pages if page != opened]
+        specs, closed = names.specs, [page for page in pages if page != head.page]
         to: list[int] = []
         of: list[int] = []
         sizes: list[int] = []
         try:
-            with self._leased([page_key(self.name, page) for page in closed]) as tensors:
+            with self.store.lease([self._open, *(page_key(self.name, page) for page in closed)], tier=HOST) as tensors:
+                self._compare(head, tensors[0])
                 ends = {
                     page: (tensor.data_ptr() + tensor.nbytes, tensor.nbytes // UNIT)
-                    for page, tensor in zip((opened, *closed), tensors, strict=True)
+                    for page, tensor in zip((head.page, *closed), tensors, strict=True)
                 }
                 for page, members in pages.items():
                     end, most = ends[page]
@@ -323,7 +362,7 @@ class Pages:
                 copy(to, of, sizes)
                 del tensors
         except TransferError as error:
-            lost = [keys[at] for page, members in pages.items() if self.key_of(page) == error.key for at in members]
+            lost = [keys[at] for page, members in pages.items() if self.key_of(head, page) == error.key for at in members]
             if not lost:
                 raise
             which = shortened(", ".join(map(repr, dict.fromkeys(lost))))
@@ -335,239 +374,265 @@ class Pages:
         """Put all of ``batch``, as many at a time as the open page takes."""
         done = 0
 
-        def some(names: Names) -> int:
-            return self._put_some(names, islice(batch, done, None))
+        def some(known: Known) -> int:
+            return self._put_some(known, islice(batch, done, None))
 
         while done < len(batch):
             done += self.steadily(some)
 
-    def _put_some(self, names: Names, batch: Iterable[Prepared]) -> int:
+    def _put_some(self, known: Known, batch: Iterable[Prepared]) -> int:
         """Put the first ones of ``batch`` into the open page, as many as there is room for, and return how many. Where there
         is none, the open page becomes one that is full, and the number is 0."""
-        head, after = self._head, self._next()
-        room, whole, quarter = self.page - HEAD_BYTES, names.numbers, self.page // OWN
+        head, names = known.head, known.names
+        after, room, quarter = self._next(head), self.page - HEAD_BYTES, self.page // OWN
         log: list[bytes] = []
         put: list[tuple[Key, int]] = []
         values: list[tuple[int, int, int]] = []
         fresh: dict[TensorSpec, int] = {}
-        for key, encoded, spec, source in batch:
-            number = whole.get(spec)
-            entry = b""
+        for one in batch:
+            key, encoded, spec, source = one
+            number, entry = names.numbers.get(spec), b""
             if number is None:
                 number = fresh.get(spec)
                 if number is None:
                     number = len(names.specs) + len(fresh)
                     entry = description(number, spec)
+                    if number >= MOST_SPECS:
+                        raise MisuseError(
+                            f"small tensors {self.name!r} have {MOST_SPECS:,} different shapes, the most possible"
+                        )
             need = UNIT * (names.rooms[number] if number < len(names.rooms) else units(spec.nbytes))
             own = need > quarter
             taken = len(entry) + len(encoded) + 24
             if after.log + after.values + taken + (0 if own else need) > room:
                 break
-            if number >= MOST_SPECS:
-                raise MisuseError(f"small tensors {self.name!r} have {MOST_SPECS:,} different shapes; more are not possible")
             if own:
                 if put:
                     break  # first those before it
-                if need >= LARGEST_PLACE:
-                    raise MisuseError(f"{key!r} has {spec.nbytes:,} bytes, too many for a small tensor: put it into the store itself")
-                where = location(head.next_page, need // UNIT, number)
-                self._put_page(head.next_page, source, need)
-                after.next_page += 1
-            else:
-                after.values += need
-                where = location(head.page, after.values // UNIT, number)
-                if spec.nbytes:
-                    values.append((after.values, source.data_ptr(), spec.nbytes))
+                return self._put_own(known, one, number, entry, need)
+            after.values += need
+            where = location(head.page, after.values // UNIT, number)
+            if spec.nbytes:
+                values.append((after.values, source.data_ptr(), spec.nbytes))
+            if entry:
+                fresh[spec] = number
             entry += presence(encoded, where)
             after.log += len(entry)
-            if spec not in whole:
-                fresh[spec] = number
             log.append(entry)
             put.append((key, where))
-            if own:
-                break
         if not put:
-            self._seal()
+            self._seal(known)
             return 0
-        self._change(after, b"".join(log), values)
+        self._change(known, head, after, b"".join(log), values)
         for spec in fresh:
             names.know(spec)
         for key, where in put:
-            self._emptied(names, names.put(key, where))
-        self._names = names
+            known.after(names.put(key, where))
+        self._known = known
         return len(put)
 
-    def _next(self) -> Head:
-        """Return a copy of the head with a stamp of its own."""
-        after = Head.from_buffer_copy(self._head)
+    def _put_own(self, known: Known, one: Prepared, number: int, entry: bytes, need: int) -> int:
+        """Put a tensor as a page of its own, and return 1. ``entry``: what is to be logged of its spec."""
+        head, names, after = known.head, known.names, self._next(known.head)
+        if need >= LARGEST_PLACE:
+            raise MisuseError(
+                f"{one.key!r} has {one.spec.nbytes:,} bytes, too many for a small tensor: put it into the store itself"
+            )
+        where = location(head.next_page, need // UNIT, number)
+        log = entry + presence(one.encoded, where)
+        after.next_page += 1
+        after.log += len(log)
+        whole = torch.zeros(need, dtype=torch.uint8, device="cpu")
+        whole[: one.spec.nbytes] = flat(one.source)
+        with self.store.lease([self._record], tier=HOST):
+            self.refuse_stale(head)
+            self.store.put(page_key(self.name, head.next_page), whole)
+            self._change(known, head, after, log, [])
+        if entry:
+            names.know(one.spec)
+        if known.sizes is not None:
+            known.sizes[head.next_page] = need // UNIT
+        known.after(names.put(one.key, where))
+        self._known = known
+        return 1
+
+    def _next(self, head: Head) -> Head:
+        """Return a copy of ``head`` with a stamp of its own."""
+        after = Head.from_buffer_copy(head)
         after.stamp = self._stamps.getrandbits(62)
         return after
 
-    def _change(self, after: Head, log: bytes, values: Sequence[tuple[int, int, int]]) -> None:
+    def _change(self, known: Known, head: Head, after: Head, log: bytes, values: Sequence[tuple[int, int, int]]) -> None:
         """Write ``values`` (distance from the end, address, bytes), ``log`` and the head ``after`` to the open page, by one
-        call of C. The names that are known are forgotten, until the caller has changed them, too."""
-        with self._leased([], "write") as (opened,):
-            base = opened.data_ptr()
+        call of C, where its head is ``head``. What is known is forgotten, until the caller has changed it, too."""
+        with self.store.lease([self._open], access="write", tier=HOST) as tensors:
+            self._compare(head, tensors[0])
+            base = tensors[0].data_ptr()
             end = base + self.page
             entries = ctypes.create_string_buffer(log, len(log))
-            targets = [*(end - place for place, _, _ in values), base + HEAD_BYTES + self._head.log, base]
+            targets = [*(end - place for place, _, _ in values), base + HEAD_BYTES + head.log, base]
             sources = [*(address for _, address, _ in values), ctypes.addressof(entries), ctypes.addressof(after)]
             sizes = [*(nbytes for _, _, nbytes in values), len(log), HEAD_BYTES]
-            self._names = None
+            self._known = None
             copy(targets, sources, sizes)
-            del opened
-        self._head = after
+            del tensors
+        known.head = after
 
-    def _put_page(self, page: int, source: torch.Tensor, need: int) -> None:
-        """Put a tensor as a page of its own."""
-        whole = torch.zeros(need, dtype=torch.uint8, device="cpu")
-        whole[: source.nbytes] = flat(source)
-        with self._leased([]):  # the store cannot go back meanwhile, to where a page of that number is one that counts
-            self.store.put(page_key(self.name, page), whole)
-        if self._sizes is not None:
-            self._sizes[page] = need // UNIT
-
-    def _seal(self) -> None:
+    def _seal(self, known: Known) -> None:
         """Make the open page one that is full, and move its log to the log of the full pages."""
-        head, after, name = self._head, self._next(), self.name
+        head, name = known.head, self.name
+        after = self._next(head)
         joined = head.used > 0 and head.used + head.log <= self.page
         part = head.last if joined or not head.used else head.last + 1
         at = head.used if joined else 0
-        with self._leased([]) as (opened,):
-            log = opened[HEAD_BYTES : HEAD_BYTES + head.log].clone()
-            if head.values:
-                self.store.put(page_key(name, head.page), opened[self.page - head.values :])
-            if not joined:
-                self.store.put(names_key(name, part), torch.zeros(self.page, dtype=torch.uint8, device="cpu"))
-            del opened
         after.log = after.values = 0
         after.last, after.used = part, at + head.log
         if head.values:
             after.page, after.next_page = head.next_page, head.next_page + 1
-        names, self._names = self._names, None
-        with self._leased([names_key(name, part)], "write") as (opened, names_tensor):
-            self._refuse_size(names_key(name, part), names_tensor)
-            copy(
-                [names_tensor.data_ptr() + at, opened.data_ptr()],
-                [log.data_ptr(), ctypes.addressof(after)],
-                [head.log, HEAD_BYTES],
-            )
-            del opened, names_tensor
-        self._head = after
-        if head.values and self._sizes is not None and names is not None:
-            self._sizes[head.page] = head.values // UNIT
-            self._emptied(names, head.page)
-        self._names = names
+        with self.store.lease([self._record], tier=HOST):
+            with self.store.lease([self._open], tier=HOST) as tensors:
+                self._compare(head, tensors[0])
+                log = tensors[0][HEAD_BYTES : HEAD_BYTES + head.log].clone()
+                values = tensors[0][self.page - head.values :].clone()
+                del tensors
+            if head.values:
+                self.store.put(page_key(name, head.page), values)
+            if not joined:
+                self.store.put(names_key(name, part), torch.zeros(self.page, dtype=torch.uint8, device="cpu"))
+            with self.store.lease([self._open, names_key(name, part)], access="write", tier=HOST) as tensors:
+                self._compare(head, tensors[0])
+                self._refuse_size(names_key(name, part), tensors[1])
+                targets = [tensors[1].data_ptr() + at, tensors[0].data_ptr()]
+                self._known = None
+                copy(targets, [log.data_ptr(), ctypes.addressof(after)], [head.log, HEAD_BYTES])
+                del tensors
+        known.head = after
+        if head.values and known.sizes is not None:
+            known.sizes[head.page] = head.values // UNIT
+            known.after(head.page)
+        self._known = known
 
-    def delete(self, names: Names, key: Key) -> bool:
-        """Delete ``key``; return False where there is no such tensor."""
-        while key in names.where:
-            entry, after = deletion(key.encode()), self._next()
-            if after.log + after.values + len(entry) > self.page - HEAD_BYTES:
-                self._seal()
-                continue
-            after.log += len(entry)
-            self._change(after, entry, [])
-            self._emptied(names, names.remove(key))
-            self._names = names
-            return True
-        self.refuse_stale()
-        return False
+    def delete(self, known: Known, key: Key) -> None:
+        """Delete ``key``."""
+        self.where(known, key)
+        head, entry = known.head, deletion(key.encode())
+        if head.log + head.values + len(entry) > self.page - HEAD_BYTES:
+            self._seal(known)
+            head = known.head
+        after = self._next(head)
+        after.log += len(entry)
+        self._change(known, head, after, entry, [])
+        known.after(known.names.remove(key))
+        self._known = known
 
     # -- pages that are half empty, and a log that is too long -------------------------------------------------------------
 
-    def _emptied(self, names: Names, page: int | None) -> None:
-        """Note that a tensor has left ``page``."""
-        if page is not None and self._sizes is not None and page != self._head.page:
-            live = names.live.get(page, 0)
-            if not live:
-                self._dead.add(page)
-            elif 2 * live < self._sizes.get(page, 0):
-                self._half.add(page)
-
     def tidy(self) -> None:
-        """Remove what no key needs, merge pages that are half empty, and write the log anew where most of it is outdated."""
-        self.steadily(self._tidy)
+        """Remove what no key needs, merge pages that are half empty, and write the log anew where most of it is outdated.
 
-    def _tidy(self, names: Names) -> None:
-        if self._sizes is None:
-            self._sweep(names)
-        assert self._sizes is not None
-        if len(self._half) > FEW + len(self._sizes) // SHARE:
-            self._merge(names)
-        if self._dead:
-            self._remove_dead()
-        head = self._head
-        parts = head.last - head.first + 1
-        if parts > 2 * self._parts_checked + FEW:
-            names = self._names or self._read()
-            needed = sum(24 + len(key) for key in names.where) + sum(64 for _ in names.specs)
+        What cannot be done now, because a tensor is leased, a page is damaged, or there is no room, is left for later: it is
+        no part of what was asked for.
+        """
+        with contextlib.suppress(LeaseConflict, CapacityError, TransferError):
+            self.steadily(self._tidy)
+
+    def _tidy(self, known: Known) -> None:
+        if known.sizes is None:
+            self._sweep(known)
+        assert known.sizes is not None
+        if known.dead:
+            self._remove_dead(known)
+        if len(known.half) > max(FEW + len(known.sizes) // SHARE, self._later):
+            self._later = len(known.half) + FEW  # unless this ends well
+            self._merge(known)
+            self._later = 0
+            self._remove_dead(known)
+        parts = known.head.last - known.head.first + 1
+        if parts > 2 * known.parts_checked + FEW:
+            known.parts_checked = parts
+            needed = sum(24 + len(key.encode()) for key in known.names.where) + 64 * len(known.names.specs)
             if parts > 2 * (needed // self.page) + FEW:
-                self._rewrite_log(names)
-            self._parts_checked = self._head.last - self._head.first + 1
+                self._rewrite_log(known)
+                known.parts_checked = known.head.last - known.head.first + 1
 
-    def ours(self) -> list[Key]:
-        """Return the keys of the store that are pages or parts of the log."""
-        prefixes = (page_key(self.name, 0)[:-1], names_key(self.name, 0)[:-1])
-        return [key for key in self.store if key.startswith(prefixes) and number_of(key) is not None]
+    def ours(self) -> dict[Key, tuple[str, int]]:
+        """Return the keys of the store that are pages or parts of the log, each with "page" or "names" and its number."""
+        found: dict[Key, tuple[str, int]] = {}
+        for key in self.store:
+            for kind in ("page", "names"):
+                number = number_after(f"{self.name}/{kind}", key)
+                if number is not None:
+                    found[key] = (kind, number)
+        return found
 
-    def _sweep(self, names: Names) -> None:
+    def _sweep(self, known: Known) -> None:
         """Remove pages and parts of the log that an exception left, and look how large the others are."""
-        head, sizes = self._head, dict[int, int]()
+        head, live, sizes = known.head, known.names.live, dict[int, int]()
         parts = range(head.first, head.last + 1) if head.used else range(0)
-        prefix = page_key(self.name, 0)[:-1]
-        with self._leased([]):
-            for key in self.ours():
-                number = number_of(key)
-                assert number is not None
-                if key.startswith(prefix) and number != head.page and number in names.live:
+        with self.store.lease([self._record], tier=HOST):
+            self.refuse_stale(head)
+            for key, (kind, number) in self.ours().items():
+                if kind == "page" and number != head.page and number in live:
                     sizes[number] = self.store.spec(key).nbytes // UNIT
-                elif key.startswith(prefix) or number not in parts:
-                    self.store.delete(key)
-        self._sizes = sizes
-        self._half = {page for page, size in sizes.items() if 2 * names.live[page] < size}
+                elif kind == "page" or number not in parts:
+                    with contextlib.suppress(LeaseConflict):
+                        self.store.delete(key)
+        known.sizes = sizes
+        known.half = {page for page, size in sizes.items() if 2 * live[page] < size}
 
-    def _merge(self, names: Names) -> None:
+    def _merge(self, known: Known) -> None:
         """Put the tensors of pages that are half empty again, so that nothing is left in these pages."""
-        pages, self._half = self._half, set()
-        keys = [key for key, where in names.where.items() if where >> 56 in pages]
-        for begin in range(0, len(keys), BATCH):
-            some = keys[begin : begin + BATCH]
-            copies = self.copies(names, some)
+        names, half = known.names, frozenset(known.half)
+        keys = [key for key, where in names.where.items() if where >> 56 in half]
+        at = 0
+        while at < len(keys):
+            try:
+                copies = self.some(known, keys, at)
+            except TransferError as error:
+                damaged = number_after(f"{self.name}/page", error.key)
+                if damaged is None:
+                    raise
+                known.half.discard(damaged)  # what can be read of the others is put again
+                keys, at = [key for key in keys[at:] if page_of(names.where[key]) != damaged], 0
+                continue
+            some = keys[at : at + len(copies)]
             batch = [Prepared(key, key.encode(), spec_of_tensor(one), one) for key, one in zip(some, copies, strict=True)]
             done = 0
-            while done < len(batch):  # not from the beginning where the store went back: what was copied is outdated then
-                done += self._put_some(names, islice(batch, done, None))
+            while done < len(batch):  # with these ``known``: where the store went back, the copies are outdated
+                done += self._put_some(known, islice(batch, done, None))
+            at += len(some)
 
-    def _remove_dead(self) -> None:
-        assert self._sizes is not None
-        with self._leased([]):
-            for page in list(self._dead):
-                if page_key(self.name, page) in self.store:
-                    self.store.delete(page_key(self.name, page))
-                self._sizes.pop(page, None)
-                self._half.discard(page)
-                self._dead.discard(page)
+    def _remove_dead(self, known: Known) -> None:
+        assert known.sizes is not None
+        with self.store.lease([self._record], tier=HOST):
+            self.refuse_stale(known.head)
+            for page in list(known.dead):
+                with contextlib.suppress(LeaseConflict):
+                    if page_key(self.name, page) in self.store:
+                        self.store.delete(page_key(self.name, page))
+                    known.sizes.pop(page, None)
+                    known.half.discard(page)
+                    known.dead.discard(page)
 
-    def _rewrite_log(self, names: Names) -> None:
+    def _rewrite_log(self, known: Known) -> None:
         """Write the log of the full pages anew, without what is outdated."""
-        head, after, name = self._head, self._next(), self.name
+        head, name = known.head, self.name
+        after = self._next(head)
         after.first = part = head.last + 1
-        with self._leased([]):
+        with self.store.lease([self._record], tier=HOST):
+            self.refuse_stale(head)
             buffer, at = bytearray(self.page), 0
-            for entry in names.entries(head.page):
+            for entry in known.names.entries(head.page):
                 if at + len(entry) > self.page:
                     self.store.put(names_key(name, part), torch.frombuffer(buffer, dtype=torch.uint8))
                     buffer, at, part = bytearray(self.page), 0, part + 1
                 buffer[at : at + len(entry)] = entry
                 at += len(entry)
             self.store.put(names_key(name, part), torch.frombuffer(buffer, dtype=torch.uint8))
-        after.last, after.used = part, at
-        if not at:
-            after.first, after.last = part, part
-        self._change(after, b"", [])
-        self._names = names
-        with self._leased([]):
+            after.last, after.used = part, at
+            self._change(known, head, after, b"", [])
+            self._known = known
             for old in range(head.first, head.last + 1):
-                if names_key(name, old) in self.store:
-                    self.store.delete(names_key(name, old))
+                with contextlib.suppress(LeaseConflict):
+                    if names_key(name, old) in self.store:
+                        self.store.delete(names_key(name, old))

@@ -6,6 +6,7 @@ import ctypes
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeVar, overload
 
 import torch
@@ -14,20 +15,20 @@ from tiered.errors import KeyNotFound, MisuseError, TieredError, from_here, shor
 from tiered.small.names import (
     HEAD_BYTES,
     LONGEST_KEY,
+    MOST_DIMENSIONS,
     Head,
-    Names,
     Record,
     names_key,
-    number_of,
+    number_after,
     open_key,
     page_key,
     page_of,
     record_key,
     spec_of,
 )
-from tiered.small.pages import BATCH, HOST, Pages, Prepared, Store
+from tiered.small.pages import BATCH, HOST, Known, Pages, Prepared, Store
 from tiered.tensors.mapping import MISSING, Default, TensorMapping, as_stored
-from tiered.tensors.specs import listed, refuse_keys, refuse_name, refuse_unstorable
+from tiered.tensors.specs import PLAIN, copied, flat, listed, refuse_keys, refuse_name, refuse_unstorable
 from tiered.tensors.specs import spec_of as spec_of_tensor
 from tiered.types import Key, TensorSpec, parse_size
 
@@ -37,6 +38,8 @@ PAGE = 64 << 10
 """Bytes of a page: a tensor that is not in memory costs the transfer of its page."""
 SHARE = 16
 """A page takes at most such a part of the pool."""
+LARGEST_SHARE = 8
+"""A page that a caller asks for takes at most such a part of the pool: a call may need some of them."""
 BATCH_BYTES = 32 << 20
 """Bytes of tensors that ``update`` puts together, at most."""
 
@@ -57,6 +60,7 @@ class SmallTensors(TensorMapping):
     def __init__(self, store: Store, name: str, record: Record, budget: int) -> None:
         self.name = name
         """The name; keys of the store's tensors begin with it."""
+        self._record = record_key(name)
         self._pages = Pages(store, name, record.page, budget)
         self._lock = threading.RLock()
 
@@ -64,6 +68,14 @@ class SmallTensors(TensorMapping):
     def page_bytes(self) -> int:
         """Bytes of a page, which moves whole."""
         return self._pages.page
+
+    def _do(self, work: Callable[[Known], Answer], *, changes: bool = False) -> Answer:
+        """Call ``work`` with what is known, in turn with other threads."""
+        _ = self._record in self._pages.store  # raises in a forked child, where another thread may have had the lock
+        with self._lock:
+            if changes:
+                self._pages.tidy()
+            return self._pages.steadily(work)
 
     # -- reading -----------------------------------------------------------------------------------------------------------
 
@@ -78,13 +90,15 @@ class SmallTensors(TensorMapping):
         Raises KeyNotFound without a default, and what ``TieredStore.lease`` raises.
         """
         refuse_keys([key])
-        with self._lock:
-            found = self._pages.steadily(lambda names: self._pages.copy_of(names, key))
-        if found is not None:
-            return found
-        if default is MISSING:
-            self._pages.refuse_missing(key)
-        return default
+        pages = self._pages
+
+        def copy(known: Known) -> Any:
+            if default is MISSING or key in known.names.where:
+                return pages.copies(known, [key])[0]
+            pages.refuse_stale(known.head)
+            return default
+
+        return self._do(copy)
 
     @from_here
     def get_many(self, keys: Iterable[Key]) -> list[torch.Tensor]:
@@ -92,8 +106,7 @@ class SmallTensors(TensorMapping):
         together, a quarter of the pool at a time. Raises as ``get``."""
         wanted = listed(keys)
         refuse_keys(wanted)
-        with self._lock:
-            return self._pages.steadily(lambda names: self._pages.copies(names, wanted))
+        return self._do(lambda known: self._pages.copies(known, wanted))
 
     @from_here
     def stack(self, keys: Iterable[Key]) -> torch.Tensor:
@@ -103,8 +116,7 @@ class SmallTensors(TensorMapping):
         refuse_keys(wanted)
         if not wanted:
             raise MisuseError("no keys: the shape of a batch of nothing is not known")
-        with self._lock:
-            return self._pages.steadily(lambda names: self._pages.stacked(names, wanted))
+        return self._do(lambda known: self._pages.stacked(known, wanted))
 
     def in_order(self, keys: Iterable[Key]) -> Iterator[torch.Tensor]:
         """Return an iterator over copies of ``keys``, in their order, of which it reads so many at a time as lie in a quarter
@@ -112,9 +124,12 @@ class SmallTensors(TensorMapping):
         wanted = listed(keys)
         refuse_keys(wanted)
         at = 0
+
+        def some(known: Known) -> list[torch.Tensor]:
+            return self._pages.some(known, wanted, at)
+
         while at < len(wanted):
-            with self._lock:
-                found = self._pages.steadily(lambda names, at=at: self._pages.some(names, wanted, at))  # type: ignore[misc]
+            found = self._do(some)
             at += len(found)
             found.reverse()
             while found:
@@ -126,39 +141,31 @@ class SmallTensors(TensorMapping):
         never waits for a page, and an unknown key is not an error."""
         wanted = listed(keys)
         refuse_keys(wanted)
-        with self._lock:
-            places = self._pages.steadily(lambda names: [names.where.get(key) for key in wanted])
-            pages = dict.fromkeys(page_of(where) for where in places if where is not None)
-            there = [self._pages.key_of(page) for page in pages]
-        self._pages.store.prefetch(there, tier=HOST)
+
+        def pages(known: Known) -> list[Key]:
+            places = [known.names.where.get(key) for key in wanted]
+            numbers = dict.fromkeys(page_of(where) for where in places if where is not None)
+            return [self._pages.key_of(known.head, page) for page in numbers]
+
+        self._pages.store.prefetch(self._do(pages), tier=HOST)
 
     @from_here
     def spec(self, key: Key) -> TensorSpec:
         """Return the shape and element type of ``key``; reads no page. Raises KeyNotFound."""
         refuse_keys([key])
-
-        def found(names: Names) -> TensorSpec | None:
-            self._pages.refuse_stale()
-            where = names.where.get(key)
-            return None if where is None else names.specs[spec_of(where)]
-
-        with self._lock:
-            spec = self._pages.steadily(found)
-        if spec is None:
-            self._pages.refuse_missing(key)
-        return spec
+        return self._looked(lambda known: known.names.specs[spec_of(self._pages.where(known, key))])
 
     def __contains__(self, key: object) -> bool:
         """Return whether there is a tensor of that name."""
-        return isinstance(key, str) and self._looked(lambda names: key in names.where)
+        return isinstance(key, str) and self._looked(lambda known: key in known.names.where)
 
     def __iter__(self) -> Iterator[Key]:
         """Iterate over the keys as of now, in no particular order."""
-        return iter(self._looked(lambda names: list(names.where)))
+        return iter(self._looked(lambda known: list(known.names.where)))
 
     def __len__(self) -> int:
         """Return the number of tensors."""
-        return self._looked(lambda names: len(names.where))
+        return self._looked(lambda known: len(known.names.where))
 
     def __repr__(self) -> str:
         try:
@@ -168,13 +175,14 @@ class SmallTensors(TensorMapping):
         return f"<SmallTensors {self.name!r}: {count} in pages of {self._pages.page} bytes, in {self._pages.store}>"
 
     @from_here
-    def _looked(self, look: Callable[[Names], Answer]) -> Answer:
-        def work(names: Names) -> Answer:
-            self._pages.refuse_stale()
-            return look(names)
+    def _looked(self, look: Callable[[Known], Answer]) -> Answer:
+        """Return what ``look`` says of names that are as those in the store."""
 
-        with self._lock:
-            return self._pages.steadily(work)
+        def work(known: Known) -> Answer:
+            self._pages.refuse_stale(known.head)
+            return look(known)
+
+        return self._do(work)
 
     # -- changing ----------------------------------------------------------------------------------------------------------
 
@@ -182,54 +190,49 @@ class SmallTensors(TensorMapping):
     def put(self, key: Key, tensor: torch.Tensor) -> None:
         """Store a copy of ``tensor`` (any strided dtype, shape, device) as ``key``, replacing the tensor of that name.
 
-        Raises MisuseError for a key of more than 1,024 bytes or a tensor without dense contents, and what
-        ``TieredStore.put`` raises.
+        Raises MisuseError for a key of more than 1,024 bytes, a tensor without dense contents or with more than 64 dimensions,
+        and what ``TieredStore.put`` raises.
         """
-        one = _prepared(key, tensor)
-        with self._lock:
-            self._pages.tidy()
-            self._pages.put([one])
+        self._put([_prepared(key, tensor)])
 
     @from_here
     def update(self, tensors: _Pairs, /, **more: torch.Tensor) -> None:
-        """Put all tensors of a mapping, or of pairs, under their names. Up to 1,024 of them, or 32 MiB, are prepared at a time:
-        after an exception some are stored. Raises as ``put``."""
+        """Put all tensors of a mapping, or of pairs, under their names. Up to 1,024 of them, or 32 MiB, are copied before they
+        are put: after an exception some are stored. Raises as ``put``."""
         pairs = tensors.items() if isinstance(tensors, Mapping | TensorMapping) else tensors
         batch: list[Prepared] = []
         nbytes = 0
-        for pair in (*pairs, *more.items()) if more else pairs:
+        for pair in chain(pairs, more.items()):
             if not isinstance(pair, tuple | list) or len(pair) != 2:
                 raise MisuseError(f"update is given a mapping, or pairs of a key and a tensor, not {pair!r:.100}")
-            batch.append(_prepared(pair[0], as_stored(pair[0], pair[1])))
-            nbytes += batch[-1].spec.nbytes
+            one = _prepared(pair[0], as_stored(pair[0], pair[1]))
+            # A copy, because whoever makes the pairs may use one tensor for all of them.
+            batch.append(one._replace(source=copied(one.source, queued=False)))
+            nbytes += one.spec.nbytes
             if len(batch) == BATCH or nbytes > BATCH_BYTES:
-                self._put_batch(batch)
+                self._put(batch)
                 batch, nbytes = [], 0
-        self._put_batch(batch)
+        self._put(batch)
 
-    def _put_batch(self, batch: list[Prepared]) -> None:
-        if batch:
-            with self._lock:
-                self._pages.tidy()
-                self._pages.put(batch)
+    def _put(self, batch: Sequence[Prepared]) -> None:
+        _ = self._record in self._pages.store
+        with self._lock:
+            self._pages.tidy()
+            self._pages.put(batch)
 
     @from_here
     def delete(self, key: Key) -> None:
         """Delete ``key``. Raises KeyNotFound."""
         refuse_keys([key])
-        with self._lock:
-            self._pages.tidy()
-            there = self._pages.steadily(lambda names: self._pages.delete(names, key))
-        if not there:
-            self._pages.refuse_missing(key)
+        self._do(lambda known: self._pages.delete(known, key), changes=True)
 
     @from_here
     def drop(self) -> None:
-        """Delete all of these tensors, their pages and their names from the store; afterwards every call raises KeyNotFound. A
-        call that was cut off is completed by another one. Raises as ``TieredStore.delete``."""
+        """Delete all of these tensors, their pages and their names from the store; afterwards reading or changing one raises
+        KeyNotFound. A call that was cut off is completed by another one. Raises as ``TieredStore.delete``."""
+        store = self._pages.store
         with self._lock:
-            store = self._pages.store
-            for key in (*self._pages.ours(), open_key(self.name), record_key(self.name)):
+            for key in (open_key(self.name), *self._pages.ours(), self._record):
                 if key in store:
                     store.delete(key)
 
@@ -240,9 +243,17 @@ def _prepared(key: Key, tensor: torch.Tensor) -> Prepared:
     encoded = key.encode()
     if len(encoded) > LONGEST_KEY:
         raise MisuseError(f"the key {shortened(repr(key))} has {len(encoded)} bytes; small tensors have keys of {LONGEST_KEY}")
+    if tensor.dim() > MOST_DIMENSIONS:
+        raise MisuseError(f"{key!r} has {tensor.dim()} dimensions; small tensors have at most {MOST_DIMENSIONS}")
     source = tensor.detach().resolve_conj().resolve_neg()
     spec = spec_of_tensor(source)
-    return Prepared(key, encoded, spec, source.to("cpu").contiguous())
+    if type(source) in PLAIN:
+        return Prepared(key, encoded, spec, source.to("cpu").contiguous())
+    return Prepared(key, encoded, spec, copied(source, queued=False))  # of a subclass, memory is not where it says
+
+
+_MAKING = threading.Lock()
+"""Of two threads that make the same small tensors, one makes them."""
 
 
 def open_small(store: Store, name: str, page: int | str | None, budget: int, *, may_make: bool) -> SmallTensors:
@@ -251,34 +262,46 @@ def open_small(store: Store, name: str, page: int | str | None, budget: int, *, 
     refuse_name(name)
     if not name:
         raise MisuseError("small tensors have a name that is not empty")
-    wanted = None if page is None else parse_size(page)
+    wanted = None if page is None else _page(name, page, budget)
     key, opened = record_key(name), open_key(name)
-    if key in store:
-        record = Record.decoded(name, store.get(key).numpy().tobytes())
-        if wanted is not None and Record.of(wanted) != record:
-            raise MisuseError(
-                f"small tensors {name!r} exist and have pages of {record.page} bytes, not {wanted}: leave page= out"
-            )
-        if opened in store or not may_make:
+    with _MAKING:
+        if key in store and (opened in store or not may_make):
+            kept = store.get(key)
+            record = Record.decoded(name, flat(kept).numpy().tobytes())
+            if wanted is not None and wanted != record:
+                raise MisuseError(
+                    f"small tensors {name!r} exist and have pages of {record.page} bytes, not {wanted.page}: leave page= out"
+                )
             return SmallTensors(store, name, record, budget)
-    elif not may_make:
-        raise KeyNotFound(f"there are no small tensors {name!r} in {store}, which is open for reading")
-    else:
-        record = Record.of(min(PAGE, budget // SHARE) if wanted is None else wanted)
-        _refuse_others(store, name)
+        if not may_make:
+            raise KeyNotFound(f"there are no small tensors {name!r} in {store}, which is open for reading")
+        if key not in store:
+            _refuse_others(store, name)
+        record = Record.of(min(PAGE, budget // SHARE)) if wanted is None else wanted
+        first = torch.zeros(record.page, dtype=torch.uint8, device="cpu")
+        head = Head(stamp=random.SystemRandom().getrandbits(62), page=0, next_page=1)
+        ctypes.memmove(first.data_ptr(), ctypes.addressof(head), HEAD_BYTES)
         store.put(key, torch.frombuffer(bytearray(record.encoded()), dtype=torch.uint8))
-    first = torch.zeros(record.page, dtype=torch.uint8, device="cpu")
-    head = Head(stamp=random.SystemRandom().getrandbits(62), page=0, next_page=1)
-    ctypes.memmove(first.data_ptr(), ctypes.addressof(head), HEAD_BYTES)
-    store.put(opened, first)
-    return SmallTensors(store, name, record, budget)
+        store.put(opened, first)  # last: without it, they are made again
+        return SmallTensors(store, name, record, budget)
+
+
+def _page(name: str, page: int | str, budget: int) -> Record:
+    """Return the record of pages of so many bytes, as a caller gives them."""
+    wanted = Record.of(parse_size(page))
+    if wanted.page > max(budget // LARGEST_SHARE, Record.of(0).page):
+        raise MisuseError(
+            f"small tensors {name!r}: pages of {wanted.page:,} bytes are too large for a pool of {budget:,} bytes, of which a "
+            "page takes an eighth at most: give a smaller page="
+        )
+    return wanted
 
 
 def _refuse_others(store: Store, name: str) -> None:
     """Raise MisuseError where tensors of the store have keys that small tensors of this name would have."""
     prefixes = (page_key(name, 0)[:-1], names_key(name, 0)[:-1])
-    there = [key for key in store if key == open_key(name) or (key.startswith(prefixes) and number_of(key) is not None)]
-    if there:
-        raise MisuseError(
-            f"{store} has {shortened(repr(there[0]))}, which is of no small tensors: give these another name than {name!r}"
-        )
+    for key in store:
+        if key == open_key(name) or any(number_after(prefix, key) is not None for prefix in prefixes):
+            raise MisuseError(
+                f"{store} has {shortened(repr(key))}, which is of no small tensors: give these another name than {name!r}"
+            )

@@ -13,6 +13,7 @@ from tiered.errors import ManifestError, MisuseError
 from tiered.types import LARGEST, Key, TensorSpec
 
 __all__ = [
+    "PLAIN",
     "TEMPORARY",
     "copied",
     "copied_in_thread",
@@ -37,7 +38,8 @@ _NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _TYPES.values()}
 ONE_THREAD = 8 << 20
 """Bytes up to which the caller's thread copies alone. torch would wake its OpenMP threads, and wait for all of them: where
 another program computes, for as long as its turn takes."""
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Types of tensors whose memory is where they say."""
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
@@ -160,7 +162,7 @@ def copy_bytes(target: torch.Tensor, source: torch.Tensor, *, queued: bool) -> N
     """Copy ``source`` in row-major order into ``target``, uint8 of shape (nbytes,); the devices may differ. ``queued``: one of
     them is memory for which torch may have work queued, which a copy has to follow."""
     if source.is_contiguous():
-        if not queued and 0 < target.nbytes <= ONE_THREAD and target.is_cpu and source.is_cpu and type(source) in _PLAIN:
+        if not queued and 0 < target.nbytes <= ONE_THREAD and target.is_cpu and source.is_cpu and type(source) in PLAIN:
             ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
         else:
             target.copy_(flat(source))
