@@ -144,8 +144,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         batch = f"{found['batch'] * 1e3:.2f}" if "batch" in found else ""
         which = f"{count:,} of the store itself" if way == "store" else f"{count:,} small ones, by {way}"
         print(
-            f"| {which} | {found['put'] * 1e6:.1f} | {found['memory']:.0f} | {found['commit']:.2f} | {found['one'] * 1e3:.1f} | "
-            f"{found['open']:.2f} | {found['get'] * 1e6:.0f} | {batch} | {found['files']:.2f} |",
+            f"| {which} | {found['put'] * 1e6:.1f} | {found['memory']:.0f} | {found['commit']:.2f} "
+            f"| {found['one'] * 1e3:.1f} | {found['open']:.2f} | {found['get'] * 1e6:.0f} | {batch} | {found['files']:.2f} |",
             flush=True,
         )
     return 0

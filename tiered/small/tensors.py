@@ -6,6 +6,7 @@ import ctypes
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import chain
 from typing import Any, TypeVar, overload
 
@@ -29,7 +30,6 @@ from tiered.small.names import (
 from tiered.small.pages import BATCH, HOST, Known, Pages, Prepared, Store
 from tiered.tensors.mapping import MISSING, Default, TensorMapping, as_stored
 from tiered.tensors.specs import PLAIN, copied, flat, listed, refuse_keys, refuse_name, refuse_unstorable
-from tiered.tensors.specs import spec_of as spec_of_tensor
 from tiered.types import Key, TensorSpec, parse_size
 
 __all__ = ["SmallTensors", "open_small"]
@@ -73,9 +73,10 @@ class SmallTensors(TensorMapping):
         """Call ``work`` with what is known, in turn with other threads."""
         _ = self._record in self._pages.store  # raises in a forked child, where another thread may have had the lock
         with self._lock:
+            found = self._pages.steadily(work)
             if changes:
                 self._pages.tidy()
-            return self._pages.steadily(work)
+        return found
 
     # -- reading -----------------------------------------------------------------------------------------------------------
 
@@ -205,9 +206,9 @@ class SmallTensors(TensorMapping):
         for pair in chain(pairs, more.items()):
             if not isinstance(pair, tuple | list) or len(pair) != 2:
                 raise MisuseError(f"update is given a mapping, or pairs of a key and a tensor, not {pair!r:.100}")
-            one = _prepared(pair[0], as_stored(pair[0], pair[1]))
             # A copy, because whoever makes the pairs may use one tensor for all of them.
-            batch.append(one._replace(source=copied(one.source, queued=False)))
+            one = _prepared(pair[0], as_stored(pair[0], pair[1]), a_copy=True)
+            batch.append(one)
             nbytes += one.spec.nbytes
             if len(batch) == BATCH or nbytes > BATCH_BYTES:
                 self._put(batch)
@@ -217,8 +218,8 @@ class SmallTensors(TensorMapping):
     def _put(self, batch: Sequence[Prepared]) -> None:
         _ = self._record in self._pages.store
         with self._lock:
-            self._pages.tidy()
             self._pages.put(batch)
+            self._pages.tidy()
 
     @from_here
     def delete(self, key: Key) -> None:
@@ -237,7 +238,15 @@ class SmallTensors(TensorMapping):
                     store.delete(key)
 
 
-def _prepared(key: Key, tensor: torch.Tensor) -> Prepared:
+@lru_cache(4096)
+def _spec(dtype: torch.dtype, shape: torch.Size) -> TensorSpec:
+    """Return one object for all tensors of a shape and type."""
+    return TensorSpec(str(dtype).removeprefix("torch."), tuple(shape), dtype.itemsize)
+
+
+def _prepared(key: Key, tensor: torch.Tensor, *, a_copy: bool = False) -> Prepared:
+    """Return ``tensor`` as it is put. ``a_copy``: in memory of its own, otherwise in that of the caller where that is
+    possible."""
     refuse_name(key)
     refuse_unstorable(key, tensor)
     encoded = key.encode()
@@ -245,11 +254,14 @@ def _prepared(key: Key, tensor: torch.Tensor) -> Prepared:
         raise MisuseError(f"the key {shortened(repr(key))} has {len(encoded)} bytes; small tensors have keys of {LONGEST_KEY}")
     if tensor.dim() > MOST_DIMENSIONS:
         raise MisuseError(f"{key!r} has {tensor.dim()} dimensions; small tensors have at most {MOST_DIMENSIONS}")
+    spec = _spec(tensor.dtype, tensor.shape)
+    plain = type(tensor) in PLAIN  # of a subclass, memory is not where it says
+    if plain and not a_copy and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return Prepared(key, encoded, spec, tensor)
     source = tensor.detach().resolve_conj().resolve_neg()
-    spec = spec_of_tensor(source)
-    if type(source) in PLAIN:
-        return Prepared(key, encoded, spec, source.to("cpu").contiguous())
-    return Prepared(key, encoded, spec, copied(source, queued=False))  # of a subclass, memory is not where it says
+    if not plain or (a_copy and source.data_ptr() == tensor.data_ptr()):
+        return Prepared(key, encoded, spec, copied(source, queued=False))
+    return Prepared(key, encoded, spec, source.to("cpu").contiguous())
 
 
 _MAKING = threading.Lock()

@@ -140,7 +140,10 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 def copied(tensor: torch.Tensor, *, queued: bool) -> torch.Tensor:
     """Return a copy on the CPU, byte for byte: torch cannot clone every element type. ``queued`` as in ``copy_bytes``."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")  # the default device may be another
-    copy_bytes(flat(copy), tensor, queued=queued)
+    if not queued and 0 < copy.nbytes <= ONE_THREAD and type(tensor) in PLAIN and tensor.is_cpu and tensor.is_contiguous():
+        ctypes.memmove(copy.data_ptr(), tensor.data_ptr(), copy.nbytes)
+    else:
+        copy_bytes(flat(copy), tensor, queued=queued)
     return copy
 
 
