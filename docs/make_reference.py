@@ -21,8 +21,9 @@ PAGE = ROOT / "docs" / "reference.md"
 # Title, module, names (None: its __all__), prefix of the names in the page.
 SECTIONS: list[tuple[str, str, list[str] | None, str]] = [
     ("The store", "tiered.store.store", ["TieredStore"], ""),
-    ("The store as a mapping", "tiered.store.mapping", ["TensorMapping"], ""),
+    ("The store as a mapping", "tiered.tensors.mapping", ["TensorMapping"], ""),
     ("Tables", "tiered.tables.table", ["Table"], ""),
+    ("Small tensors", "tiered.small.tensors", ["SmallTensors"], ""),
     ("Embeddings", "tiered.tables.embedding", ["TieredEmbedding"], ""),
     ("Optimizers of embeddings", "tiered.tables.sparse", None, ""),
     ("Several processes", "tiered.store.readers", None, ""),

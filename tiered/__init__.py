@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from tiered.planning.machine import Machine
     from tiered.planning.plan import Plan, plan
     from tiered.planning.sources import Numbers
+    from tiered.small.tensors import SmallTensors
     from tiered.store.activations import offload_activations
     from tiered.store.importing import import_safetensors
     from tiered.store.memory_watch import MemoryNotice, MemoryWatch
@@ -105,6 +106,7 @@ __all__ = [
     "RowwiseAdagrad",
     "SafetensorsError",
     "ShortTransfer",
+    "SmallTensors",
     "Span",
     "SpanEvent",
     "SparseAdagrad",
@@ -165,6 +167,7 @@ _HOME = {
             "TransferEvent",
         ),
         "store.readers": ("StoreReader", "TieredDataset"),
+        "small.tensors": ("SmallTensors",),
         "store.store": ("TieredStore",),
         "tables.embedding": ("TieredEmbedding",),
         "tables.sparse": ("RowwiseAdagrad", "SparseAdagrad", "SparseAdamW"),

@@ -170,6 +170,11 @@ class TransferError(TieredError):
         super().__init__(f"{what} tensor {key!r}, {where}{why}")
         self._what = what
 
+    def having(self, what: str) -> TransferError:
+        """Return the same error, which also says what was wanted of the tensor."""
+        rest = (self.key, self.tier, self.path, self.offset, self.errno)
+        return _unpickled(type(self), f"{what} cannot be read: {self._what}", *rest)
+
     def __reduce__(self) -> tuple[Callable[..., TransferError], tuple[object, ...]]:
         rest = (self._what, self.key, self.tier, self.path, self.offset, self.errno)
         return _unpickled, (type(self), *rest)

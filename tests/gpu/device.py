@@ -14,7 +14,7 @@ import torch
 
 from tests.store.chains import numbers
 from tiered import TieredStore
-from tiered.store.lease import flat, spec_of
+from tiered.tensors.specs import flat, spec_of
 
 __all__ = ["KIB", "MIB", "NAME", "Device", "numbers", "raw", "require_device", "same", "why_not"]
 

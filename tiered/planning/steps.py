@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, cast
 from torch import nn
 
 from tiered.planning.dry_run import Cost, DryRun, Happening, Kind
-from tiered.store.lease import TEMPORARY
+from tiered.tensors.specs import TEMPORARY
 from tiered.zero.paging.storage import TensorStore
 from tiered.zero.paging.units import ModelPlan, Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import States

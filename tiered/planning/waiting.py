@@ -17,7 +17,7 @@ from torch import nn
 
 from tiered.planning.simulated import DriveRates, SimulatedStore
 from tiered.store.activations import SavedTensors, piece_of
-from tiered.store.lease import spec_of
+from tiered.tensors.specs import spec_of
 from tiered.types import TensorSpec
 from tiered.zero.paging.micro_batch import LARGEST_PART, SAVED_SHARE, Splitter
 from tiered.zero.paging.pager import LEAST, NEWEST

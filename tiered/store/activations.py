@@ -31,10 +31,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tiered.engine.state import Token
 from tiered.errors import ChangedInPlace, KeyNotFound, MisuseError
-from tiered.store.lease import TEMPORARY
 from tiered.store.store import TieredStore, is_stored
 from tiered.system import Trimmer
 from tiered.telemetry import ActivationStatistics
+from tiered.tensors.specs import TEMPORARY
 from tiered.types import Access, parse_size
 
 __all__ = [

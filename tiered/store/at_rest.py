@@ -25,7 +25,7 @@ from tiered.format.folder import SHORTAGES, OpenFolder
 from tiered.format.locked_file import open_to_lock, open_to_read
 from tiered.format.manifest import Manifest, TensorRecord
 from tiered.format.pins import Pin
-from tiered.store.lease import dtype_of
+from tiered.tensors.specs import dtype_of
 from tiered.types import CHECKSUM_BYTES, PIECE_BYTES, Key, TensorSpec
 
 __all__ = ["ListedGeneration", "ListedTensor", "Listing", "StoreAtRest", "Taken", "listing", "take"]

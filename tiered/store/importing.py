@@ -8,8 +8,8 @@ from typing import Literal
 
 from tiered.errors import MisuseError, TieredError
 from tiered.format.safetensors import WeightFiles
-from tiered.store.lease import flat
 from tiered.store.store import TieredStore
+from tiered.tensors.specs import flat
 from tiered.types import Access
 
 __all__ = ["import_safetensors"]

@@ -1,4 +1,4 @@
-"""Leases and the tensors that they give; and torch's tensors as the store sees them: a spec and bytes.
+"""Leases, and the tensors that they give.
 
 A lease lasts as long as its token, and a view as long as its last alias, so that both end without code that an exception could
 interrupt.
@@ -6,12 +6,10 @@ interrupt.
 
 from __future__ import annotations
 
-import asyncio
-import ctypes
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -19,170 +17,12 @@ from tiered.engine.engine import Engine
 from tiered.engine.requests import Lease
 from tiered.engine.residency import Copy
 from tiered.engine.state import Token
-from tiered.errors import ManifestError, MisuseError, TieredError, drop_frames
+from tiered.errors import MisuseError, TieredError, drop_frames
 from tiered.interfaces import Memory
-from tiered.types import LARGEST, Access, Key, TensorSpec
+from tiered.tensors.specs import dtype_of
+from tiered.types import Access, Key, TensorSpec
 
-__all__ = [
-    "TEMPORARY",
-    "LeaseOfMany",
-    "LeaseOfOne",
-    "copied",
-    "copied_in_thread",
-    "copy_bytes",
-    "dtype_of",
-    "end_struck",
-    "flat",
-    "listed",
-    "refuse_keys",
-    "refuse_name",
-    "refuse_spec",
-    "refuse_unstorable",
-    "spec_of",
-    "specified",
-]
-
-# Not getattr(torch, name): a name from a file may be that of a module, which getattr would import. Quantized types have no
-# dense contents.
-_TYPES = {name: found for name, found in vars(torch).items() if isinstance(found, torch.dtype) and not name.startswith("q")}
-_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in _TYPES.values()}  # one string object for all tensors of a type
-
-
-ONE_THREAD = 8 << 20
-"""Bytes up to which the caller's thread copies alone. torch would wake its OpenMP threads, and wait for all of them: where
-another program computes, for as long as its turn takes."""
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def spec_of(tensor: torch.Tensor) -> TensorSpec:
-    """Return the shape and element type of ``tensor``."""
-    dtype = tensor.dtype
-    return TensorSpec(_NAMES.get(dtype) or str(dtype).removeprefix("torch."), tuple(tensor.shape), dtype.itemsize)
-
-
-def dtype_of(spec: TensorSpec) -> torch.dtype:
-    """Return torch's element type of ``spec``. Raises ManifestError when this torch does not have it."""
-    dtype = _TYPES.get(spec.dtype)
-    if dtype is None or dtype.itemsize != spec.itemsize:
-        raise ManifestError(f"this torch ({torch.__version__}) has no element type {spec.dtype!r} of {spec.itemsize} bytes")
-    return dtype
-
-
-def specified(key: Key, spec: TensorSpec | Sequence[int] | int, dtype: torch.dtype | str | None) -> TensorSpec:
-    """Return the spec of a tensor that is given by a spec, or by its shape and type (None: torch's default type)."""
-    if isinstance(spec, TensorSpec):
-        if dtype is not None:
-            raise MisuseError(f"{key!r}: a TensorSpec has an element type already: leave dtype= out")
-        return spec
-    shape = (spec,) if type(spec) is int else tuple(spec) if isinstance(spec, list | tuple) else None
-    kind: Any = torch.get_default_dtype() if dtype is None else dtype
-    if shape is None or not isinstance(kind, torch.dtype | str):
-        raise MisuseError(f"{key!r}: a tensor to create is described by a TensorSpec, or a shape and dtype=, not by {spec!r}")
-    return TensorSpec(str(kind).removeprefix("torch."), shape, kind.itemsize if isinstance(kind, torch.dtype) else 0)
-
-
-TEMPORARY = "tiered.saved/"
-"""The keys of temporary tensors begin with it, and no others."""
-
-
-def refuse_name(key: object) -> None:
-    """Raise MisuseError for what cannot be a new tensor's key: the manifest holds keys as UTF-8."""
-    if not isinstance(key, str):
-        raise MisuseError(f"a key is a str, not {type(key).__name__}: {key!r}")
-    if key.startswith(TEMPORARY):
-        raise MisuseError(f"keys that begin with {TEMPORARY!r} are those of saved activations: give {key!r} another name")
-    if not key.isascii():
-        try:
-            key.encode()
-        except UnicodeEncodeError as error:
-            raise MisuseError(f"the key {key!r} is not Unicode text ({error.reason}): give the tensor another name") from None
-
-
-def refuse_keys(keys: Iterable[object]) -> None:
-    """Raise MisuseError for keys that are not strings."""
-    for key in keys:
-        if not isinstance(key, str):
-            raise MisuseError(f"a key is a str, not {type(key).__name__}: {key!r}")
-
-
-def listed(values: Iterable[Any]) -> list[Any]:
-    """Return ``values`` as a list; a single string counts as one value. Raises MisuseError for what is not iterable."""
-    try:
-        return [values] if isinstance(values, str) else list(values)
-    except TypeError:
-        raise MisuseError(f"keys come in a list, not as {values!r}") from None
-
-
-def refuse_spec(key: Key, spec: object) -> None:
-    """Raise MisuseError for a spec of which the store holds no tensors."""
-    if not isinstance(spec, TensorSpec):
-        raise MisuseError(f"{key!r}: a tensor to create is described by a TensorSpec, not by {spec!r}")
-    if not isinstance(spec.shape, tuple) or not all(type(size) is int and size >= 0 for size in spec.shape):
-        raise MisuseError(f"{key!r}: a shape is a tuple of sizes, not {spec.shape!r}")
-    dtype = _TYPES.get(spec.dtype) if isinstance(spec.dtype, str) else None
-    if dtype is None:
-        raise MisuseError(f"{key!r}: {spec.dtype!r} is not an element type that a store holds; name torch's, such as 'float32'")
-    if dtype.itemsize != spec.itemsize:
-        raise MisuseError(f"{key!r}: an element of {spec.dtype} has {dtype.itemsize} bytes, not {spec.itemsize!r}")
-    _refuse_span(key, spec)
-
-
-def refuse_unstorable(key: Key, tensor: torch.Tensor) -> None:
-    """Raise MisuseError for a tensor without dense contents."""
-    if not isinstance(tensor, torch.Tensor):
-        raise MisuseError(f"{key!r}: a store holds tensors, not {type(tensor).__name__}")
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
-        what = "a meta tensor" if tensor.is_meta else f"a {tensor.layout} tensor" if not tensor.is_quantized else "quantized"
-        raise MisuseError(f"{key!r} is {what}: a store holds dense tensors with contents; convert it first")
-    if not tensor.numel():
-        _refuse_span(key, spec_of(tensor))
-
-
-def _refuse_span(key: Key, spec: TensorSpec) -> None:
-    """Raise MisuseError for an empty tensor whose strides overflow; others are refused by their size."""
-    if not spec.nbytes and spec.span > LARGEST:
-        raise MisuseError(f"{key!r} has the shape {spec.shape}, whose strides overflow: give it another shape")
-
-
-def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a contiguous tensor as uint8 of shape (nbytes,)."""
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # dimensions of one element may have any stride
-
-
-def copied(tensor: torch.Tensor, *, queued: bool) -> torch.Tensor:
-    """Return a copy on the CPU, byte for byte: torch cannot clone every element type. ``queued`` as in ``copy_bytes``."""
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")  # the default device may be another
-    copy_bytes(flat(copy), tensor, queued=queued)
-    return copy
-
-
-async def copied_in_thread(tensor: torch.Tensor, *, queued: bool) -> torch.Tensor:
-    """Copy as ``copied`` while the event loop goes on, on the caller's compute stream, because the tensor may be in use
-    there."""
-    if tensor.device.type != "cuda":
-        return await asyncio.to_thread(copied, tensor, queued=queued)
-    stream = torch.cuda.current_stream(tensor.device)
-
-    def copied_there() -> torch.Tensor:
-        with torch.cuda.stream(stream):
-            return copied(tensor, queued=queued)
-
-    return await asyncio.to_thread(copied_there)
-
-
-def copy_bytes(target: torch.Tensor, source: torch.Tensor, *, queued: bool) -> None:
-    """Copy ``source`` in row-major order into ``target``, uint8 of shape (nbytes,); the devices may differ. ``queued``: one of
-    them is memory for which torch may have work queued, which a copy has to follow."""
-    if source.is_contiguous():
-        if not queued and 0 < target.nbytes <= ONE_THREAD and target.is_cpu and source.is_cpu and type(source) in _PLAIN:
-            ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
-        else:
-            target.copy_(flat(source))
-        return
-    try:
-        target.view(source.dtype).view(source.shape).copy_(source)  # directly into the pool, without a second copy
-    except (NotImplementedError, RuntimeError):  # element types that torch cannot gather are made contiguous first
-        target.copy_(flat(source.contiguous()))
+__all__ = ["LeaseOfMany", "LeaseOfOne", "end_struck"]
 
 
 class _Held:

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from tiered.errors import MisuseError, TieredError, from_here, shown
 from tiered.format.generations import fingerprint, generations
 from tiered.store.at_rest import StoreAtRest
-from tiered.store.lease import listed, refuse_keys
+from tiered.tensors.specs import listed, refuse_keys
 from tiered.types import Key
 
 __all__ = ["StoreReader", "TieredDataset"]

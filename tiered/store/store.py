@@ -24,14 +24,20 @@ from tiered.engine.retention import affordable, decide, largest_streamed, room_f
 from tiered.engine.state import Token
 from tiered.errors import ForkedStore, KeyNotFound, MisuseError, StoreClosed, UncommittedWarning, from_here
 from tiered.interfaces import EvictionPolicy, IOBackend, Returnable
+from tiered.small.tensors import SmallTensors, open_small
 from tiered.store.commit import Commits, Generations
-from tiered.store.lease import (
-    LeaseOfMany,
-    LeaseOfOne,
+from tiered.store.lease import LeaseOfMany, LeaseOfOne, end_struck
+from tiered.store.opening import Existing, Newer, OpenOptions, Parts, access_of, assemble
+from tiered.store.readers import StoreReader
+from tiered.system import memory_of_process
+from tiered.tables.layout import Pattern
+from tiered.tables.table import Table, open_table
+from tiered.telemetry import NO_SPAN, Offloaded, Span, StoreStatistics, Timeline
+from tiered.tensors.mapping import MISSING, Default, TensorMapping
+from tiered.tensors.specs import (
     copied,
     copied_in_thread,
     copy_bytes,
-    end_struck,
     listed,
     refuse_keys,
     refuse_name,
@@ -40,13 +46,6 @@ from tiered.store.lease import (
     spec_of,
     specified,
 )
-from tiered.store.mapping import MISSING, Default, TensorMapping
-from tiered.store.opening import Existing, Newer, OpenOptions, Parts, access_of, assemble
-from tiered.store.readers import StoreReader
-from tiered.system import memory_of_process
-from tiered.tables.layout import Pattern
-from tiered.tables.table import Table, open_table
-from tiered.telemetry import NO_SPAN, Offloaded, Span, StoreStatistics, Timeline
 from tiered.types import Access, BackendName, Key, TensorSpec, Urgency, format_size
 
 if TYPE_CHECKING:
@@ -79,6 +78,7 @@ class TieredStore(TensorMapping):
         self._rest = (engine, parts, self._pid, scratch)
         self._shutdown = weakref.finalize(self, _shut_down, *self._rest)
         self._tables: weakref.WeakValueDictionary[str, Table] = weakref.WeakValueDictionary()
+        self._small: weakref.WeakValueDictionary[str, SmallTensors] = weakref.WeakValueDictionary()
         _open.add(self)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -763,7 +763,7 @@ class TieredStore(TensorMapping):
             raise MisuseError(f"meta is a dict of JSON values, not {meta!r}")
         return commits
 
-    # -- tables -----------------------------------------------------------------------------------------------------------
+    # -- tables, and small tensors ----------------------------------------------------------------------------------------
 
     @from_here
     def table(
@@ -797,6 +797,28 @@ class TieredStore(TensorMapping):
             if known is not None and known.layout == found.layout:
                 return known
             self._tables[name] = found
+        return found
+
+    @from_here
+    def small(self, name: str, *, page: int | str | None = None) -> SmallTensors:
+        """Open the small tensors ``name``, or make them: a mapping of tensors that lie together in pages.
+
+        A tensor of the store itself takes some KiB of memory and a multiple of 4 KiB, and an entry in every commit; one of
+        these takes its bytes, its key and some hundred bytes of memory. ``page`` is the size of a page in bytes, by default 64
+        KiB: a tensor that is not in memory costs the transfer of its page. Pages and names are tensors of the store
+        (``NAME/page0``, ``NAME/names0``, …). Where small tensors of that name are open already, these are returned.
+
+        Raises MisuseError for a name or a size that is wrong, KeyNotFound where the store is open for reading and has none,
+        ManifestError for a record that is damaged; and as ``put``.
+        """
+        engine = self._running()
+        capacity = self._parts.tiers[self._parts.dram].capacity
+        found = open_small(self, name, page, capacity, may_make=self.access is Access.WRITE)
+        with engine.lock:
+            known = self._small.get(name)
+            if known is not None and known.page_bytes == found.page_bytes:
+                return known
+            self._small[name] = found
         return found
 
     # -- looking in -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""Many small tensors by name, in pages that are ordinary tensors of a store."""

@@ -1,0 +1,1 @@
+"""Tensors as a store takes them, and a mapping of them."""
