@@ -110,11 +110,12 @@ class Summary:
 
     @property
     def window(self) -> float | None:
-        """Bytes of memory that did not save reading: bytes read a token beyond W - C. None for a model with experts, of which a
-        token does not use all weights, and where the weights fit."""
+        """Bytes of memory that did not save reading: bytes read a token beyond W - C. None where the weights fit, or a token
+        does not use all of them: of experts, or rows of an embedding in slices that tokens do not need."""
         if self.read is None or self.routed or self.weights <= self.memory:
             return None
-        return self.read - (self.weights - self.memory)
+        beyond = self.read - (self.weights - self.memory)
+        return beyond if beyond >= 0 else None
 
     def with_more(self, nbytes: int) -> float | None:
         """Return seconds a token with so much more memory, by the formula; None where nothing was read after the first token.
@@ -175,6 +176,11 @@ def describe(summary: Summary) -> str:
         lines.append(
             f"          weights less memory are {_amount(summary.weights - summary.memory)}; what was read beyond that, "
             f"{_amount(summary.window)}, is the window"
+        )
+    elif summary.read is not None and not summary.routed and summary.weights > summary.memory:
+        lines.append(
+            f"          weights less memory are {_amount(summary.weights - summary.memory)}; a token read less, because rows of "
+            "the embedding that no token uses stay on the disk"
         )
     if told := _more(summary):
         lines.append(f"memory    {told}")
