@@ -29,6 +29,7 @@ from tests.programs import ONE_THREAD  # noqa: E402
 from tests.quick import quick  # noqa: E402
 from tiered import TieredStore  # noqa: E402
 from tiered.cli.generate.live import Display  # noqa: E402
+from tiered.cli.generate.summary import Pace, Summary, describe  # noqa: E402
 from tiered.cli.generate.text import ByteText  # noqa: E402
 from tiered.cli.main import main  # noqa: E402
 from tiered.cli.output import Progress  # noqa: E402
@@ -372,3 +373,23 @@ def test_bytes_that_are_no_text_are_shown() -> None:
     text = ByteText()
     assert [text.add(token) for token in (*"é".encode(), 0xC3, 300)] == ["", "é", "", "\N{REPLACEMENT CHARACTER}<300>"]
     assert text.add(0xC3) + text.end() == "\N{REPLACEMENT CHARACTER}"
+
+
+@pytest.mark.parametrize(
+    ("read", "routed", "window", "said"),
+    [
+        (700.0, 0, 100.0, "is the window"),
+        (600.0, 0, 0.0, "is the window"),
+        (550.0, 0, None, "a token read less, because rows of the embedding that no token uses stay on the disk"),
+        (100.0, 300, None, None),
+    ],
+)
+def test_a_window_is_never_below_zero(read: float, routed: int, window: float | None, said: str | None) -> None:
+    pace = Pace(tokens=1, seconds=1.0, read=int(read), busy=1.0, leases=4, hits=2, stalled=0.5)
+    summary = Summary("Llama", 3, [1, 2], "", 0.1, pace, pace, weights=1000, routed=routed, memory=400)
+    assert summary.window == window
+    assert summary.as_json()["window_bytes"] == window
+    told = describe(summary)
+    assert "-" not in told
+    assert told.count("is the window") == (window is not None)
+    assert said is None or said in told
