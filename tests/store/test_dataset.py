@@ -259,3 +259,36 @@ def test_a_number_that_was_given_again(store: TieredStore) -> None:
         assert again.generation == handle.generation
     with pytest.raises(MisuseError, match="is not the one of this handle any more"):
         handle.open(dram=MIB)
+
+
+def one_by_one(batch: list[torch.Tensor]) -> list[torch.Tensor]:
+    return batch
+
+
+@pytest.mark.parametrize(("workers", "method"), [(0, None), (2, "fork"), (1, "spawn")])
+def test_small_tensors(store: TieredStore, workers: int, method: str | None) -> None:
+    small = store.small("tokens", page="4KiB")
+    small.update({f"{number:03}": torch.arange(number) for number in range(200)})
+    store.commit()
+    with store.reader() as reader:
+        small["001"] = torch.zeros(7)
+        store.commit()
+        data = TieredDataset(reader, small="tokens")
+        assert len(data) == 200
+        loader = DataLoader(data, batch_size=32, num_workers=workers, multiprocessing_context=method, collate_fn=one_by_one)
+        found = [one for batch in loader for one in batch]
+        assert [one.tolist() for one in found] == [list(range(number)) for number in range(200)]
+        pairs = TieredDataset(reader, [{"a": "003", "b": "150"}], small="tokens")
+        assert {name: len(one) for name, one in pairs[0].items()} == {"a": 3, "b": 150}
+        data.close()
+        pairs.close()
+
+
+def test_small_tensors_that_are_not_there(store: TieredStore) -> None:
+    store.small("tokens")["a"] = torch.ones(1)
+    store.commit()
+    with store.reader() as reader:
+        with pytest.raises(KeyNotFound, match="no tensor 'b' among the small tensors 'tokens'"):
+            TieredDataset(reader, ["a", "b"], small="tokens")
+        with pytest.raises(KeyNotFound, match="no small tensors 'other'"):
+            TieredDataset(reader, small="other")

@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch.utils.data import Dataset
 
-from tiered.errors import MisuseError, TieredError, from_here, shown
+from tiered.errors import KeyNotFound, MisuseError, TieredError, from_here, shown
 from tiered.format.generations import fingerprint, generations
 from tiered.store.at_rest import StoreAtRest
 from tiered.tensors.specs import listed, refuse_keys
@@ -131,6 +131,7 @@ class TieredDataset(Dataset[Any]):
         source: StoreReader[Any] | _Source,
         samples: Sequence[Sample] | None = None,
         *,
+        small: str | None = None,
         dram: int | str | None = None,
         transform: Callable[[Any], Any] | None = None,
         **options: Any,
@@ -138,10 +139,11 @@ class TieredDataset(Dataset[Any]):
         """Make a data set of ``samples``: a list of keys, or of dicts of keys; by default all keys, sorted.
 
         Sample number i is the tensor of that key, or a dict of the tensors: ``samples=[{"image": "x0", "label": "y0"}, ...]``
-        gives ``{"image": tensor, "label": tensor}``. They are copies in ordinary memory. ``transform`` is called with each
-        sample. ``source`` is an open store, or a handle that ``store.reader()`` gave, which then has to stay open as long as
-        workers may start. ``dram`` is the budget of the pool in each process (default: 64 MiB, or four times the largest
-        tensor); ``options`` are others of ``TieredStore.open``.
+        gives ``{"image": tensor, "label": tensor}``. They are copies in ordinary memory. ``small``: the keys are those of small
+        tensors of that name (``TieredStore.small``), not of the store. ``transform`` is called with each sample. ``source`` is
+        an open store, or a handle that ``store.reader()`` gave, which then has to stay open as long as workers may start.
+        ``dram`` is the budget of the pool in each process (default: 64 MiB, or four times the largest tensor); ``options`` are
+        others of ``TieredStore.open``.
 
         Raises KeyNotFound for a key that the generation lacks, and MisuseError.
         """
@@ -150,16 +152,36 @@ class TieredDataset(Dataset[Any]):
         self._reader = source if isinstance(source, StoreReader) else source.reader()
         if isinstance(samples, str | Mapping):
             raise MisuseError("samples is a list, of keys or of dicts of keys")
-        with StoreAtRest(self._reader.folder, paths=self._reader.paths, generation=self._reader.generation) as rest:
-            self._samples: list[Sample] = [*sorted(rest)] if samples is None else list(samples)
-            largest = 0
-            for sample in self._samples:
-                keys = _keys_of(sample)
-                refuse_keys(listed(keys))
-                largest = max(largest, max((rest.spec(key).nbytes for key in keys), default=0))
+        self._small = small
+        self._samples: list[Sample] = [] if samples is None else list(samples)
+        for sample in self._samples:
+            refuse_keys(listed(_keys_of(sample)))
+        largest = self._look(samples is None) if small is None else 0
         self._options = {"dram": max(SMALLEST_BUDGET, LARGEST_IN_BUDGET * largest) if dram is None else dram, **options}
+        if small is not None:
+            self._look_at_small(small, samples is None)
         self._transform = transform
         self._opened: tuple[int, Any, Callable[[], object]] | None = None
+
+    def _look(self, take_all: bool) -> int:
+        """Look for all samples, or take all keys for samples; return the bytes of the largest one."""
+        largest = 0
+        with StoreAtRest(self._reader.folder, paths=self._reader.paths, generation=self._reader.generation) as rest:
+            if take_all:
+                self._samples = [*sorted(rest)]
+            for sample in self._samples:
+                largest = max(largest, max((rest.spec(key).nbytes for key in _keys_of(sample)), default=0))
+        return largest
+
+    def _look_at_small(self, name: str, take_all: bool) -> None:
+        with self._reader.open(**self._options) as store:
+            there = set(store.small(name))
+        if take_all:
+            self._samples = [*sorted(there)]
+        for sample in self._samples:
+            for key in _keys_of(sample):
+                if key not in there:
+                    raise KeyNotFound(f"there is no tensor {key!r} among the small tensors {name!r} in {self._reader.folder}")
 
     @property
     def generation(self) -> int:
@@ -177,17 +199,17 @@ class TieredDataset(Dataset[Any]):
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return several samples, whose tensors are read together. DataLoader calls this with the indices of a batch."""
         chosen = [self._samples[index] for index in indices]
-        found = iter(self._store().get_many([key for sample in chosen for key in _keys_of(sample)]))
+        found = iter(self._tensors().get_many([key for sample in chosen for key in _keys_of(sample)]))
         samples = [next(found) if isinstance(one, str) else {name: next(found) for name in one} for one in chosen]
         return samples if self._transform is None else [self._transform(sample) for sample in samples]
 
-    def _store(self) -> Any:
-        """Return this process's own store. What a forked process has inherited is its parent's."""
+    def _tensors(self) -> Any:
+        """Return this process's own store, or small tensors of it. What a forked process has inherited is its parent's."""
         process = os.getpid()
         if self._opened is None or self._opened[0] != process:
             store = self._reader.open(**self._options)
             closing = util.Finalize(self, store.close, exitpriority=100)  # a worker process ends without collecting garbage
-            self._opened = process, store, closing
+            self._opened = process, store if self._small is None else store.small(self._small), closing
         return self._opened[1]
 
     def __getstate__(self) -> dict[str, Any]:

@@ -179,8 +179,8 @@ def describe(summary: Summary) -> str:
         )
     elif summary.read is not None and not summary.routed and summary.weights > summary.memory:
         lines.append(
-            f"          weights less memory are {_amount(summary.weights - summary.memory)}; a token read less, because rows of "
-            "the embedding that no token uses stay on the disk"
+            f"          weights less memory are {_amount(summary.weights - summary.memory)}; a token read less, because rows "
+            "of the embedding that no token uses stay on the disk"
         )
     if told := _more(summary):
         lines.append(f"memory    {told}")
