@@ -27,13 +27,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 from tests import programs  # noqa: E402
 from tests.programs import ONE_THREAD  # noqa: E402
 from tests.quick import quick  # noqa: E402
-from tiered import TieredStore  # noqa: E402
+from tiered import MisuseError, TieredStore  # noqa: E402
 from tiered.cli.generate.live import Display  # noqa: E402
 from tiered.cli.generate.summary import Pace, Summary, describe  # noqa: E402
 from tiered.cli.generate.text import ByteText  # noqa: E402
 from tiered.cli.main import main  # noqa: E402
 from tiered.cli.output import Progress  # noqa: E402
-from tiered.integrations.transformers import open_model  # noqa: E402
+from tiered.integrations.transformers import import_model, open_model, open_tokenizer  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -393,3 +393,82 @@ def test_a_window_is_never_below_zero(read: float, routed: int, window: float | 
     assert " -" not in told.replace(" --", "")
     assert told.count("is the window") == (window is not None)
     assert said is None or said in told
+
+
+def told_by(capsys: pytest.CaptureFixture[str], *given: str) -> str:
+    """What a command that fails says, in one line."""
+    assert main([*given]) == 1
+    said = capsys.readouterr().err.strip()
+    assert "Traceback" not in said
+    return said.splitlines()[-1]
+
+
+def test_what_first_attempts_are_told(
+    imported: dict[str, Imported], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, store = tmp_path / "llama", str(imported["llama"].store)
+    llama().save_pretrained(folder)
+    of = ["generate", "--dram", DRAM, "--dir"]
+    told = told_by(capsys, *of, str(folder), "--prompt", "a")
+    assert f"is the folder of a model, and no store: tiered import {folder} --dir STORE --model" in told
+    told = told_by(capsys, *of, store, "--prompt", "\udcff\udcfe hi")
+    assert "the prompt is not UTF-8 text (at character 0)" in told
+    told = told_by(capsys, *of, store, "--prompt", "the sea is wide " * 60)
+    assert "the model has 128 positions, and the prompt is" in told
+    assert told.endswith("tokens long: shorten --prompt")
+    told = told_by(capsys, *of, store, "--prompt", PROMPT, "--tokens", "128")
+    assert "lower --tokens 128 to at most 12" in told
+    assert main([*of, store, "--prompt", PROMPT, "--keep", ""]) == 2
+    assert "--keep: a conversation has a name that is not empty" in capsys.readouterr().err
+
+
+def test_what_an_import_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    to = ["--dir", str(tmp_path / "store"), "--model", "--dram", "8MiB"]
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 300}
+    transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)).save_pretrained(tmp_path / "t5")
+    told = told_by(capsys, "import", str(tmp_path / "t5"), *to)
+    assert "has a model of the type 't5', which AutoModelForCausalLM does not make" in told
+    assert "import_model(..., cls=)" in told
+    llama().save_pretrained(tmp_path / "llama")
+    (tmp_path / "llama" / "generation_config.json").write_text('{"num_return_sequences": 2}')
+    told = told_by(capsys, "import", str(tmp_path / "llama"), *to)
+    assert "transformers cannot make the model in" in told
+    assert "num_return_sequences" in told
+
+
+@pytest.mark.filterwarnings("default:the files in")
+def test_layers_that_only_the_files_have_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "llama"
+    llama().save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 3}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert main(["import", str(folder), "--dir", str(tmp_path / "store"), "--model", "--dram", "8MiB"]) == 0
+    told = capsys.readouterr().err
+    assert "note: the files in" in told
+    assert "are left out: 'model.layers.3.input_layernorm.weight' and 8 more" in told
+
+
+def test_penalties_of_the_checkpoint_do_not_act(
+    imported: dict[str, Imported], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The most likely token is taken, whatever generation_config.json says."""
+    folder, one = tmp_path / "llama", imported["llama"]
+    llama().save_pretrained(folder)
+    write_tokenizer(folder)
+    acting = {"repetition_penalty": 1.9, "do_sample": True, "min_p": 0.2, "guidance_scale": 1.5, "stop_strings": ["e"]}
+    (folder / "generation_config.json").write_text(json.dumps(acting | {"eos_token_id": SIZES["eos_token_id"]}))
+    assert main(["import", str(folder), "--dir", str(tmp_path / "store"), "--model", "--dram", "8MiB"]) == 0
+    capsys.readouterr()
+    given = ["generate", "--dir", str(tmp_path / "store"), "--prompt", PROMPT, "--dram", "4MiB", *GREEDY, "--json"]
+    assert main(given) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == one.tokens["greedy"]
+
+
+def test_a_tokenizer_that_cannot_be_read_is_not_called_missing(tmp_path: Path) -> None:
+    folder = tmp_path / "llama"
+    llama().save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    with TieredStore.open(tmp_path / "store", dram="8MiB") as store:
+        import_model(folder, store)
+        with pytest.raises(MisuseError, match=r"the tokenizer that .* keeps of model 'model' cannot be read"):
+            open_tokenizer(store)

@@ -22,7 +22,7 @@ from tiered import (
     TieredError,
     TieredStore,
 )
-from tiered.store import lease as tensors
+from tiered.tensors import specs as tensors
 
 
 def test_a_key_gives_a_tensor_and_a_list_a_tuple(store: TieredStore) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiered.cli.arguments import add_json, add_paths, command, count, fraction, positive, seed, size
@@ -24,9 +25,10 @@ __all__ = ["add_parser"]
 DESCRIPTION = """\
 Go on with a prompt: the text is printed as it is made, then what a token took on stderr. The model is one that
 tiered import --model has put into the store; it may be larger than memory, and its folder is not needed. The store is
-opened for reading, which any number of processes may do at once. By default the most likely token is taken each time.
-With --keep the conversation is kept in the store, which one process at a time may do, and the next prompt goes on
-from it. The prompt is given to the model as it is, without a chat template.
+opened for reading, which any number of processes may do at once. By default the most likely token is taken each time;
+what the model's generation_config.json says of drawing tokens and of penalties is not used. With --keep the
+conversation is kept in the store, which one process at a time may do, and the next prompt goes on from it; a run that
+is stopped leaves it as it was before. The prompt is given to the model as it is, without a chat template.
 """
 
 EXAMPLES = """\
@@ -69,6 +71,8 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
         parser.error("--top-p and --seed are for drawing tokens at random: give --temperature, too")
     if parsed.top_p is not None and parsed.top_p > 1:
         parser.error(f"--top-p: {parsed.top_p:g} is not a share, above 0 and at most 1")
+    if parsed.keep == "":
+        parser.error("--keep: a conversation has a name that is not empty")
     refuse_unwritable(parsed.json)
     from tiered.cli.generate.summary import describe
     from tiered.cli.stop import Stopped, StopRequest
@@ -77,7 +81,8 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
         with StopRequest() as stop:
             summary = _generated(parsed, stop)
     except Stopped as stopped:
-        print("tiered: stopped", file=sys.stderr)
+        left = "" if parsed.keep is None else f"; the conversation {parsed.keep!r} is as it was before this prompt"
+        print(f"tiered: stopped{left}", file=sys.stderr)
         return stopped.exit_code
     if parsed.json != "-":
         print(describe(summary), file=sys.stderr)
@@ -93,6 +98,7 @@ def _generated(parsed: argparse.Namespace, stop: StopRequest) -> Summary:
     stop.check()
     began = time.perf_counter()
     access = "read" if parsed.keep is None else "write"
+    _refuse_folder_of_a_model(parsed.dir)
     store = TieredStore.open(parsed.dir, dram=parsed.dram, paths=parsed.paths, access=access)
     try:
         with Display(sys.stdout, sys.stderr, shown=parsed.json != "-") as display:
@@ -124,7 +130,7 @@ def _made(
         prompt = text.encode(parsed.prompt)
     else:
         prompt = conversation.tokens + text.encode_more(parsed.prompt)
-    _refuse_prompt(model, prompt, parsed.tokens)
+    _refuse_prompt(model, prompt, parsed.tokens, kept=0 if conversation is None else len(conversation.tokens))
     opened = time.perf_counter() - began
     streamer = _Streamer(store, text, display, stop, parsed.tokens)
     torch.manual_seed(parsed.seed or 0)
@@ -135,7 +141,7 @@ def _made(
     weights, routed = _sizes(model)
     return Summary(
         name, len(prompt), streamer.tokens, streamer.text, opened, streamer.first, streamer.rest, weights, routed,
-        store.statistics().tiers[0].capacity, expert_statistics(model),
+        store.statistics().tiers[0].capacity, expert_statistics(model), kept=conversation is not None,
     )
 
 
@@ -161,6 +167,16 @@ class _Conversation:
         return {ARGUMENT: self._cache}
 
 
+def _refuse_folder_of_a_model(folder: str) -> None:
+    """Raise MisuseError for a model's own folder in place of a store's."""
+    from tiered import MisuseError
+
+    if (Path(folder) / "config.json").is_file() and not any(Path(folder).glob("manifest.*")):
+        raise MisuseError(
+            f"{folder} is the folder of a model, and no store: tiered import {folder} --dir STORE --model puts it into one"
+        )
+
+
 def _refuse_without_transformers() -> None:
     """Import it, which takes seconds; or raise MisuseError."""
     from tiered import MisuseError
@@ -176,8 +192,8 @@ def _vocabulary(model: Any) -> int:
     return int(model.config.get_text_config().vocab_size)
 
 
-def _refuse_prompt(model: Any, prompt: list[int], tokens: int) -> None:
-    """Raise MisuseError for a prompt that the model cannot go on with."""
+def _refuse_prompt(model: Any, prompt: list[int], tokens: int, kept: int) -> None:
+    """Raise MisuseError for a prompt that the model cannot go on with; ``kept``: tokens of it that are a conversation's."""
     from tiered import MisuseError
 
     if not prompt:
@@ -186,9 +202,11 @@ def _refuse_prompt(model: Any, prompt: list[int], tokens: int) -> None:
         raise MisuseError(f"the tokenizer has token {max(prompt)}, and the model only {_vocabulary(model)}: they do not match")
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest is not None and len(prompt) + tokens > longest:
-        raise MisuseError(
-            f"the model has {longest} positions, and the prompt is {len(prompt)} tokens long: lower --tokens {tokens}"
-        )
+        told = f", {kept} of them kept by --keep" if kept else ""
+        mend = f"lower --tokens {tokens} to at most {longest - len(prompt)}"
+        if len(prompt) >= longest:
+            mend = "begin another conversation" if kept else "shorten --prompt"
+        raise MisuseError(f"the model has {longest} positions, and the prompt is {len(prompt)} tokens long{told}: {mend}")
 
 
 def _generate(
@@ -197,9 +215,11 @@ def _generate(
     import torch
 
     known = model.generation_config
+    # Penalties, stop strings and the like of the checkpoint would act beside what is asked for.
+    tokens = {name: getattr(known, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    model.generation_config = type(known)(**tokens)
     ends = known.eos_token_id if isinstance(known.eos_token_id, int) else (known.eos_token_id or [0])[0]
     drawn = {"temperature": parsed.temperature, "top_p": parsed.top_p or 1.0, "top_k": 0} if parsed.temperature else {}
-    plain = {} if drawn else {"temperature": 1.0, "top_p": 1.0, "top_k": 50}
     made: torch.Tensor = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
@@ -209,7 +229,6 @@ def _generate(
         pad_token_id=ends if known.pad_token_id is None else known.pad_token_id,
         streamer=streamer,
         **drawn,
-        **plain,
         **more,
     )
     return made

@@ -79,7 +79,7 @@ def live_line(pace: Pace, tokens: int, wanted: int) -> str:
 class Summary:
     """A generation: ``first`` is up to its first token, ``rest`` the tokens after it. ``weights``: bytes of all parameters in
     the store; ``routed``: those of experts, of which a token uses some. ``memory``: the store's budget. ``experts``: what
-    was counted of these, the prompt included."""
+    was counted of these, the prompt included. ``kept``: keys and values are in the store, too, and what was read has them."""
 
     model: str
     prompt: int
@@ -92,6 +92,7 @@ class Summary:
     routed: int
     memory: int
     experts: ExpertStatistics | None = None
+    kept: bool = False
 
     @property
     def seconds(self) -> float | None:
@@ -111,8 +112,8 @@ class Summary:
     @property
     def window(self) -> float | None:
         """Bytes of memory that did not save reading: bytes read a token beyond W - C. None where the weights fit, or a token
-        does not use all of them: of experts, or rows of an embedding in slices that tokens do not need."""
-        if self.read is None or self.routed or self.weights <= self.memory:
+        does not use all of them (experts, or rows of an embedding in slices), and where keys and values were read, too."""
+        if self.read is None or self.routed or self.kept or self.weights <= self.memory:
             return None
         beyond = self.read - (self.weights - self.memory)
         return beyond if beyond >= 0 else None
@@ -152,7 +153,7 @@ class Summary:
 
 def describe(summary: Summary) -> str:
     """Format the summary in several lines."""
-    first, rest, made = summary.first, summary.rest, len(summary.tokens)
+    first, rest = summary.first, summary.rest
     lines = [
         f"model     {format_size(summary.weights)} of weights"
         + (f", {format_size(summary.routed)} of them experts" if summary.routed else "")
@@ -162,8 +163,8 @@ def describe(summary: Summary) -> str:
     ]
     if summary.seconds is not None and summary.read is not None and summary.compute is not None:
         lines += [
-            f"then      {duration(summary.seconds)} a token ({1 / summary.seconds:.2f} tokens/s, {counted(made, 'token')}), "
-            f"{_amount(summary.read)} read a token",
+            f"then      {duration(summary.seconds)} a token ({1 / summary.seconds:.2f} tokens/s, "
+            f"{counted(rest.tokens, 'token')}), {_amount(summary.read)} read a token",
             f"          computing {duration(summary.compute)}, waiting for the store "
             f"{duration(rest.stalled / rest.tokens)} a token; {rest.hit_share:.0%} of leases waited for nothing",
         ]
@@ -177,6 +178,8 @@ def describe(summary: Summary) -> str:
             f"          weights less memory are {_amount(summary.weights - summary.memory)}; what was read beyond that, "
             f"{_amount(summary.window)}, is the window"
         )
+    elif summary.kept:
+        lines.append("          keys and values of the conversation are in the same memory, and what was read has them, too")
     elif summary.read is not None and not summary.routed and summary.weights > summary.memory:
         lines.append(
             f"          weights less memory are {_amount(summary.weights - summary.memory)}; a token read less, because rows "

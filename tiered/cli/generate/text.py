@@ -68,11 +68,11 @@ class TokenizerText:
         self._shown = 0
 
     def encode(self, prompt: str) -> list[int]:
-        tokens: list[int] = self._tokenizer.encode(prompt).ids
+        tokens: list[int] = self._tokenizer.encode(_text(prompt)).ids
         return tokens
 
     def encode_more(self, text: str) -> list[int]:
-        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        tokens: list[int] = self._tokenizer.encode(_text(text), add_special_tokens=False).ids
         return tokens
 
     def add(self, token: int) -> str:
@@ -84,6 +84,16 @@ class TokenizerText:
     def end(self) -> str:
         whole: str = self._tokenizer.decode(self._tokens, skip_special_tokens=True)
         return whole[self._shown :]
+
+
+def _text(prompt: str) -> str:
+    """Return ``prompt``. Raises MisuseError for bytes of a command line that are not UTF-8, which a tokenizer does not take."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        where = f"at character {error.start}"
+        raise MisuseError(f"the prompt is not UTF-8 text ({where}), and this model's tokenizer reads text") from None
+    return prompt
 
 
 def text_of(contents: bytes | None, vocabulary: int) -> Text:

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -28,7 +29,7 @@ from tiered import Access, ManifestError, MisuseError, TieredStore, zero
 from tiered.errors import shown
 from tiered.format.safetensors import INDEX, SINGLE, WeightFiles
 from tiered.integrations.importing import Import, Record, Source, Told, begun, files_in
-from tiered.integrations.kept import CONFIG, UNFINISHED, files_of, keep, kept_folder, only_model, opening_of
+from tiered.integrations.kept import CONFIG, TOKENIZER, UNFINISHED, files_of, keep, kept_folder, only_model, opening_of
 from tiered.integrations.transformers.experts import around_experts
 from tiered.packing.quantised import QUANTIZE, Loss, Quantize
 from tiered.zero.build.deferred import CODES, Deferred, Files
@@ -123,8 +124,12 @@ def _read(
             given = {"config": config, "dtype": dtype, "local_files_only": True, **options}
             if missing == "refuse":
                 given |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
-                model, found = cls.from_pretrained(path, **given)
+                try:
+                    model, found = cls.from_pretrained(path, **given)
+                except ValueError as error:  # of its configuration, or its generation_config.json
+                    raise MisuseError(f"transformers cannot make the model in {path}: {shown(str(error), 300)}") from error
                 _refuse_missing(path, found)
+                _warn_of_more(path, found)
             else:
                 model = cls.from_pretrained(path, **given)
             if getattr(model, "hf_quantizer", None) is not None:
@@ -157,6 +162,17 @@ def _refuse_missing(path: Path, found: dict[str, Any]) -> None:
     if lacking := sorted(found["missing_keys"]):
         more = f" and {len(lacking) - 1} more" if lacking[1:] else ""
         raise MisuseError(f"the files in {path} lack {lacking[0]!r}{more}, which the model has: {mend}")
+
+
+def _warn_of_more(path: Path, found: dict[str, Any]) -> None:
+    """Warn where ``found``, what ``transformers`` says of the files, has weights that the model does not."""
+    more = sorted(found["unexpected_keys"])
+    if more:
+        which = f"{more[0]!r}" + (f" and {len(more) - 1} more" if more[1:] else "")
+        warnings.warn(
+            f"the files in {path} have weights that the model of their config.json does not, and that are left out: {which}",
+            stacklevel=2,
+        )
 
 
 @contextmanager
@@ -338,7 +354,9 @@ def import_model(
     _refuse_pickled(path)
     _refuse_damaged(path, options)
     files = files_of(path)
-    stored = _dtype_of(path, options.get("config") or _config_of(path))
+    config = options.get("config") or _config_of(path)
+    _refuse_kind(path, cls, config)
+    stored = _dtype_of(path, config)
     dtype = stored if compute is None else compute
     policy = zero.Policy(storage=None if dtype is stored else stored, quantize=quantize)
     source = _source(path, cls, dtype, policy, largest_unit, options)
@@ -351,7 +369,7 @@ def import_model(
     filling = Import(store, name, source, goes_on=goes_on, commits=not finished and not several, told=progress)
     if goes_on is not None:
         largest_unit = min(largest_unit, goes_on.unit)
-    prepare = None if dtype is stored else lambda model: _refuse_rounding(model, stored)
+    prepare = None if dtype is stored else lambda model: _refuse_rounding(model, path, stored)
     try:
         with (
             nullcontext() if progress is None else _telling(progress),
@@ -440,7 +458,12 @@ def open_tokenizer(store: TieredStore, *, name: str | None = None) -> Any:
     with kept_folder(store, name) as folder:
         try:
             return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # tokenizers raises nothing more special
+            if (folder / TOKENIZER).is_file():
+                why = shown(str(error), 300)
+                raise MisuseError(f"the tokenizer that {store} keeps of model {name!r} cannot be read: {why}") from error
+            if not isinstance(error, OSError | ValueError):
+                raise
             raise MisuseError(f"{store} keeps no tokenizer of model {name!r}: the folder of its import had none") from error
 
 
@@ -484,15 +507,41 @@ def _dtype_of(path: Path, config: Any) -> torch.dtype:
     raise MisuseError(f"{path} has no weights of 16, 32 or 64 bits")
 
 
-def _refuse_rounding(model: Any, stored: torch.dtype) -> Any:
-    """Raise MisuseError for a model some of whose parameters transformers keeps in fp32: a policy would round them."""
+def _refuse_kind(path: Path, cls: Any, config: Any) -> None:
+    """Raise MisuseError where ``cls``, one of the Auto classes, makes no models of this configuration."""
+    makes = getattr(cls, "_model_mapping", None)
+    if makes is not None and type(config) not in makes and not hasattr(config, "auto_map"):
+        raise MisuseError(
+            f"{path} has a model of the type {config.model_type!r}, which {cls.__name__} does not make: it is another kind of "
+            "model. In Python, import_model(..., cls=) takes its class, such as transformers.AutoModelForSeq2SeqLM"
+        )
+
+
+def _refuse_rounding(model: Any, path: Path, stored: torch.dtype) -> Any:
+    """Raise MisuseError for a model some of whose parameters transformers keeps in fp32, where the files have fp32: a policy
+    would round them."""
+    code = CODES[_named(stored)]
+    if all(kind in (code, "BOOL") or not kind.startswith(("F", "BF")) for kind in _kinds(path)):
+        return model
     patterns = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if stored is torch.float16:
         patterns |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
     for parameter, _ in model.named_parameters():
         if any(pattern in parameter for pattern in patterns):
-            raise MisuseError(f"transformers keeps {parameter!r} in float32, and compute=float32 would round it: leave it out")
+            raise MisuseError(
+                f"{parameter!r} stays in float32 beside weights in {_named(stored)}, which is what compute=float32 (--compute) "
+                "keeps on the disk, and would round it: leave it out"
+            )
     return model
+
+
+def _kinds(path: Path) -> set[str]:
+    """Return the types of all tensors in the files, as safetensors names them."""
+    found: set[str] = set()
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            found |= {opened.get_slice(key).get_dtype() for key in opened.keys()}  # noqa: SIM118
+    return found
 
 
 @contextmanager
