@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import DefaultDeviceType
 
 from tests import fake_device
+from tests.quick import quick
 from tests.store.saved import nothing_is_left
 from tests.zero.models import Mixed, Tied, parameter_groups
 from tests.zero.ranks import on_ranks
@@ -135,7 +136,7 @@ def test_activations_leave_the_device(tmp_path: Path, device: torch.device, acti
         store.close()
 
 
-@pytest.mark.parametrize("make", MODELS, ids=["tied", "checkpoint", "reentrant", "mixed"])
+@pytest.mark.parametrize("make", quick(MODELS, MODELS[::3]), ids=["tied", "checkpoint", "reentrant", "mixed"])
 @pytest.mark.parametrize("tier", ["dram", "hbm"])
 @pytest.mark.parametrize("update", ["on_fetch", "in_backward"])
 def test_the_bits_are_those_of_training_in_memory(
@@ -238,7 +239,7 @@ def test_a_batch_is_split_inside_units(tmp_path: Path, device: torch.device) -> 
 
 
 @pytest.mark.parametrize("tier", ["dram", "hbm"])
-@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("storage", quick([torch.bfloat16, torch.float16], [torch.bfloat16]))
 def test_narrow_parameters_and_a_scaler(
     tmp_path: Path, device: torch.device, tier: UpdateTier, storage: torch.dtype
 ) -> None:
@@ -385,7 +386,7 @@ def test_ranks_on_devices(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("hbm", [None, "1MiB"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", quick([torch.float32, torch.bfloat16, torch.float16], [torch.bfloat16]))
 def test_states_of_parameters_that_stay_on_the_device(
     tmp_path: Path, device: torch.device, hbm: str | None, dtype: torch.dtype
 ) -> None:

@@ -20,7 +20,9 @@ PYTEST = """if True:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ builds the device")
-@pytest.mark.parametrize("more", [["-k", "not ranks"], pytest.param([], marks=pytest.mark.soak)], ids=["one rank", "all"])
+@pytest.mark.parametrize(
+    "more", [["-k", "not ranks"], pytest.param(["-m", "soak or not soak"], marks=pytest.mark.soak)], ids=["one rank", "all"]
+)
 def test_parameters_that_compute_on_a_device(tmp_path: Path, more: list[str]) -> None:
     cases = Path(__file__).with_name("on_device.py")
     options = ["-q", "-p", "no:cacheprovider", f"--basetemp={tmp_path / 'within'}", *more]
