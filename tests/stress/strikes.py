@@ -60,7 +60,7 @@ def armed(seconds: float, again: float = 0.0) -> Iterator[None]:
 
 @cache
 def _safe(code: CodeType) -> frozenset[int]:
-    """Where ``with`` calls ``__exit__`` at the end of its block. The interpreter looks for signals at the start of functions,
+    """Where ``with`` calls ``__exit__``, also after an exception. The interpreter looks for signals at the start of functions,
     at backward jumps and after calls, so not between the block's last call and this one; a tracer is told of the line all the
     same."""
     found, names = set(), [(step.offset, step.opname, step.argval) for step in dis.get_instructions(code)]
@@ -70,7 +70,9 @@ def _safe(code: CodeType) -> frozenset[int]:
             found.add(offset)
             if at and names[at - 1][1] in ("SWAP", "ROT_TWO"):  # of a value that is returned
                 found.add(names[at - 1][0])
-    found |= {offset for offset, name, _ in names if name in ("NOP", "POP_BLOCK")}  # as before ``try``, where nothing happens
+    # As before ``try``, where nothing happens; and where ``with`` calls ``__exit__`` after an exception.
+    nothing = ("NOP", "POP_BLOCK", "PUSH_EXC_INFO", "WITH_EXCEPT_START")
+    found |= {offset for offset, name, _ in names if name in nothing}
     return frozenset(found)
 
 
