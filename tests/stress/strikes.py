@@ -9,6 +9,7 @@ from __future__ import annotations
 import dis
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -19,7 +20,7 @@ from typing import Any
 
 import tiered
 
-__all__ = ["Strike", "armed", "interrupted_at", "lines_of", "struck_after_call", "struck_at", "struck_or_raise"]
+__all__ = ["Strike", "armed", "interrupted_at", "is_free", "lines_of", "struck_after_call", "struck_at", "struck_or_raise"]
 
 PACKAGE = str(Path(tiered.__file__).parent)
 
@@ -174,3 +175,18 @@ def struck_after_call(number: int, work: Callable[[], object], files: tuple[str,
     finally:
         sys.settrace(before)
     return None
+
+
+def is_free(lock: Any) -> bool:
+    """Whether another thread gets the lock."""
+    found: list[bool] = []
+
+    def take() -> None:
+        found.append(lock.acquire(blocking=False))
+        if found[0]:
+            lock.release()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    return found[0]

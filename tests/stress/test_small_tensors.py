@@ -16,7 +16,7 @@ from tests.stress import syscalls
 from tests.stress.children import forked
 from tests.stress.contents import content, extent
 from tests.stress.powerloss import KINDS, Log, machine, mounted
-from tests.stress.strikes import interrupted_at, lines_of, struck_at
+from tests.stress.strikes import interrupted_at, is_free, lines_of, struck_at
 from tests.stress.syscalls import Child
 from tests.stress.tally import Tally, counts
 from tiered import CorruptionError, KeyNotFound, LeaseConflict, MisuseError, SmallTensors, TieredError, TieredStore
@@ -307,21 +307,6 @@ WORKS: dict[str, Callable[[SmallTensors], object]] = {
 PREPARED = {"put where no room is": full_page, "put, and the log is rewritten": long_log}
 
 
-def is_free(small: SmallTensors) -> bool:
-    """Whether another thread gets the lock."""
-    found: list[bool] = []
-
-    def take() -> None:
-        found.append(small._lock.acquire(blocking=False))
-        if found[0]:
-            small._lock.release()
-
-    thread = threading.Thread(target=take)
-    thread.start()
-    thread.join()
-    return found[0]
-
-
 def state(small: SmallTensors) -> dict[str, bytes]:
     return {key: one.reshape(-1).view(torch.uint8).numpy().tobytes() for key, one in small.items()}
 
@@ -356,7 +341,7 @@ def test_struck_at_each_line(tmp_path: Path, name: str, where_from: str, count: 
             if where is None:  # it came to fewer lines, because it did not have to wait
                 break
             tally.count(name, 1)
-            assert is_free(small), where
+            assert is_free(small._lock), where
             assert not any(tier.held for tier in store.statistics().tiers), where
             found = state(small)
             assert found in (before, after), where

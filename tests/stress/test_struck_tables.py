@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.stress.strikes import lines_of, struck_at
+from tests.stress.strikes import is_free, lines_of, struck_at
 from tests.stress.tally import Tally, counts
 from tiered import SparseAdamW, Table, TieredEmbedding, TieredStore
 
@@ -45,21 +44,6 @@ def seen(store: TieredStore) -> tuple[torch.Tensor, ...]:
     return (*(table[:] for table in tables), torch.tensor([tables[0].appended]), steps)
 
 
-def is_free(table: Table) -> bool:
-    """Whether another thread gets the table's lock."""
-    found: list[bool] = []
-
-    def take() -> None:
-        found.append(table._lock.acquire(blocking=False))
-        if found[0]:
-            table._lock.release()
-
-    thread = threading.Thread(target=take)
-    thread.start()
-    thread.join()
-    return found[0]
-
-
 @counts(20, 10_000)
 @pytest.mark.parametrize("begin", ["filled", "unwritten", "on the disk"])
 @pytest.mark.parametrize("name", WORKS)
@@ -87,7 +71,7 @@ def test_struck_at_each_line(tmp_path: Path, name: str, begin: str, count: int, 
             if where is None:  # it came to fewer lines, because it did not have to wait
                 break
             tally.count(name, 1)
-            assert is_free(table), where
+            assert is_free(table._lock), where
             assert not any(tier.held for tier in store.statistics().tiers), where
             found = seen(store)
             same = [all(map(torch.equal, found, expected)) for expected in (before, after)]

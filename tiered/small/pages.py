@@ -513,7 +513,7 @@ class Pages:
         self._known = known
 
     def delete(self, known: Known, key: Key) -> None:
-        """Delete ``key``."""
+        """Log that ``key`` is deleted, in the open page; its place is empty from then on."""
         self.where(known, key)
         head, entry = known.head, deletion(key.encode())
         if head.log + head.values + len(entry) > self.page - HEAD_BYTES:

@@ -223,7 +223,7 @@ class SmallTensors(TensorMapping):
 
     @from_here
     def delete(self, key: Key) -> None:
-        """Delete ``key``. Raises KeyNotFound."""
+        """Delete the tensor ``key``; its place in the page is empty then. Raises KeyNotFound, and as ``put``."""
         refuse_keys([key])
         self._do(lambda known: self._pages.delete(known, key), changes=True)
 
