@@ -90,7 +90,7 @@ USES: dict[str, tuple[str, ...]] = {
     "links": ("", "format"),
     "engine": ("",),
     "tensors": ("errors", "types"),
-    "tables": ("errors", "types"),
+    "tables": ("errors", "types", "tensors"),
     "small": ("errors", "types", "tensors", "tables.kernel"),
     "store": ("", "format", "io", "tiers", "links", "engine", "tensors", "tables.layout", "tables.table", "small.tensors"),
     "packing": ("",),

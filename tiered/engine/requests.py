@@ -70,14 +70,15 @@ class Lease(Request, LeaseHold):
     """Grants all of ``keys`` in ``tier`` at once, or none of them.
 
     ``copies`` are the granted copies, ``specs`` their specs and ``views`` the tokens of the views that the caller makes of
-    them, in the order of ``keys``. The lease ends with the token of ``holder``.
+    them, in the order of ``keys``; where the lease is not ``viewed`` the caller makes none. The lease ends with the token of
+    ``holder``.
     """
 
     def __init__(
-        self, keys: Sequence[Key], tier: int, access: Access, holder: Holder | None = None
+        self, keys: Sequence[Key], tier: int, access: Access, holder: Holder | None = None, *, viewed: bool = True
     ) -> None:
         super().__init__(Urgency.DEMAND, tier, holder)
-        self.keys, self.access = tuple(keys), access
+        self.keys, self.access, self._viewed = tuple(keys), access, viewed
         self.copies: list[Copy] = []
         self.specs: list[TensorSpec] = []
         self.views: list[Token] = []
@@ -118,7 +119,8 @@ class Lease(Request, LeaseHold):
         state.disturbances += write
         for entry in entries:
             copy = state.directory.lend(entry, self.tier, self.access)
-            self.views.append(state.claims.view(copy))
+            if self._viewed:
+                self.views.append(state.claims.view(copy))
             self.copies.append(copy)
             self.specs.append(entry.spec)
             state.used(entry, self.tier, Use.WRITE if write else Use.READ)

@@ -6,10 +6,11 @@ interrupt.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import NoReturn
+from typing import Generic, NoReturn, TypeVar
 
 import torch
 
@@ -20,18 +21,21 @@ from tiered.engine.state import Token
 from tiered.errors import MisuseError, TieredError, drop_frames
 from tiered.interfaces import Memory
 from tiered.tensors.specs import dtype_of
+from tiered.tiers.dram import DramTier
 from tiered.types import Access, Key, TensorSpec
 
-__all__ = ["LeaseOfMany", "LeaseOfOne", "end_struck"]
+__all__ = ["LeaseOfAddresses", "LeaseOfMany", "LeaseOfOne", "end_struck"]
+
+Made = TypeVar("Made")
 
 
-class _Held:
-    """A lease as a context manager: the copies that it holds, and the tensors made of them."""
+class _Held(Generic[Made]):
+    """A lease as a context manager: the copies that it holds, and what is made of them, a list of as many."""
 
-    def __init__(
-        self, running: Callable[[], Engine], memory: Memory, keys: Sequence[Key], access: Access, tier: int
-    ) -> None:
-        self._running, self._memory = running, memory
+    viewed = True
+
+    def __init__(self, running: Callable[[], Engine], keys: Sequence[Key], access: Access, tier: int) -> None:
+        self._running = running
         self._keys, self._access, self.tier = keys, access, tier
         self.token: Token | None = None
         """Token of the lease: setting it to None ends the lease, whatever exception strikes then."""
@@ -39,7 +43,11 @@ class _Held:
         self._copies: list[Copy] | None = None
         self._request: Lease | None = None
 
-    def _enter(self) -> list[torch.Tensor]:
+    def _made(self, engine: Engine, request: Lease) -> list[Made]:
+        """Return what the holder gets of each of the granted copies."""
+        raise NotImplementedError
+
+    def _enter(self) -> list[Made]:
         if self.token is not None:
             self._refuse_open()
         try:
@@ -52,7 +60,7 @@ class _Held:
             self._undo()
             raise
 
-    async def _arrive(self) -> list[torch.Tensor]:
+    async def _arrive(self) -> list[Made]:
         if self.token is not None:
             self._refuse_open()
         try:
@@ -74,25 +82,20 @@ class _Held:
     def _ask(self, engine: Engine) -> Lease:
         self.token = Token()
         holder = engine.state.claims.watch(self.token)
-        request = self._request = Lease(self._keys, self.tier, self._access, holder)
+        request = self._request = Lease(self._keys, self.tier, self._access, holder, viewed=self.viewed)
         return request
 
-    def _granted(self, engine: Engine, request: Lease) -> list[torch.Tensor]:
-        copies, views = request.copies, request.views
-        tensors: list[torch.Tensor] = []
+    def _granted(self, engine: Engine, request: Lease) -> list[Made]:
         try:
-            stream = request.stream = engine.enter(copies, self.tier)
-            for copy, spec, view in zip(copies, request.specs, views, strict=True):
-                if stream is not None:
-                    engine.state.claims.used_on(view, stream)
-                tensors.append(_view(engine, self._memory, copy, spec, view))
+            request.stream = engine.enter(request.copies, self.tier)
+            made = self._made(engine, request)
         except BaseException:
             self._undo()
             self._running()  # raises StoreClosed if another thread closed the store meanwhile
             raise
-        views.clear()  # each belongs to its tensor now
-        self._copies = copies
-        return tensors
+        request.views.clear()  # each belongs to its tensor now
+        self._copies = request.copies
+        return made
 
     def _let_go(self) -> None:
         self.token = self._copies = None
@@ -143,7 +146,25 @@ class _Held:
             raise
 
 
-class LeaseOfOne(_Held):
+class _HeldTensors(_Held[torch.Tensor]):
+    """A lease that gives tensors on the slots of ``memory``."""
+
+    def __init__(
+        self, running: Callable[[], Engine], memory: Memory, keys: Sequence[Key], access: Access, tier: int
+    ) -> None:
+        super().__init__(running, keys, access, tier)
+        self._memory = memory
+
+    def _made(self, engine: Engine, request: Lease) -> list[torch.Tensor]:
+        tensors: list[torch.Tensor] = []
+        for copy, spec, view in zip(request.copies, request.specs, request.views, strict=True):
+            if request.stream is not None:
+                engine.state.claims.used_on(view, request.stream)
+            tensors.append(_view(engine, self._memory, copy, spec, view))
+        return tensors
+
+
+class LeaseOfOne(_HeldTensors):
     """A lease of one tensor: ``with store.lease(key) as tensor:``, or ``async with`` in a coroutine."""
 
     def __enter__(self) -> torch.Tensor:
@@ -161,7 +182,7 @@ class LeaseOfOne(_Held):
             raise error
 
 
-class LeaseOfMany(_Held):
+class LeaseOfMany(_HeldTensors):
     """A lease of several tensors: ``with store.lease([key, ...]) as (tensor, ...):``, or ``async with`` in a coroutine.
 
     ``asked``: the keys as the caller has them, of which one may be there more than once, and is one tensor then.
@@ -192,6 +213,39 @@ class LeaseOfMany(_Held):
             raise error
 
 
+class LeaseOfAddresses(_Held[tuple[int, TensorSpec]]):
+    """A lease of several tensors in host memory, each there once, by their addresses, for copies that are made within it.
+
+    It takes a third of the time of a lease that gives tensors. Nothing tells who still refers to the memory after it.
+    """
+
+    viewed = False
+
+    def __init__(
+        self, running: Callable[[], Engine], memory: DramTier, keys: Sequence[Key], access: Access, tier: int
+    ) -> None:
+        super().__init__(running, keys, access, tier)
+        self._memory = memory
+        self._arena: object = None
+        """Keeps the memory mapped, should another thread close the store."""
+
+    def _made(self, engine: Engine, request: Lease) -> list[tuple[int, TensorSpec]]:
+        arena = self._arena = self._memory.arena
+        address = ctypes.addressof(arena)
+        if self._access is Access.WRITE:
+            for copy in request.copies:
+                if isinstance(copy.witness, torch.Tensor):  # autograd may have saved a tensor of an earlier lease
+                    copy.witness.detach().zero_()  # it has no elements: that counts as a change, and is none
+        return [(address + copy.slot.offset, spec) for copy, spec in zip(request.copies, request.specs, strict=True)]
+
+    def __enter__(self) -> list[tuple[int, TensorSpec]]:
+        try:
+            return self._enter()
+        except TieredError as error:
+            drop_frames(error)
+            raise error
+
+
 def _places(keys: Sequence[Key], asked: Sequence[Key]) -> list[int]:
     at = {key: place for place, key in enumerate(keys)}
     return [at[key] for key in asked]
@@ -217,6 +271,7 @@ def end_struck() -> bool:
 _METHODS = (
     *(_Held.__exit__, _Held.__aexit__, _Held._exit, _Held._enter, _Held._arrive),
     *(LeaseOfOne.__enter__, LeaseOfOne.__aenter__, LeaseOfMany.__enter__, LeaseOfMany.__aenter__),
+    LeaseOfAddresses.__enter__,
 )
 _ENDS = {method.__code__ for method in _METHODS}
 

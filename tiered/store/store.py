@@ -26,7 +26,7 @@ from tiered.errors import ForkedStore, KeyNotFound, MisuseError, StoreClosed, Un
 from tiered.interfaces import EvictionPolicy, IOBackend, Returnable
 from tiered.small.tensors import SmallTensors, open_small
 from tiered.store.commit import Commits, Generations
-from tiered.store.lease import LeaseOfMany, LeaseOfOne, end_struck
+from tiered.store.lease import LeaseOfAddresses, LeaseOfMany, LeaseOfOne, end_struck
 from tiered.store.opening import Existing, Newer, OpenOptions, Parts, access_of, assemble
 from tiered.store.readers import StoreReader
 from tiered.system import memory_of_process
@@ -46,6 +46,7 @@ from tiered.tensors.specs import (
     spec_of,
     specified,
 )
+from tiered.tiers.dram import DramTier
 from tiered.types import Access, BackendName, Key, TensorSpec, Urgency, format_size
 
 if TYPE_CHECKING:
@@ -907,6 +908,17 @@ class TieredStore(TensorMapping):
         finally:
             lease.token = None  # not __exit__: Ctrl-C may strike a call before its first line
             engine.released()
+
+    def _lease_addresses(self, keys: Sequence[Key], access: Access) -> LeaseOfAddresses:
+        """Return a lease of ``keys``, each there once, that gives the address and the spec of each in host memory, for copies
+        that are made within the lease. Waits and raises as ``lease``."""
+        self._running()
+        if access is Access.WRITE:
+            self._generations.refuse_change(self)
+        dram = self._parts.dram
+        memory = self._parts.memories[dram]
+        assert isinstance(memory, DramTier)
+        return LeaseOfAddresses(self._running, memory, keys, access, dram)
 
     def _tier_that_holds(self, spec: TensorSpec, tier: int) -> int:
         """Return ``tier``, or DRAM where that cannot hold the tensor. One larger than DRAM could never leave the tiers above:

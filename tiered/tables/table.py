@@ -7,6 +7,7 @@ leases that conflict raise: calls of several threads take turns.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,7 +21,8 @@ import torch
 from tiered.errors import CapacityError, KeyNotFound, MisuseError, from_here
 from tiered.tables.kernel import copy, copy_equal
 from tiered.tables.layout import Layout, Pattern, Run, appended_key, block_prefix, described, record_key
-from tiered.types import Key
+from tiered.tensors.specs import spec_of
+from tiered.types import Access, Key, TensorSpec
 
 __all__ = ["Table", "change", "open_table"]
 
@@ -30,8 +32,6 @@ TOGETHER = 4096
 """Of these blocks, at most."""
 AHEAD = 64
 """Blocks that are looked for at a time, where all are read in order."""
-HOST = "dram"
-"""Rows are gathered where the processor reaches them: only they go to a device, not their blocks."""
 
 Answer = TypeVar("Answer")
 
@@ -43,9 +43,9 @@ class _Store(Protocol):
     def get(self, key: Key) -> torch.Tensor: ...
     def delete(self, key: Key) -> None: ...
     def in_order(self, keys: Iterable[Key]) -> Iterator[torch.Tensor]: ...
-    def lease(
-        self, key: list[Key], *, access: str = ..., tier: str | None = ...
-    ) -> AbstractContextManager[tuple[torch.Tensor, ...]]: ...
+    def _lease_addresses(
+        self, keys: Sequence[Key], access: Access
+    ) -> AbstractContextManager[list[tuple[int, TensorSpec]]]: ...
     def __contains__(self, key: object) -> bool: ...
     def __iter__(self) -> Iterator[Key]: ...
 
@@ -77,7 +77,7 @@ class Table:
         self.name = name
         """The name; keys of the table's tensors begin with it."""
         self._budget, self._together = budget, max(1, budget // SHARE)
-        self._prefix = block_prefix(name)
+        self._prefix, self._dtype_name = block_prefix(name), str(layout.dtype).removeprefix("torch.")
         self._expected = 0
         """What ``appended`` is, unless the store went back or ahead: only a guess, which each call compares."""
         self._blank: torch.Tensor | None = None
@@ -113,7 +113,8 @@ class Table:
     @property
     def appended(self) -> int:
         """How many rows were appended so far, those included that newer ones have replaced."""
-        return self._counted(self._store.get(appended_key(self.name)))
+        counter = self._store.get(appended_key(self.name))
+        return self._counted((counter.data_ptr(), spec_of(counter)))
 
     @property
     def filled(self) -> int:
@@ -144,7 +145,7 @@ class Table:
         found = torch.empty((len(wanted), *self.row_shape), dtype=self.dtype, device="cpu")
         with self._lock:
             for part in self._parts(wanted):
-                self._move(part, found, "read")
+                self._move(part, found, Access.READ)
         return found.view((*shape, *self.row_shape)).to(device)
 
     @from_here
@@ -155,7 +156,7 @@ class Table:
         given = self._values(values, shape)
         with self._lock:
             for part in self._parts(wanted):
-                self._move(part, given, "write")
+                self._move(part, given, Access.WRITE)
 
     @from_here
     def accumulate(self, ids: torch.Tensor | Sequence[int] | int, values: torch.Tensor, *, alpha: float = 1) -> None:
@@ -174,12 +175,12 @@ class Table:
 
         change([self], unique, add)
 
-    def _move(self, part: _Part, rows: torch.Tensor, access: str) -> None:
-        """Copy the rows of ``part`` out of their blocks into ``rows``, or with "write" into them."""
+    def _move(self, part: _Part, rows: torch.Tensor, access: Access) -> None:
+        """Copy the rows of ``part`` out of their blocks into ``rows``, or with WRITE into them."""
 
-        def work(bases: Sequence[Sequence[int]], others: Sequence[torch.Tensor]) -> None:
+        def work(bases: Sequence[Sequence[int]], others: Sequence[_There]) -> None:
             there, here = self._addresses(part, bases[0]), self._addresses_in(rows, part.row)
-            to, of = (here, there) if access == "read" else (there, here)
+            to, of = (here, there) if access is Access.READ else (there, here)
             copy_equal(to, of, self._layout.row_nbytes)
 
         _leased([(self, part.blocks)], access, work)
@@ -232,7 +233,7 @@ class Table:
                     self._store.put(self._key(run.block), rows)
                 else:
                     where = torch.arange(run.place, run.place + run.count, device="cpu")
-                    self._move(_Part([run.block], torch.zeros_like(where), where), rows, "write")
+                    self._move(_Part([run.block], torch.zeros_like(where), where), rows, Access.WRITE)
                 at += run.count
 
     def blocks(self, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, torch.Tensor]]:
@@ -247,7 +248,7 @@ class Table:
                 if run.block in there:
                     with self._lock:
                         rows = next(copies)
-                    self._refuse_other(rows, run.block)
+                    self._refuse_other(spec_of(rows), run.block)
                     rows = rows[run.place : run.place + run.count]
                 else:
                     rows = self._unwritten()[: run.count].clone()
@@ -284,7 +285,7 @@ class Table:
 
             def work(
                 bases: Sequence[Sequence[int]],
-                others: Sequence[torch.Tensor],
+                others: Sequence[_There],
                 begin: int = begin,
                 after: torch.Tensor = after,
                 runs: Sequence[Run] = runs,
@@ -300,10 +301,10 @@ class Table:
                         sources.append(at)
                         at += run.count * nbytes
                     sizes = [run.count * nbytes for run in runs]
-                    copy([*targets, counter.data_ptr()], [*sources, after.data_ptr()], [*sizes, 8])
+                    copy([*targets, counter[0]], [*sources, after.data_ptr()], [*sizes, 8])
                 return now
 
-            now = _leased([(self, blocks)], "write", work, [appended_key(self.name)])
+            now = _leased([(self, blocks)], Access.WRITE, work, [appended_key(self.name)])
             if now == begin:
                 self._expected = begin + count
                 return begin, count
@@ -422,16 +423,22 @@ class Table:
             self._blank = torch.full(shape, self._layout.fill, dtype=self.dtype, device="cpu")
         return self._blank
 
-    def _refuse_other(self, rows: torch.Tensor, block: int) -> None:
-        """Raise MisuseError where ``rows`` are not a block of this layout."""
-        if rows.dtype is not self._layout.dtype or rows.shape != self._layout.shape_of(block):
+    def _refuse_other(self, spec: TensorSpec, block: int) -> None:
+        """Raise MisuseError where a tensor of ``spec`` is not a block of this layout."""
+        if spec.dtype != self._dtype_name or spec.shape != self._layout.shape_of(block):
             raise MisuseError(f"{self._key(block)!r} is no block of table {self.name!r} as it was opened: open the table again")
 
-    def _counted(self, counter: torch.Tensor) -> int:
-        if counter.dtype is not torch.int64 or counter.shape != (1,) or int(counter) < 0:
+    def _counted(self, counter: _There) -> int:
+        address, spec = counter
+        count = ctypes.c_int64.from_address(address).value if spec == _COUNT else -1
+        if count < 0:
             raise MisuseError(f"{appended_key(self.name)!r} is no count of the rows of a table: open the table again")
-        return int(counter)
+        return count
 
+
+_COUNT = TensorSpec("int64", (1,))
+_There = tuple[int, TensorSpec]
+"""The address of a tensor, and what it is."""
 
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8)
 """Types of ids. Not uint8, which torch takes for a mask."""
@@ -470,7 +477,7 @@ def _change(
 ) -> None:
     rows = [torch.empty((end - begin, *table.row_shape), dtype=table.dtype, device="cpu") for table, _ in parts]
 
-    def change_leased(bases: Sequence[Sequence[int]], others: Sequence[torch.Tensor]) -> None:
+    def change_leased(bases: Sequence[Sequence[int]], others: Sequence[_There]) -> None:
         there = [table._addresses(part, base) for (table, part), base in zip(parts, bases, strict=True)]
         here = [table._addresses_in(some, None) for (table, _), some in zip(parts, rows, strict=True)]
         sizes = [table._layout.row_nbytes for table, _ in parts]
@@ -480,16 +487,16 @@ def _change(
         targets: list[int] = torch.cat(there).tolist()
         sources: list[int] = torch.cat(here).tolist()
         widths = [nbytes for nbytes in sizes for _ in range(begin, end)]
-        for other in others:
+        for address, spec in others:
             assert then is not None
-            if other.dtype is not then[1].dtype or other.shape != then[1].shape:
-                raise MisuseError(f"{then[0]!r} is no count of steps any more: {tuple(other.shape)} of {other.dtype}")
-            targets.append(other.data_ptr())
+            if spec != spec_of(then[1]):
+                raise MisuseError(f"{then[0]!r} is no count of steps any more: {spec.shape} of {spec.dtype}")
+            targets.append(address)
             sources.append(then[1].data_ptr())
-            widths.append(other.nbytes)
+            widths.append(spec.nbytes)
         copy(targets, sources, widths)
 
-    _leased([(table, part.blocks) for table, part in parts], "write", change_leased, [] if then is None else [then[0]])
+    _leased([(table, part.blocks) for table, part in parts], Access.WRITE, change_leased, [] if then is None else [then[0]])
 
 
 def _cuts(tables: Sequence[Table], ids: torch.Tensor) -> list[tuple[int, int]]:
@@ -521,41 +528,42 @@ def _locked(tables: Sequence[Table], work: Callable[[], None]) -> None:
 
 def _leased(
     wanted: Sequence[tuple[Table, Sequence[int]]],
-    access: str,
-    work: Callable[[Sequence[Sequence[int]], Sequence[torch.Tensor]], Answer],
+    access: Access,
+    work: Callable[[Sequence[Sequence[int]], Sequence[_There]], Answer],
     also: Sequence[Key] = (),
 ) -> Answer:
-    """Call ``work(bases, others)`` under one lease of blocks of tables and of the tensors ``also``: ``bases`` are the addresses
-    of the blocks. To be written to, blocks that do not exist are made; to be read, they are seen as blank."""
+    """Call ``work(bases, others)`` under one lease of blocks of tables and of the tensors ``also``.
+
+    ``bases`` are the addresses of the blocks, in host memory: only rows go to a device. To be written to, blocks that do not
+    exist are made; to be read, they are seen as blank.
+    """
     store = wanted[0][0]._store
     missing: set[Key] = set()
     while True:
         keys = [table._key(block) for table, blocks in wanted for block in blocks]
         there = [key for key in (*keys, *also) if key not in missing]
         try:
-            with store.lease(there, access=access, tier=HOST) as tensors:
-                found, bases = iter(tensors), []
-                del tensors
-                for table, blocks in wanted:
-                    bases.append([_base(table, block, missing, found) for block in blocks])
+            with store._lease_addresses(there, access) as leased:
+                found = iter(leased)
+                bases = [[_base(table, block, missing, found) for block in blocks] for table, blocks in wanted]
                 return work(bases, list(found))
         except KeyNotFound:
             if any(key not in store for key in also):
                 raise
         blank = [(table, block) for table, blocks in wanted for block in blocks if table._key(block) not in store]
-        if access == "read":
+        if access is Access.READ:
             missing = {table._key(block) for table, block in blank}
             continue
         for table, block in blank:
             store.put(table._key(block), table._unwritten()[: table._layout.rows_in(block)])
 
 
-def _base(table: Table, block: int, missing: set[Key], found: Iterator[torch.Tensor]) -> int:
+def _base(table: Table, block: int, missing: set[Key], found: Iterator[_There]) -> int:
     if missing and table._key(block) in missing:
         return table._unwritten().data_ptr()
-    rows = next(found)
-    table._refuse_other(rows, block)
-    return rows.data_ptr()
+    address, spec = next(found)
+    table._refuse_other(spec, block)
+    return address
 
 
 def _int64(values: Iterable[int]) -> torch.Tensor:
