@@ -609,6 +609,7 @@ def main() -> int:
     parser.add_argument("--memory", type=parse_size, default=64 << 20, help="the pool within a limit (default: 64MiB)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--blocks", action="store_true", help="tables with blocks of several sizes, in place of peers")
+    parser.add_argument("--with", action="append", dest="peers", metavar="NAME", help="only these, such as tiered and LMDB")
     options = parser.parse_args()
     sizes = Sizes.of(options.memory)
     print(told_environment(environment()) + "\n")
@@ -623,6 +624,7 @@ def main() -> int:
                 place = Path(folder, f"{name}-{mode}")
                 place.mkdir()
                 kinds = blocks(name) if options.blocks else JOBS[name].peers
+                kinds = {kind: peer for kind, peer in kinds.items() if options.peers is None or kind in options.peers}
                 compare(name, kinds, sizes, options.rounds, place, group, mode)
     return 0
 
