@@ -21,6 +21,9 @@ __all__ = ["MOVED", "Pool"]
 MOVED = 16
 """Most bytes, as a multiple of its own, that a request may have moved within the tier: no lease is granted meanwhile."""
 
+SMALL = 2
+"""Most bytes of small copies, as a multiple of what is needed, that stay although a larger one that leaves was used later."""
+
 WEIGHED = 256
 """Most copies, or groups of them, that are weighed one by one to find which have to leave."""
 
@@ -236,6 +239,12 @@ class Pool:
                 return found
             wanted = 2 * max(wanted, kept)
 
+    def next_victims(self, nbytes: int, accept: Callable[[Copy], bool]) -> list[Copy]:
+        """Return the policy's first victims that together have ``nbytes``, in its order, anywhere in the tier; none where all
+        are too little."""
+        keys = self.policy.victims(nbytes, _Among(self.evictable, accept))
+        return [self.evictable[key] for key in keys or ()]
+
     def first(self, nbytes: int, accept: Callable[[Copy], bool]) -> list[Copy]:
         """Return the policy's first victims that together have ``nbytes``, anywhere in the tier; all of them where that is
         less."""
@@ -284,6 +293,16 @@ class Pool:
             least -= 1
             needed = copies[least * each : (least + 1) * each] + needed
         return needed
+
+    def large_victim(self, nbytes: int, accept: Callable[[Copy], bool]) -> Copy | None:
+        """Return the policy's first victim whose slot has ``nbytes``, if those before it have at most ``SMALL`` times as many
+        together: they stay, because to look for moves takes a hundred times as long."""
+        among = _Among(self.evictable, accept)
+        for least in (nbytes, (SMALL + 1) * nbytes):
+            for key in self.policy.victims(least, among) or ():
+                if self.evictable[key].slot.nbytes >= nbytes:
+                    return self.evictable[key]
+        return None
 
     def together(self, nbytes: int, copies: Iterable[Copy]) -> list[Copy] | None:
         """Return neighbouring copies of ``copies`` (equally good victims) that leave ``nbytes`` in one piece, with the fewest

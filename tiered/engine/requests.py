@@ -13,7 +13,7 @@ from itertools import islice
 
 from tiered.engine.residency import Copy, Entry, State
 from tiered.engine.scheduler import Scheduler
-from tiered.engine.state import EngineState, Holder, LeaseHold, RoomHold, TensorHold, Ticket, Token
+from tiered.engine.state import Asked, EngineState, Holder, LeaseHold, RoomHold, TensorHold, Ticket, Token
 from tiered.errors import CapacityError, TieredError
 from tiered.types import Access, Fence, Key, Slot, TensorSpec, Urgency, Use
 
@@ -105,6 +105,7 @@ class Lease(Request, LeaseHold):
         entries = state.directory.leasable(self.keys, self.access)
         if not self._resident(state, entries):
             self._refuse_impossible(state, [entry.nbytes for entry in entries])
+            self.lacking = sum(entry.nbytes for entry in entries if entry.copies[self.tier] is None)
             arrived = [scheduler.bring(entry, self.tier, self) for entry in entries]  # each starts, not only the first
             if not all(arrived):
                 return False
@@ -422,7 +423,7 @@ class RequestQueue:
         if request.done:
             return True
         request.full_tiers = ()
-        self._state.asked = (request, {}) if request.urgency is Urgency.DEMAND else None
+        self._state.asked = Asked(request, {}, {}) if request.urgency is Urgency.DEMAND else None
         try:
             request.done = request.attempt(self._scheduler)
         except TieredError as error:

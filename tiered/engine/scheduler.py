@@ -246,9 +246,14 @@ class Scheduler:
         exhausted = self.exhausted if ticket.urgency is Urgency.DEMAND else None
         if self._nothing_new(tier, nbytes, ticket) or (exhausted is not None and nbytes >= exhausted.get(tier, math.inf)):
             return None
+        if (slot := self._take_next(tier, nbytes, ticket)) is not None:
+            return slot
         acceptable = self._acceptable(tier, ticket)
         planned = state.order is not None and state.order.plans(tier)
-        chosen = None
+        chosen: list[Copy] | None = None
+        clean: Callable[[Copy], bool] = lambda copy: copy.evictability is Evictability.CLEAN and acceptable(copy)  # noqa: E731
+        if state.order is None and (one := pool.large_victim(nbytes, clean)) is not None:
+            chosen = [one]
         if planned:
             chosen = pool.enough(nbytes, [copy for copy in state.dropped_by_plan(tier) if acceptable(copy)])
         if chosen is None and not (planned and ticket.needed_at is not None):
@@ -288,6 +293,29 @@ class Scheduler:
         slot = slot or pool.allocate(nbytes, math.inf)
         assert slot is not None
         return slot
+
+    def _take_next(self, tier: int, nbytes: int, ticket: Ticket) -> Slot | None:
+        """Evict the next of the copies that the policy chose for the whole of ``ticket``, and return its room, if that is as
+        large as ``nbytes`` need. None: the policy has to be asked for this tensor alone.
+
+        (To ask it for each of hundreds of tensors would take longer than all the rest of their fetches.)
+        """
+        state = self.state
+        asked = state.asked
+        if asked is None or asked.ticket is not ticket or state.order is not None or ticket.lacking <= nbytes:
+            return None
+        pool = state.pools[tier]
+        if (leaving := asked.leaving.get(tier)) is None:
+            acceptable = self._acceptable(tier, ticket)
+            clean = lambda copy: copy.evictability is Evictability.CLEAN and acceptable(copy)  # noqa: E731
+            leaving = asked.leaving[tier] = pool.next_victims(ticket.lacking, clean)[::-1]
+        size = pool.rounded(nbytes)
+        while leaving:
+            copy = leaving.pop()
+            if copy.slot.nbytes == size and copy.evictability is Evictability.CLEAN:
+                self.evict(copy)
+                return pool.allocate(nbytes, 0)
+        return None
 
     def _nothing_new(self, tier: int, nbytes: int, ticket: Ticket) -> bool:
         """Whether copies that were pushed out for ``ticket`` are still under way, and the rest is too little.
@@ -384,8 +412,8 @@ class Scheduler:
         state = self.state
         state.evictions += 1
         if state.asked is not None:
-            for tier, too in [key for key in state.asked[1] if key[0] > copy.tier]:
-                del state.asked[1][tier, too]  # the tensor may be on its way again, through these
+            for tier, too in [key for key in state.asked.wanted if key[0] > copy.tier]:
+                del state.asked.wanted[tier, too]  # the tensor may be on its way again, through these
         if copy.prefetched:
             state.prefetched_unused += 1
         if copy.speculated:

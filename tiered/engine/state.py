@@ -28,6 +28,7 @@ from tiered.types import Access, Direction, Fence, Key, Slot, Transfer, Urgency,
 
 __all__ = [
     "ActiveSnapshot",
+    "Asked",
     "Claims",
     "Ended",
     "EngineState",
@@ -174,6 +175,7 @@ class Ticket:
         self.abandoned = False  # the caller gave up, or was struck
         self.tried = False  # by the engine
         self.full_tiers: tuple[int, ...] = ()  # in which the last attempt found no room
+        self.lacking = 0  # bytes of the tensors that were not in the tier when the last attempt began
         self.short = False  # whether any attempt found no room, since the waiting caller looked last
         self.progress = 0  # whenever this changes the request has come closer, and the deadline counts anew
         self._pushed: dict[int, list[Copy]] = {}  # by tier, the copies that are written back for the request, the first last
@@ -474,6 +476,19 @@ class ActiveSnapshot:
     saved: Callable[[Entry], None]
 
 
+@dataclass(slots=True)
+class Asked:
+    """The demand that is attempted now, and what was found for it since.
+
+    ``wanted`` is what ``EngineState.wanted`` answered: until something is evicted, that stays so. ``leaving`` are the clean
+    copies of each tier that its policy evicts next for the rest of the request, the first of them last.
+    """
+
+    ticket: Ticket
+    wanted: dict[tuple[int, bool], set[Key]]
+    leaving: dict[int, list[Copy]]
+
+
 # -- everything --------------------------------------------------------------------------------------------------------------
 
 
@@ -520,8 +535,7 @@ class EngineState:
         self.doomed: dict[tuple[Key, int], None] = {}  # temporary tensors whose holder died while something used them
         self.doomed_due = False  # perhaps nothing uses one of them any more
         self.spoiled = 0  # tensors that were written to under a READ lease, and have no right bytes any more
-        self.asked: tuple[Ticket, dict[tuple[int, bool], set[Key]]] | None = None
-        """The demand that is attempted now, and what ``wanted`` answered since: until something is evicted, that stays so."""
+        self.asked: Asked | None = None
         self.disturbances = 0  # write-backs that failed, WRITE leases that began
         self._sequence = 0
 
@@ -664,7 +678,7 @@ class EngineState:
     def wanted(self, tier: int, ticket: Ticket, *, too: bool) -> set[Key]:
         """Return the tensors whose copy in ``tier`` is needed by the requests that go before ``ticket``: the more urgent ones,
         and its equals that came earlier. ``too``: also by ``ticket`` itself."""
-        known = self.asked[1] if self.asked is not None and self.asked[0] is ticket else None
+        known = self.asked.wanted if self.asked is not None and self.asked.ticket is ticket else None
         if known is not None and (tier, too) in known:
             return known[tier, too]
         mine = (ticket.urgency, ticket.sequence)
