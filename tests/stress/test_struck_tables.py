@@ -11,6 +11,7 @@ import torch
 from tests.stress.strikes import is_free, lines_of, struck_at
 from tests.stress.tally import Tally, counts
 from tiered import SparseAdamW, Table, TieredEmbedding, TieredStore
+from tiered.tables.layout import Layout
 
 PROMISE = "20 (exceptions that strike a call of a table)"
 ROWS, WIDTH = 120, 8
@@ -44,18 +45,34 @@ def seen(store: TieredStore) -> tuple[torch.Tensor, ...]:
     return (*(table[:] for table in tables), torch.tensor([tables[0].appended]), steps)
 
 
+def made(store: TieredStore, name: str, begin: str) -> Table:
+    """A table as it is before the call: with the blocks, or with rows in a buffer of 24 slots, in half of them or in all."""
+    if "buffer" in begin:
+        store.put(f"{name}/appended", torch.zeros(1, dtype=torch.int64))
+        store.put(f"{name}/table", Layout(ROWS, (WIDTH,), torch.float32, 9, 0.0, 24, 4).encoded())
+    return store.table(name, ROWS, WIDTH, block=9 * WIDTH * 4)
+
+
+def fill(table: Table, begin: str, values: torch.Tensor) -> None:
+    table[:] = values
+    for row in range(0, ROWS, {"buffer, half full": 10, "buffer, full": 5}.get(begin, ROWS)):
+        table.update([row], values[row][None] + 1)
+    if "buffer" in begin:
+        assert len(table._placed.free) == (0 if begin == "buffer, full" else 12)
+
+
 @counts(20, 10_000)
-@pytest.mark.parametrize("begin", ["filled", "unwritten", "on the disk"])
+@pytest.mark.parametrize("begin", ["filled", "unwritten", "on the disk", "buffer, half full", "buffer, full"])
 @pytest.mark.parametrize("name", WORKS)
 def test_struck_at_each_line(tmp_path: Path, name: str, begin: str, count: int, tally: Tally) -> None:
     work, tally.what = WORKS[name], PROMISE
     with TieredStore.open(tmp_path / "state", dram="1MiB") as store:
-        table = store.table("t", ROWS, WIDTH, block=9 * WIDTH * 4)
+        table = made(store, "t", begin)
         if begin != "unwritten":
-            table[:] = torch.arange(float(ROWS * WIDTH)).view(ROWS, WIDTH)
             table.append(torch.zeros(110, WIDTH))
+            fill(table, begin, torch.arange(float(ROWS * WIDTH)).view(ROWS, WIDTH))
         for state in STATES if name == "step" and begin != "unwritten" else ():
-            store.table(f"t/{state}", ROWS, WIDTH, block=9 * WIDTH * 4)[:] = torch.full((ROWS, WIDTH), 0.5)
+            fill(made(store, f"t/{state}", begin), begin, torch.full((ROWS, WIDTH), 0.5))
         store.commit()
         before = seen(store)
         lines = lines_of(lambda: work(store, table))

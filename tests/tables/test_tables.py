@@ -29,8 +29,10 @@ from tiered import (
     TieredEmbedding,
     TieredStore,
 )
+from tiered.allocator import Sliding
 from tiered.engine.state import EngineState
 from tiered.tables import kernel
+from tiered.tables.layout import Layout
 
 
 @pytest.fixture(params=CHAINS, ids=lambda chain: chain.name)
@@ -57,6 +59,13 @@ def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         assert kernel.lib is not None
 
 
+def with_buffer(store: TieredStore, layout: Layout) -> Table:
+    """A table that has a row buffer, however small it is; ``store.table`` makes one only for a table larger than the pool."""
+    store.put("t/appended", torch.zeros(1, dtype=torch.int64))
+    store.put("t/table", layout.encoded())
+    return store.table("t")
+
+
 ROWS, KINDS = 200, (torch.float32, torch.bfloat16, torch.int64)
 SHAPES = [(), (5,), (3, 4)]
 
@@ -69,18 +78,32 @@ class AgainstATensor(RuleBasedStateMachine):
         shape=st.sampled_from(SHAPES),
         kind=st.sampled_from(KINDS),
         block_rows=st.sampled_from([2, 7, 64, 900]),
+        slots=st.sampled_from([0, 24, 24, 120]),
+        few=st.sampled_from([None, None, None, 3]),
     )
-    def begin(self, hbm: bool, shape: tuple[int, ...], kind: torch.dtype, block_rows: int) -> None:
+    def begin(
+        self, hbm: bool, shape: tuple[int, ...], kind: torch.dtype, block_rows: int, slots: int, few: int | None
+    ) -> None:
         self.home = tempfile.TemporaryDirectory()
         self.above: dict[str, Any] = {"hbm": "512KiB", "device": "cpu"} if hbm else {}
         self.store = self.open()
         nbytes = block_rows * kind.itemsize * max(1, torch.Size(shape).numel())
-        self.table = self.store.table("t", ROWS, shape, kind, block=nbytes, fill=2)
-        self.table._together = 3 * 4096  # as of a pool of 48 KiB: several parts
+        if slots:
+            self.table = with_buffer(self.store, Layout(ROWS, shape, kind, min(ROWS, block_rows), 2.0, slots, 8))
+        else:
+            self.table = self.store.table("t", ROWS, shape, kind, block=nbytes, fill=2)
+        self.few = few if slots else None
+        self.as_of_a_small_pool()
         self.now = torch.full((ROWS, *shape), 2, dtype=kind)
         self.appended, self.committed = 0, (self.now.clone(), 0)
         self.store.commit()
+        self.reader = TieredStore.open(Path(self.home.name) / "state", dram=MIB, access="read")
+        self.read = self.reader.table("t")
         self.seed = 0
+
+    def as_of_a_small_pool(self) -> None:
+        self.table._together = 3 * 4096  # as of a pool of 48 KiB: several parts
+        self.table._few = self.few  # or of one too small for the buffer
 
     def open(self) -> TieredStore:
         return TieredStore.open(Path(self.home.name) / "state", dram=MIB, **self.above)
@@ -172,7 +195,7 @@ class AgainstATensor(RuleBasedStateMachine):
         self.store = self.open()
         self.now, self.appended = self.committed[0].clone(), self.committed[1]
         self.table = self.store.table("t")
-        self.table._together = 3 * 4096
+        self.as_of_a_small_pool()
 
     @precondition(lambda self: self.store.generation)
     @rule()
@@ -182,8 +205,15 @@ class AgainstATensor(RuleBasedStateMachine):
             same(table[:], self.committed[0])
             assert table.appended == self.committed[1]
 
+    @rule(ids=ids)
+    def refresh_a_reader(self, ids: list[int]) -> None:
+        self.reader.refresh()
+        same(self.read.look_up(ids), self.committed[0][torch.tensor(ids, dtype=torch.int64)])
+        same(self.read[:], self.committed[0])
+
     def teardown(self) -> None:
         if hasattr(self, "store"):
+            self.reader.close()
             same(self.table[:], self.now)
             nothing_is_held(self.store)
             self.store.close()
@@ -505,3 +535,38 @@ def test_a_batch_from_the_disk_is_decided_once(on_disk: TieredStore, monkeypatch
     read = on_disk.statistics().links[-1].up.transfers - before
     assert read > 60
     assert asked < 4 * read
+
+
+def test_a_short_last_block_makes_no_search_a_plan_of_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The room of a small copy that was used long ago is too little: the next copy leaves, and nobody looks for moves."""
+    with TieredStore.open(tmp_path / "state", dram=MIB) as store:
+        table = store.table("t", 65 * 16 * 4 + 8, 256, block="16KiB")  # 261 blocks, of which the last is half as large
+        for begin in range(0, table.rows, 64):
+            table[begin : begin + 64] = torch.full((256,), float(begin))
+        store.commit()
+        planned, plan = [], Sliding.__init__
+
+        def counted(self: Sliding, *arguments: Any) -> None:
+            planned.append(arguments)
+            plan(self, *arguments)
+
+        monkeypatch.setattr(Sliding, "__init__", counted)
+        reads = store.statistics().links[-1].up.transfers
+        table.look_up([table.rows - 1])
+        for begin in range(0, table.rows - 8, 64):
+            assert table.look_up(torch.arange(begin, begin + 64, 16)).eq(begin).all()
+        assert store.statistics().links[-1].up.transfers - reads > 200
+        assert not planned
+
+
+def test_what_leaves_for_a_lease_of_many_is_what_was_used_long_ago(tmp_path: Path) -> None:
+    """The policy is asked once for a whole request, and its order is kept."""
+    with TieredStore.open(tmp_path / "state", dram=MIB) as store:
+        keys = [f"t{number}" for number in range(48)]
+        for key in keys:
+            store.put(key, torch.ones(16 << 10))  # 64 KiB, of which 16 fit
+        store.commit()
+        for key in (*keys[:16], *reversed(keys[:16])):
+            store.get(key)
+        with store.lease([*keys[16:20], keys[15], keys[14]]):
+            assert store.present(keys) == {*keys[:10], *keys[14:20]}

@@ -6,12 +6,13 @@ A table named NAME is these tensors of its store:
 - ``NAME/appended``: how many rows were appended so far, one int64.
 - ``NAME/block0``, ``NAME/block1``, …: the rows, ``block_rows`` in each, fewer in the last. A block that nobody wrote to does
   not exist, and all its rows are ``fill``.
+- ``NAME/buffer``, and ``NAME/buffer0``, …: the row buffer, if the table has one (``tiered/tables/buffer.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ import torch
 from tiered.errors import ManifestError, MisuseError
 from tiered.types import LARGEST, Key, format_size, parse_size
 
-__all__ = ["Layout", "Pattern", "Run", "appended_key", "block_prefix", "described", "record_key"]
+__all__ = ["Layout", "Pattern", "Run", "appended_key", "block_prefix", "buffer_key", "described", "record_key"]
 
 Pattern = Literal["random", "sequential"]
 BLOCK_BYTES: dict[Pattern, int] = {"random": 32 << 10, "sequential": 1 << 20}
@@ -32,16 +33,27 @@ SHARE = 16
 """A block takes at most such a part of the pool, as long as that is more than a row."""
 ROOM = 4096
 """Bytes: a tensor takes a multiple of it of the pool."""
-FORMAT = 1
+FORMAT, BUFFERED = 1, 2
+"""Formats of a record: of a table without a row buffer, and of one with it, which versions that know of none refuse."""
+BUFFER_SHARE, BUFFER_BYTES = 8, 64 << 20
+"""The row buffer takes such a part of the pool, and so many bytes, at most."""
+SEGMENTS, SEGMENT_BYTES = 8, 1 << 20
+"""It has so many segments, or more of so many bytes."""
+LEAST_ROW = 64
+"""Bytes: smaller rows have no buffer, because what a process keeps for each slot is 24 bytes."""
+GATHERED = 2
+"""Rows that a block gets at a time when the buffer is emptied, on average, at least; else there is no buffer."""
 
 
-class _Record(msgspec.Struct, forbid_unknown_fields=True):
+class _Record(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     format: int
     rows: int
     shape: list[int]
     dtype: str
     block_rows: int
     fill: float
+    buffer_rows: int = 0
+    segment_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -55,13 +67,19 @@ class Run:
 
 @dataclass(frozen=True)
 class Layout:
-    """``rows`` rows of shape ``shape`` and type ``dtype``, ``block_rows`` in a block; ``fill``: what nobody wrote is."""
+    """``rows`` rows of shape ``shape`` and type ``dtype``, ``block_rows`` in a block; ``fill``: what nobody wrote is.
+
+    ``buffer_rows``: slots of the row buffer, 0 where the table has none, ``segment_rows`` in a tensor. A tensor of rows is
+    called by its number: a block's from 0 on, that of segment s of the buffer is ``-1 - s``.
+    """
 
     rows: int
     shape: tuple[int, ...]
     dtype: torch.dtype
     block_rows: int
     fill: float = 0.0
+    buffer_rows: int = 0
+    segment_rows: int = 0
 
     @property
     def row_nbytes(self) -> int:
@@ -77,16 +95,23 @@ class Layout:
         return -(-self.block_nbytes // ROOM) * ROOM
 
     @property
+    def buffer_bytes(self) -> int:
+        """Return the bytes of the segments of the row buffer."""
+        return self.buffer_rows * self.row_nbytes
+
+    @property
     def blocks(self) -> int:
         """Return the number of blocks that the table has when all of them exist."""
         return -(-self.rows // self.block_rows)
 
     def rows_in(self, block: int) -> int:
-        """Return how many rows ``block`` has."""
+        """Return how many rows ``block`` has, or a segment of the buffer."""
+        if block < 0:
+            return self.segment_rows
         return min(self.block_rows, self.rows - block * self.block_rows)
 
     def shape_of(self, block: int) -> tuple[int, ...]:
-        """Return the shape of the tensor that ``block`` is."""
+        """Return the shape of the tensor that ``block`` is, or a segment of the buffer."""
         return (self.rows_in(block), *self.shape)
 
     def runs(self, begin: int, end: int) -> Iterator[Run]:
@@ -100,7 +125,9 @@ class Layout:
     def encoded(self) -> torch.Tensor:
         """Return the record of the table, uint8 of one dimension."""
         name = str(self.dtype).removeprefix("torch.")
-        record = _Record(FORMAT, self.rows, list(self.shape), name, self.block_rows, self.fill)
+        form = BUFFERED if self.buffer_rows else FORMAT
+        sizes = (self.buffer_rows, self.segment_rows)
+        record = _Record(form, self.rows, list(self.shape), name, self.block_rows, self.fill, *sizes)
         return torch.frombuffer(bytearray(msgspec.json.encode(record)), dtype=torch.uint8)
 
     @staticmethod
@@ -112,13 +139,17 @@ class Layout:
                 raise ValueError("it is not bytes")
             found = msgspec.json.decode(record.flatten().numpy().tobytes(), type=_Record, strict=True)
             dtype = getattr(torch, found.dtype, None) if found.dtype.isidentifier() else None
-            if found.format != FORMAT:
-                raise ValueError(f"it has the format {found.format}, this version knows {FORMAT}")
+            if found.format not in (FORMAT, BUFFERED):
+                raise ValueError(f"it has the format {found.format}, this version knows {FORMAT} and {BUFFERED}")
             if not isinstance(dtype, torch.dtype):
                 raise ValueError(f"no element type {found.dtype!r}")
             if found.rows < 1 or found.block_rows < 1 or any(size < 1 for size in found.shape):
                 raise ValueError("a size is not positive")
-            layout = Layout(found.rows, tuple(found.shape), dtype, found.block_rows, found.fill)
+            sizes = (found.buffer_rows, found.segment_rows)
+            buffered = 1 <= found.segment_rows <= found.buffer_rows <= LARGEST and found.buffer_rows % found.segment_rows == 0
+            if not (buffered if found.format == BUFFERED else sizes == (0, 0)):
+                raise ValueError("the sizes of its buffer do not fit its format")
+            layout = Layout(found.rows, tuple(found.shape), dtype, found.block_rows, found.fill, *sizes)
             if layout.rows * layout.row_nbytes > LARGEST:
                 raise ValueError("it is larger than a store can be")
             _refuse_fill(name, layout)
@@ -138,6 +169,11 @@ def appended_key(name: str) -> Key:
 def block_prefix(name: str) -> Key:
     """Return what the keys of all blocks begin with; their numbers follow."""
     return f"{name}/block"
+
+
+def buffer_key(name: str, segment: int | None = None) -> Key:
+    """Return the key of the head of the row buffer, or of one of its segments."""
+    return f"{name}/buffer{'' if segment is None else segment}"
 
 
 def described(
@@ -174,7 +210,19 @@ def described(
             raise MisuseError(
                 f"table {name!r}: a block of {format_size(nbytes)} holds no row, which has {one.row_nbytes:,} bytes: give more"
             )
-    return Layout(rows, shape, kind, min(rows, max(1, nbytes // one.row_nbytes)), one.fill)
+    return _with_buffer(Layout(rows, shape, kind, min(rows, max(1, nbytes // one.row_nbytes)), one.fill), budget)
+
+
+def _with_buffer(layout: Layout, budget: int) -> Layout:
+    """Return ``layout`` with a row buffer where that saves transfers: the table does not stay in the pool, and when the buffer
+    is full, a block gets several of its rows at a time."""
+    nbytes = min(budget // BUFFER_SHARE, BUFFER_BYTES)
+    segment = min(SEGMENT_BYTES, nbytes // SEGMENTS) // layout.row_nbytes
+    slots = nbytes // (segment * layout.row_nbytes) * segment if segment else 0
+    stays = layout.blocks * layout.block_room <= budget // 2
+    if stays or layout.row_nbytes < LEAST_ROW or slots < GATHERED * layout.blocks or slots > layout.rows // 2:
+        return layout
+    return replace(layout, buffer_rows=slots, segment_rows=segment)
 
 
 def _shape(name: str, columns: object) -> tuple[int, ...]:

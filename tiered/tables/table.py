@@ -13,14 +13,16 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from tiered.errors import CapacityError, KeyNotFound, MisuseError, from_here
+from tiered.tables.buffer import FIRST, Placed, absent, blank, read_head, stamp_at
 from tiered.tables.kernel import copy, copy_equal
-from tiered.tables.layout import Layout, Pattern, Run, appended_key, block_prefix, described, record_key
+from tiered.tables.layout import Layout, Pattern, Run, appended_key, block_prefix, buffer_key, described, record_key
 from tiered.tensors.specs import spec_of
 from tiered.types import Access, Key, TensorSpec
 
@@ -34,6 +36,8 @@ AHEAD = 64
 """Blocks that are looked for at a time, where all are read in order."""
 
 Answer = TypeVar("Answer")
+There = tuple[int, TensorSpec]
+"""The address of a tensor, and what it is."""
 
 
 class _Store(Protocol):
@@ -45,20 +49,51 @@ class _Store(Protocol):
     def in_order(self, keys: Iterable[Key]) -> Iterator[torch.Tensor]: ...
     def _lease_addresses(
         self, keys: Sequence[Key], access: Access
-    ) -> AbstractContextManager[list[tuple[int, TensorSpec]]]: ...
+    ) -> AbstractContextManager[list[There]]: ...
+    def _fetch_ahead(self, keys: Sequence[Key], device: torch.device) -> None: ...
     def __contains__(self, key: object) -> bool: ...
     def __iter__(self) -> Iterator[Key]: ...
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows that are moved under one lease: row number i is row ``place[i]`` of ``blocks[which[i]]``, and row ``row[i]`` of the
-    batch (None: i). All are int64."""
+    """Rows that are moved under one lease: ``ids[i]`` is row ``place[i]`` of ``blocks[which[i]]``, a block or a segment of the
+    buffer, and row ``row[i]`` of the batch (None: i). All are int64."""
 
+    ids: torch.Tensor
     blocks: list[int]
     which: torch.Tensor
     place: torch.Tensor
     row: torch.Tensor | None = None
+
+
+class _Wanted(NamedTuple):
+    """Blocks of ``table`` and segments of its buffer, by number, to be leased; ``placed`` is what they were chosen by (None:
+    that is compared elsewhere)."""
+
+    table: Table
+    blocks: Sequence[int]
+    placed: Placed | None
+
+
+class _Lent(NamedTuple):
+    """Addresses of what was wanted of a table, in its order, and of the head of its buffer (0: there is none)."""
+
+    bases: list[int]
+    head: int
+
+
+class _MovedError(Exception):
+    """Rows lie elsewhere than was thought: the call begins again with what is known now."""
+
+
+def _again(attempt: Callable[[], Answer]) -> Answer:
+    """Call ``attempt`` until it does not raise ``_MovedError``; return what it returns."""
+    while True:
+        try:
+            return attempt()
+        except _MovedError:
+            continue
 
 
 class Table:
@@ -81,6 +116,11 @@ class Table:
         self._expected = 0
         """What ``appended`` is, unless the store went back or ahead: only a guess, which each call compares."""
         self._blank: torch.Tensor | None = None
+        self._placed = absent
+        """What the head of the buffer said when it was seen last."""
+        segment = layout.segment_rows * layout.row_nbytes
+        self._few = max(1, self._together // 2 // segment) if 2 * SHARE * layout.buffer_bytes > 3 * budget else None
+        """How many rows are moved at a time where the pool is too small for the segments of all; None: it is not."""
         self._lock = threading.RLock()
 
     # -- what it is --------------------------------------------------------------------------------------------------------
@@ -130,8 +170,10 @@ class Table:
         return f"<Table {self.name!r}: {shape} of {self.dtype}, {self.block_rows} rows in a block, in {self._store}>"
 
     def key_of(self, row: int) -> Key:
-        """Return the key of the store's tensor that has ``row``, to lease or prefetch it. It may not exist yet."""
-        return self._key(int(self._ids([row])[0]) // self._layout.block_rows)
+        """Return the key of the store's tensor that has ``row`` now, to lease it for reading, or to prefetch it. It may not
+        exist yet; an update may move the row to another one."""
+        with self._lock:
+            return self._key(self._part(self._ids([row]), None, self._current()).blocks[0])
 
     # -- rows by number ----------------------------------------------------------------------------------------------------
 
@@ -156,7 +198,7 @@ class Table:
         given = self._values(values, shape)
         with self._lock:
             for part in self._parts(wanted):
-                self._move(part, given, Access.WRITE)
+                _again(lambda part=part: self._set(part, given))  # type: ignore[misc]
 
     @from_here
     def accumulate(self, ids: torch.Tensor | Sequence[int] | int, values: torch.Tensor, *, alpha: float = 1) -> None:
@@ -176,14 +218,38 @@ class Table:
         change([self], unique, add)
 
     def _move(self, part: _Part, rows: torch.Tensor, access: Access) -> None:
-        """Copy the rows of ``part`` out of their blocks into ``rows``, or with WRITE into them."""
+        """Copy the rows of ``part`` from where they lie into ``rows``, or with WRITE there."""
 
-        def work(bases: Sequence[Sequence[int]], others: Sequence[_There]) -> None:
-            there, here = self._addresses(part, bases[0]), self._addresses_in(rows, part.row)
-            to, of = (here, there) if access is Access.READ else (there, here)
-            copy_equal(to, of, self._layout.row_nbytes)
+        def attempt() -> None:
+            placed = self._current()
+            now = self._part(part.ids, part.row, placed)
 
-        _leased([(self, part.blocks)], access, work)
+            def work(lent: Sequence[_Lent], others: Sequence[There]) -> None:
+                there, here = self._addresses(now, lent[0].bases), self._addresses_in(rows, now.row)
+                to, of = (here, there) if access is Access.READ else (there, here)
+                copy_equal(to, of, self._layout.row_nbytes)
+
+            _leased([_Wanted(self, now.blocks, placed)], access, work)
+
+        _again(attempt)
+
+    def _set(self, part: _Part, values: torch.Tensor) -> None:
+        """Set the rows of ``part``: in the buffer, where they go there, else where they lie."""
+        placed = self._current()
+        after = self._with_room(placed, part.ids)
+        if after is placed:
+            self._move(part, values, Access.WRITE)
+            return
+        later = self._part(part.ids, part.row, after)
+
+        def work(lent: Sequence[_Lent], others: Sequence[There]) -> None:
+            writes = _Writes()
+            self._place(writes, lent[0].head, after)
+            writes.add(self._addresses(later, lent[0].bases), self._addresses_in(values, later.row), self._layout.row_nbytes)
+            writes.make()
+
+        _leased([_Wanted(self, later.blocks, placed)], Access.WRITE, work)
+        self._placed = after
 
     # -- rows in order -----------------------------------------------------------------------------------------------------
 
@@ -218,22 +284,22 @@ class Table:
 
     @from_here
     def _read(self, begin: int, end: int) -> torch.Tensor:
-        found = torch.empty((max(0, end - begin), *self.row_shape), dtype=self.dtype, device="cpu")
+        read = torch.empty((max(0, end - begin), *self.row_shape), dtype=self.dtype, device="cpu")
         for first, rows in self.blocks(begin, end):
-            found[first - begin : first - begin + len(rows)] = rows
-        return found
+            read[first - begin : first - begin + len(rows)] = rows
+        return read
 
     @from_here
     def _write(self, begin: int, values: torch.Tensor) -> None:
         at = 0
         with self._lock:
+            self._empty_rows(begin, begin + len(values))
             for run in self._layout.runs(begin, begin + len(values)):
                 rows = values[at : at + run.count]
                 if run.count == self._layout.rows_in(run.block):
                     self._store.put(self._key(run.block), rows)
                 else:
-                    where = torch.arange(run.place, run.place + run.count, device="cpu")
-                    self._move(_Part([run.block], torch.zeros_like(where), where), rows, Access.WRITE)
+                    self._move(self._part(_numbers(begin + at, run.count)), rows, Access.WRITE)
                 at += run.count
 
     def blocks(self, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, torch.Tensor]]:
@@ -241,6 +307,9 @@ class Table:
         number of a first row, and a copy of the rows. The next blocks are read meanwhile; no lease is open between two of
         them. Raises as ``look_up``."""
         runs = self._layout.runs(*slice(begin, end).indices(self.rows)[:2])
+        if self._layout.buffer_rows:
+            yield from self._looked_up(runs)
+            return
         while some := list(islice(runs, AHEAD)):
             there = {run.block: self._key(run.block) for run in some if self._key(run.block) in self._store}
             copies = self._store.in_order(list(there.values()))
@@ -254,6 +323,21 @@ class Table:
                     rows = self._unwritten()[: run.count].clone()
                 yield run.block * self._layout.block_rows + run.place, rows
                 del rows
+
+    def _looked_up(self, runs: Iterator[Run]) -> Iterator[tuple[int, torch.Tensor]]:
+        """Iterate as ``blocks`` does over ``runs``, some of whose rows may be in the buffer: those of several blocks are copied
+        under one lease, wherever they lie."""
+        most, following = max(1, min(AHEAD, self._most // 2)), list[Run]()
+        while some := following or list(islice(runs, most)):
+            following = list(islice(runs, most))
+            keys = [self._key(run.block) for run in following]
+            self._store._fetch_ahead([key for key in keys if key in self._store], torch.device("cpu"))
+            first = some[0].block * self._layout.block_rows + some[0].place
+            rows = self.look_up(_numbers(first, sum(run.count for run in some)))
+            at = 0
+            for run in some:
+                yield first + at, rows[at : at + run.count].clone()
+                at += run.count
 
     # -- a ring ------------------------------------------------------------------------------------------------------------
 
@@ -282,10 +366,14 @@ class Table:
             runs, blocks = self._ring(begin, min(len(given), layout.rows))
             count = sum(run.count for run in runs)
             after = _int64([begin + count])
+            for run in runs:
+                first = run.block * layout.block_rows + run.place
+                self._empty_rows(first, first + run.count)
+            placed = self._placed
 
             def work(
-                bases: Sequence[Sequence[int]],
-                others: Sequence[_There],
+                lent: Sequence[_Lent],
+                others: Sequence[There],
                 begin: int = begin,
                 after: torch.Tensor = after,
                 runs: Sequence[Run] = runs,
@@ -295,7 +383,7 @@ class Table:
                 now = self._counted(counter)
                 if now == begin:
                     at, targets, sources = given.data_ptr(), [], []
-                    bases_of = dict(zip(blocks, bases[0], strict=True))
+                    bases_of = dict(zip(blocks, lent[0].bases, strict=True))
                     for run in runs:
                         targets.append(bases_of[run.block] + run.place * nbytes)
                         sources.append(at)
@@ -304,7 +392,10 @@ class Table:
                     copy([*targets, counter[0]], [*sources, after.data_ptr()], [*sizes, 8])
                 return now
 
-            now = _leased([(self, blocks)], Access.WRITE, work, [appended_key(self.name)])
+            try:
+                now = _leased([_Wanted(self, blocks, placed)], Access.WRITE, work, [appended_key(self.name)])
+            except _MovedError:
+                continue
             if now == begin:
                 self._expected = begin + count
                 return begin, count
@@ -313,7 +404,7 @@ class Table:
     def _ring(self, begin: int, count: int) -> tuple[list[Run], list[int]]:
         """Return where ``count`` rows go after ``begin`` others, as far as the blocks are leased together; and these blocks."""
         layout, start = self._layout, begin % self._layout.rows
-        most = min(TOGETHER, max(1, self._together // layout.block_room))
+        most = self._most
         until, after = min(layout.rows, start + count), max(0, start + count - layout.rows)
         runs, blocks = [], dict[int, None]()
         for run in (*layout.runs(start, until), *layout.runs(0, after)):
@@ -330,15 +421,117 @@ class Table:
         """Delete the table's tensors from the store. A call that was cut off is completed by another one. Raises as
         ``TieredStore.delete``."""
         with self._lock:
-            blocks = [key for key in self._store if _is_block(key, self._prefix)]
-            for key in (*blocks, appended_key(self.name), record_key(self.name)):
+            prefixes = self._prefix, buffer_key(self.name)
+            blocks = [key for key in self._store if any(_is_block(key, prefix) for prefix in prefixes)]
+            for key in (*blocks, buffer_key(self.name), appended_key(self.name), record_key(self.name)):
                 if key in self._store:
                     self._store.delete(key)
+            self._placed = absent
+
+    # -- the buffer --------------------------------------------------------------------------------------------------------
+
+    def _current(self) -> Placed:
+        """Return what is known of the buffer. It may be old: whoever leases by it compares the stamps."""
+        key = buffer_key(self.name)
+        if self._placed.stamp is None and self._layout.buffer_rows and key in self._store:
+            head = self._store.get(key)
+            stamp_at(self.name, self._layout, head.data_ptr(), spec_of(head))
+            self._placed = read_head(self.name, self._layout, head.data_ptr())
+        return self._placed
+
+    def _head(self, placed: Placed, leased: Iterator[There]) -> int:
+        """Return the address of the head of the buffer, the next one of ``leased``; 0 where there is none. Raises _MovedError
+        where ``placed`` is not what the head says."""
+        if placed.stamp is None:
+            if self._layout.buffer_rows and buffer_key(self.name) in self._store:
+                raise _MovedError
+            return 0
+        address, spec = next(leased)
+        if stamp_at(self.name, self._layout, address, spec) != placed.stamp:
+            self._placed = read_head(self.name, self._layout, address)
+            raise _MovedError
+        return address
+
+    def _with_room(self, placed: Placed, ids: torch.Tensor) -> Placed:
+        """Return what will be known once the rows ``ids`` are written: ``placed`` itself where none comes to the buffer.
+
+        Rows go there unless their blocks get as many of them at once as they would get when the buffer is emptied. Raises
+        _MovedError after it made the buffer, or room in it.
+        """
+        layout = self._layout
+        if not layout.buffer_rows or self._few is not None:
+            return placed
+        rows = torch.unique(ids[placed.find(ids) < 0])
+        blocks = len(torch.unique_consecutive(rows.div(layout.block_rows, rounding_mode="floor")))
+        if not len(rows) or len(rows) * layout.blocks >= layout.buffer_rows * blocks:
+            return placed
+        if placed.stamp is None:
+            head = blank(layout)
+            self._store.put(buffer_key(self.name), head)
+            self._placed = read_head(self.name, layout, head.data_ptr())
+            raise _MovedError
+        if len(rows) > len(placed.free):
+            self._empty(placed, *placed.run(layout, max(len(rows), layout.buffer_rows // 32), self._most))
+            raise _MovedError
+        after = placed.added(rows)
+        used = set(_segments(placed.slots, layout))
+        for segment in set(_segments(placed.free[len(after.free) :], layout)) - used:
+            key = self._key(-1 - segment)
+            if key not in self._store:
+                self._store.put(key, torch.zeros((layout.segment_rows, *layout.shape), dtype=layout.dtype, device="cpu"))
+        return after
+
+    def _place(self, writes: _Writes, head: int, after: Placed) -> None:
+        """Have ``writes`` change the head at address ``head`` to ``after``, the stamp first: to be cut off after that is no
+        harm."""
+        assert after.stamp is not None and after.changed is not None
+        slots, ids = after.changed
+        first = _int64([after.stamp, after.hand])
+        writes.add(_int64([head]), _int64([first.data_ptr()]), first.nbytes, first)
+        writes.finally_add(head + 8 * (FIRST + slots), _numbers(0, len(ids)) * 8 + ids.data_ptr(), 8, ids)
+
+    def _empty_rows(self, first: int, last: int) -> None:
+        """Bring rows ``first`` to ``last - 1`` back to their blocks, as far as they are in the buffer."""
+        while self._layout.buffer_rows:
+            placed = self._current()
+            if placed.stamp is None:
+                return
+            begin, end = placed.within(self._layout, first, last, self._most)
+            try:
+                if begin == end:
+                    _leased([_Wanted(self, (), placed)], Access.READ, lambda lent, others: None)  # compares the stamps
+                    return
+                self._empty(placed, begin, end)
+            except _MovedError:
+                continue
+
+    def _empty(self, placed: Placed, begin: int, end: int) -> None:
+        """Bring the rows ``placed.ids[begin:end]`` back to their blocks. Raises _MovedError."""
+        layout = self._layout
+        end = end if self._few is None else min(end, begin + self._few)
+        ids = placed.ids[begin:end]
+        now, later = self._part(ids, None, placed), self._part(ids)
+        after = placed.removed(begin, end, later.blocks[-1] + (self._few is None))
+
+        def work(lent: Sequence[_Lent], others: Sequence[There]) -> None:
+            bases, writes = lent[0].bases, _Writes()
+            of, to = self._addresses(now, bases[: len(now.blocks)]), self._addresses(later, bases[len(now.blocks) :])
+            self._place(writes, lent[0].head, after)
+            writes.add(to, of, layout.row_nbytes)
+            writes.make()
+
+        _leased([_Wanted(self, [*now.blocks, *later.blocks], placed)], Access.WRITE, work)
+        self._placed = after
 
     # -- within ------------------------------------------------------------------------------------------------------------
 
+    @property
+    def _most(self) -> int:
+        """How many blocks are leased together, at most."""
+        return min(TOGETHER, max(1, self._together // self._layout.block_room))
+
     def _key(self, block: int) -> Key:
-        return f"{self._prefix}{block}"
+        return f"{self._prefix}{block}" if block >= 0 else buffer_key(self.name, -1 - block)
 
     def _ids(self, ids: Any) -> torch.Tensor:
         """Return ``ids`` in host memory as int64, contiguous, of any shape. Raises MisuseError for what is no row's number."""
@@ -378,19 +571,30 @@ class Table:
         given = values.detach().resolve_conj().resolve_neg().to("cpu")
         return given.expand((*shape, *row)).reshape((math.prod(shape), *row)).contiguous()
 
-    def _part(self, wanted: torch.Tensor) -> _Part:
-        """Return the rows ``wanted`` as one part, with its blocks in order."""
-        rows = self._layout.block_rows
-        block = wanted.div(rows, rounding_mode="floor")
+    def _part(self, wanted: torch.Tensor, row: torch.Tensor | None = None, placed: Placed = absent) -> _Part:
+        """Return the rows ``wanted`` as one part, with its segments and its blocks in order: where they lie as ``placed`` has
+        it, by default all in their blocks."""
+        block = wanted.div(self._layout.block_rows, rounding_mode="floor")
+        place = wanted - block * self._layout.block_rows
+        if len(placed.ids):
+            slots, rows = placed.find(wanted), self._layout.segment_rows
+            segment = slots.div(rows, rounding_mode="floor")
+            block = torch.where(slots < 0, block, -1 - segment)
+            place = torch.where(slots < 0, place, slots - segment * rows)
         unique, which = torch.unique(block, return_inverse=True)
-        return _Part(unique.tolist(), which, wanted - block * rows)
+        return _Part(wanted, unique.tolist(), which, place, row)
 
     def _parts(self, wanted: torch.Tensor) -> Iterator[_Part]:
         """Divide the rows ``wanted`` into parts whose blocks are leased together. The order of each row's values stays."""
         if not len(wanted):
             return
+        few, most = self._few, self._most
+        if few is not None and len(wanted) > few:
+            for begin in range(0, len(wanted), few):
+                some = wanted[begin : begin + few]
+                yield self._part(some, _numbers(begin, len(some)))
+            return
         whole = self._part(wanted)
-        most = min(TOGETHER, max(1, self._together // self._layout.block_room))
         if len(whole.blocks) <= most:
             yield whole
             return
@@ -400,7 +604,7 @@ class Table:
             blocks = whole.blocks[begin : begin + most]
             low, high = torch.searchsorted(which, _int64([begin, begin + len(blocks)])).tolist()
             mine = order[low:high]
-            yield _Part(blocks, which[low:high] - begin, whole.place[mine], mine)
+            yield _Part(wanted[mine], blocks, which[low:high] - begin, whole.place[mine], mine)
 
     def _addresses(self, part: _Part, bases: Sequence[int]) -> torch.Tensor:
         """Return the addresses of the rows of ``part`` in their blocks, which begin at ``bases``."""
@@ -428,7 +632,7 @@ class Table:
         if spec.dtype != self._dtype_name or spec.shape != self._layout.shape_of(block):
             raise MisuseError(f"{self._key(block)!r} is no block of table {self.name!r} as it was opened: open the table again")
 
-    def _counted(self, counter: _There) -> int:
+    def _counted(self, counter: There) -> int:
         address, spec = counter
         count = ctypes.c_int64.from_address(address).value if spec == _COUNT else -1
         if count < 0:
@@ -437,8 +641,6 @@ class Table:
 
 
 _COUNT = TensorSpec("int64", (1,))
-_There = tuple[int, TensorSpec]
-"""The address of a tensor, and what it is."""
 
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8)
 """Types of ids. Not uint8, which torch takes for a mask."""
@@ -461,42 +663,59 @@ def change(
 
     def all_parts() -> None:
         cuts = _cuts(tables, ids)
+        few = min((table._few for table in tables if table._few is not None), default=len(ids))
+        cuts = [(at, min(end, at + few)) for begin, end in cuts for at in range(begin, end, few)]
         for begin, end in cuts:
             last = then if end == len(ids) else None
-            _change([(table, table._part(ids[begin:end])) for table in tables], begin, end, work, last)
+            _again(partial(_change, tables, ids[begin:end], begin, end, work, last))
 
     _locked(sorted(set(tables), key=lambda table: table.name), all_parts)
 
 
 def _change(
-    parts: Sequence[tuple[Table, _Part]],
+    tables: Sequence[Table],
+    ids: torch.Tensor,
     begin: int,
     end: int,
     work: Callable[[int, int, Sequence[torch.Tensor]], None],
     then: tuple[Key, torch.Tensor] | None,
 ) -> None:
-    rows = [torch.empty((end - begin, *table.row_shape), dtype=table.dtype, device="cpu") for table, _ in parts]
+    placed = [table._current() for table in tables]
+    after = [table._with_room(known, ids) for table, known in zip(tables, placed, strict=True)]
+    now = [table._part(ids, None, known) for table, known in zip(tables, placed, strict=True)]
+    later = [table._part(ids, None, known) for table, known in zip(tables, after, strict=True)]
+    left = [sorted(set(old.blocks) - set(new.blocks)) for old, new in zip(now, later, strict=True)]
+    rows = [torch.empty((end - begin, *table.row_shape), dtype=table.dtype, device="cpu") for table in tables]
 
-    def change_leased(bases: Sequence[Sequence[int]], others: Sequence[_There]) -> None:
-        there = [table._addresses(part, base) for (table, part), base in zip(parts, bases, strict=True)]
-        here = [table._addresses_in(some, None) for (table, _), some in zip(parts, rows, strict=True)]
-        sizes = [table._layout.row_nbytes for table, _ in parts]
-        for inside, outside, nbytes in zip(there, here, sizes, strict=True):
-            copy_equal(outside, inside, nbytes)
-        work(begin, end, rows)
-        targets: list[int] = torch.cat(there).tolist()
-        sources: list[int] = torch.cat(here).tolist()
-        widths = [nbytes for nbytes in sizes for _ in range(begin, end)]
-        for address, spec in others:
-            assert then is not None
-            if spec != spec_of(then[1]):
-                raise MisuseError(f"{then[0]!r} is no count of steps any more: {spec.shape} of {spec.dtype}")
-            targets.append(address)
-            sources.append(then[1].data_ptr())
-            widths.append(spec.nbytes)
-        copy(targets, sources, widths)
+    def change_leased(lent: Sequence[_Lent], others: Sequence[There]) -> None:
+        def change_read(read: Sequence[_Lent], _: Sequence[There]) -> None:
+            writes = _Writes()
+            for number, table in enumerate(tables):
+                nbytes = table._layout.row_nbytes
+                bases = dict(zip(later[number].blocks, lent[number].bases, strict=True))
+                bases |= zip(left[number], read[number].bases, strict=True)
+                here = table._addresses_in(rows[number], None)
+                copy_equal(here, table._addresses(now[number], [bases[block] for block in now[number].blocks]), nbytes)
+                if after[number] is not placed[number]:
+                    table._place(writes, lent[number].head, after[number])
+                writes.add(table._addresses(later[number], lent[number].bases), here, nbytes)
+            work(begin, end, rows)
+            for address, spec in others:
+                assert then is not None
+                if spec != spec_of(then[1]):
+                    raise MisuseError(f"{then[0]!r} is no count of steps any more: {spec.shape} of {spec.dtype}")
+                writes.add(_int64([address]), _int64([then[1].data_ptr()]), spec.nbytes)
+            writes.make()
 
-    _leased([(table, part.blocks) for table, part in parts], Access.WRITE, change_leased, [] if then is None else [then[0]])
+        if any(left):
+            _leased([_Wanted(*both, None) for both in zip(tables, left, strict=True)], Access.READ, change_read)
+        else:
+            change_read([_Lent([], 0) for _ in tables], ())
+
+    wanted = [_Wanted(table, part.blocks, known) for table, part, known in zip(tables, later, placed, strict=True)]
+    _leased(wanted, Access.WRITE, change_leased, [] if then is None else [then[0]])
+    for table, known in zip(tables, after, strict=True):
+        table._placed = known
 
 
 def _cuts(tables: Sequence[Table], ids: torch.Tensor) -> list[tuple[int, int]]:
@@ -527,43 +746,96 @@ def _locked(tables: Sequence[Table], work: Callable[[], None]) -> None:
 
 
 def _leased(
-    wanted: Sequence[tuple[Table, Sequence[int]]],
+    wanted: Sequence[_Wanted],
     access: Access,
-    work: Callable[[Sequence[Sequence[int]], Sequence[_There]], Answer],
+    work: Callable[[Sequence[_Lent], Sequence[There]], Answer],
     also: Sequence[Key] = (),
 ) -> Answer:
-    """Call ``work(bases, others)`` under one lease of blocks of tables and of the tensors ``also``.
+    """Call ``work(lent, others)`` under one lease of what is wanted of tables, with the heads of their buffers, and of the
+    tensors ``also``.
 
-    ``bases`` are the addresses of the blocks, in host memory: only rows go to a device. To be written to, blocks that do not
-    exist are made; to be read, they are seen as blank.
+    Addresses are in host memory: only rows go to a device. To be written to, blocks that do not exist are made; to be read,
+    they are seen as blank. Raises _MovedError where a table's rows do not lie as was thought.
     """
-    store = wanted[0][0]._store
+    store = wanted[0].table._store
     missing: set[Key] = set()
     while True:
-        keys = [table._key(block) for table, blocks in wanted for block in blocks]
-        there = [key for key in (*keys, *also) if key not in missing]
+        heads = [buffer_key(some.table.name) for some in wanted if some.placed is not None and some.placed.stamp is not None]
+        keys = [some.table._key(block) for some in wanted for block in some.blocks]
+        there = [key for key in (*heads, *keys, *also) if key not in missing]
         try:
             with store._lease_addresses(there, access) as leased:
-                found = iter(leased)
-                bases = [[_base(table, block, missing, found) for block in blocks] for table, blocks in wanted]
-                return work(bases, list(found))
+                rest = iter(leased)
+                tops = [0 if some.placed is None else some.table._head(some.placed, rest) for some in wanted]
+                bases = [[_base(some.table, block, missing, rest) for block in some.blocks] for some in wanted]
+                return work(list(map(_Lent, bases, tops)), list(rest))
         except KeyNotFound:
             if any(key not in store for key in also):
                 raise
-        blank = [(table, block) for table, blocks in wanted for block in blocks if table._key(block) not in store]
+            for some in wanted:
+                if some.placed is not None and some.placed.stamp is not None and buffer_key(some.table.name) not in store:
+                    some.table._placed = absent  # the store went back to a time before there was one
+                    raise _MovedError from None
+            lacking = [(some.table, block) for some in wanted for block in some.blocks if some.table._key(block) not in store]
+            if any(block < 0 for _, block in lacking):  # a segment is never blank
+                heads_only = [some._replace(blocks=()) for some in wanted if some.placed is not None]
+                _leased(heads_only, Access.READ, lambda lent, others: None)  # raises _MovedError where the store went back
+                raise
         if access is Access.READ:
-            missing = {table._key(block) for table, block in blank}
+            missing = {table._key(block) for table, block in lacking}
             continue
-        for table, block in blank:
+        for table, block in lacking:
             store.put(table._key(block), table._unwritten()[: table._layout.rows_in(block)])
 
 
-def _base(table: Table, block: int, missing: set[Key], found: Iterator[_There]) -> int:
+def _base(table: Table, block: int, missing: set[Key], leased: Iterator[There]) -> int:
     if missing and table._key(block) in missing:
         return table._unwritten().data_ptr()
-    address, spec = next(found)
+    address, spec = next(leased)
     table._refuse_other(spec, block)
     return address
+
+
+class _Writes:
+    """Copies that are made together, by one call of C. ``finally_add`` adds those that come last."""
+
+    def __init__(self) -> None:
+        self._lists: tuple[list[int], list[int], list[int]] = ([], [], [])
+        self._last: tuple[list[int], list[int], list[int]] = ([], [], [])
+        self._kept: list[torch.Tensor] = []
+
+    def add(self, targets: torch.Tensor, sources: torch.Tensor, nbytes: int, kept: torch.Tensor | None = None) -> None:
+        """Have ``nbytes`` bytes copied from each of the addresses ``sources`` to that of ``targets``; ``kept`` lives on."""
+        self._add(self._lists, targets, sources, nbytes, kept)
+
+    def finally_add(self, targets: torch.Tensor, sources: torch.Tensor, nbytes: int, kept: torch.Tensor) -> None:
+        self._add(self._last, targets, sources, nbytes, kept)
+
+    def _add(
+        self,
+        lists: tuple[list[int], list[int], list[int]],
+        targets: torch.Tensor,
+        sources: torch.Tensor,
+        nbytes: int,
+        kept: torch.Tensor | None,
+    ) -> None:
+        lists[0].extend(targets.tolist())
+        lists[1].extend(sources.tolist())
+        lists[2].extend([nbytes] * len(targets))
+        if kept is not None:
+            self._kept.append(kept)
+
+    def make(self) -> None:
+        copy(*(one + last for one, last in zip(self._lists, self._last, strict=True)))
+
+
+def _segments(slots: torch.Tensor, layout: Layout) -> list[int]:
+    segments: list[int] = torch.unique(slots.div(layout.segment_rows, rounding_mode="floor")).tolist()
+    return segments
+
+
+def _numbers(begin: int, count: int) -> torch.Tensor:
+    return torch.arange(begin, begin + count, device="cpu")
 
 
 def _int64(values: Iterable[int]) -> torch.Tensor:
