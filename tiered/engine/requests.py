@@ -106,13 +106,21 @@ class Lease(Request, LeaseHold):
         if not self._resident(state, entries):
             self._refuse_impossible(state, [entry.nbytes for entry in entries])
             self.lacking = sum(entry.nbytes for entry in entries if entry.copies[self.tier] is None)
-            arrived = [scheduler.bring(entry, self.tier, self) for entry in entries]  # each starts, not only the first
-            if not all(arrived):
+            if not self._all_there(scheduler, entries):
                 return False
         if self.access is Access.WRITE and sum(scheduler.busy(entry, self) for entry in entries):  # each hurries
             return False
         self._grant(state, entries)
         return True
+
+    def _all_there(self, scheduler: Scheduler, entries: Sequence[Entry]) -> bool:
+        """Whether all ``entries`` are in the tier; those that are not start, each of them and not only the first."""
+        tier, missing = self.tier, 0
+        for entry in entries:
+            copy = entry.copies[tier]
+            if (copy is None or not copy.valid) and not scheduler.bring(entry, tier, self):
+                missing += 1
+        return not missing
 
     def _grant(self, state: EngineState, entries: Sequence[Entry]) -> None:
         write = self.access is Access.WRITE

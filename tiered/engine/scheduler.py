@@ -251,8 +251,8 @@ class Scheduler:
         acceptable = self._acceptable(tier, ticket)
         planned = state.order is not None and state.order.plans(tier)
         chosen: list[Copy] | None = None
-        clean: Callable[[Copy], bool] = lambda copy: copy.evictability is Evictability.CLEAN and acceptable(copy)  # noqa: E731
-        if state.order is None and (one := pool.large_victim(nbytes, clean)) is not None:
+        leaves_now: Callable[[Copy], bool] = lambda copy: copy.evictability is Evictability.CLEAN and acceptable(copy)  # noqa: E731
+        if state.order is None and (one := pool.large_victim(nbytes, leaves_now)) is not None:
             chosen = [one]
         if planned:
             chosen = pool.enough(nbytes, [copy for copy in state.dropped_by_plan(tier) if acceptable(copy)])
