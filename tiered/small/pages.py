@@ -44,7 +44,7 @@ from tiered.small.names import (
 from tiered.tables.kernel import copy
 from tiered.tensors.specs import dtype_of, flat
 from tiered.tensors.specs import spec_of as spec_of_tensor
-from tiered.types import Key, TensorSpec
+from tiered.types import Access, Key, TensorSpec
 
 __all__ = ["BATCH", "HOST", "Known", "Pages", "Prepared", "Store"]
 
@@ -62,6 +62,8 @@ SHARE = 16
 """Such a part of the pages may be half empty, too."""
 HOST = "dram"
 """Small tensors are copied where the processor reaches them."""
+There = tuple[int, TensorSpec]
+"""The address of a tensor in host memory, and what it is."""
 
 Answer = TypeVar("Answer")
 
@@ -84,9 +86,7 @@ class Store(Protocol):
     def spec(self, key: Key) -> TensorSpec: ...
     def prefetch(self, keys: Sequence[Key], *, tier: str | None = None) -> None: ...
     def in_order(self, keys: Iterable[Key]) -> Iterator[torch.Tensor]: ...
-    def lease(
-        self, key: list[Key], *, access: str = ..., tier: str | None = ...
-    ) -> AbstractContextManager[tuple[torch.Tensor, ...]]: ...
+    def _lease_addresses(self, keys: Sequence[Key], access: Access) -> AbstractContextManager[list[There]]: ...
     def __contains__(self, key: object) -> bool: ...
     def __iter__(self) -> Iterator[Key]: ...
     def __len__(self) -> int: ...
@@ -168,8 +168,8 @@ class Pages:
 
     def refuse_stale(self, head: Head) -> None:
         """Raise _Changed where the stamp is not that of ``head``."""
-        with self.store.lease([self._open], tier=HOST) as tensors:
-            self._compare(head, tensors[0])
+        with self.store._lease_addresses([self._open], Access.READ) as leased:
+            self._compare(head, leased[0])
 
     def _is_stale(self, head: Head) -> bool:
         try:
@@ -178,16 +178,17 @@ class Pages:
             return True
         return False
 
-    def _compare(self, head: Head, opened: torch.Tensor) -> None:
-        self._refuse_size(self._open, opened)
-        if ctypes.c_int64.from_address(opened.data_ptr()).value != head.stamp:
+    def _compare(self, head: Head, opened: There) -> None:
+        address, spec = opened
+        self._refuse_size(self._open, spec)
+        if ctypes.c_int64.from_address(address).value != head.stamp:
             raise _Changed
 
     def _read(self) -> Known:
         """Read the head and the log."""
-        with self.store.lease([self._record], tier=HOST):
+        with self.store._lease_addresses([self._record], Access.READ):
             opened = self.store.get(self._open)
-            self._refuse_size(self._open, opened)
+            self._refuse_size(self._open, spec_of_tensor(opened))
             data = opened.numpy().tobytes()
             head = Head.from_buffer_copy(data)
             problem = head.problem(self.page)
@@ -212,7 +213,7 @@ class Pages:
         try:
             for number, part in enumerate(self.store.in_order(parts)):
                 at = parts[number]
-                self._refuse_size(at, part)
+                self._refuse_size(at, spec_of_tensor(part))
                 names.read(part.numpy().tobytes()[: head.used if number + 1 == len(parts) else None])
             at = self._open
             names.read(rest)
@@ -221,10 +222,10 @@ class Pages:
         names.count()
         return names
 
-    def _refuse_size(self, key: Key, tensor: torch.Tensor) -> None:
-        if tensor.dtype is not torch.uint8 or tensor.shape != (self.page,):
+    def _refuse_size(self, key: Key, spec: TensorSpec) -> None:
+        if spec.dtype != "uint8" or spec.shape != (self.page,):
             self._refuse_damaged(
-                f"{key!r} has the shape {tuple(tensor.shape)} of {tensor.dtype}, not {self.page} bytes (where they were "
+                f"{key!r} has the shape {spec.shape} of {spec.dtype}, not {self.page} bytes (where they were "
                 "dropped and made anew, open them again)"
             )
 
@@ -343,11 +344,12 @@ class Pages:
         of: list[int] = []
         sizes: list[int] = []
         try:
-            with self.store.lease([self._open, *(page_key(self.name, page) for page in closed)], tier=HOST) as tensors:
-                self._compare(head, tensors[0])
+            wanted = [self._open, *(page_key(self.name, page) for page in closed)]
+            with self.store._lease_addresses(wanted, Access.READ) as leased:
+                self._compare(head, leased[0])
                 ends = {
-                    page: (tensor.data_ptr() + tensor.nbytes, tensor.nbytes // UNIT)
-                    for page, tensor in zip((head.page, *closed), tensors, strict=True)
+                    page: (address + spec.nbytes, spec.nbytes // UNIT)
+                    for page, (address, spec) in zip((head.page, *closed), leased, strict=True)
                 }
                 for page, members in pages.items():
                     end, most = ends[page]
@@ -360,7 +362,6 @@ class Pages:
                         of.append(end - place * UNIT)
                         sizes.append(specs[where & 0xFFFFFF].nbytes)
                 copy(to, of, sizes)
-                del tensors
         except TransferError as error:
             lost = [keys[at] for page, members in pages.items() if self.key_of(head, page) == error.key for at in members]
             if not lost:
@@ -444,7 +445,7 @@ class Pages:
         after.log += len(log)
         whole = torch.zeros(need, dtype=torch.uint8, device="cpu")
         whole[: one.spec.nbytes] = flat(one.source)
-        with self.store.lease([self._record], tier=HOST):
+        with self.store._lease_addresses([self._record], Access.READ):
             self.refuse_stale(head)
             self.store.put(page_key(self.name, head.next_page), whole)
             self._change(known, head, after, log, [])
@@ -465,9 +466,9 @@ class Pages:
     def _change(self, known: Known, head: Head, after: Head, log: bytes, values: Sequence[tuple[int, int, int]]) -> None:
         """Write ``values`` (distance from the end, address, bytes), ``log`` and the head ``after`` to the open page, by one
         call of C, where its head is ``head``. What is known is forgotten, until the caller has changed it, too."""
-        with self.store.lease([self._open], access="write", tier=HOST) as tensors:
-            self._compare(head, tensors[0])
-            base = tensors[0].data_ptr()
+        with self.store._lease_addresses([self._open], Access.WRITE) as leased:
+            self._compare(head, leased[0])
+            base = leased[0][0]
             end = base + self.page
             entries = ctypes.create_string_buffer(log, len(log))
             targets = [*(end - place for place, _, _ in values), base + HEAD_BYTES + head.log, base]
@@ -475,7 +476,6 @@ class Pages:
             sizes = [*(nbytes for _, _, nbytes in values), len(log), HEAD_BYTES]
             self._known = None
             copy(targets, sources, sizes)
-            del tensors
         known.head = after
 
     def _seal(self, known: Known) -> None:
@@ -489,23 +489,24 @@ class Pages:
         after.last, after.used = part, at + head.log
         if head.values:
             after.page, after.next_page = head.next_page, head.next_page + 1
-        with self.store.lease([self._record], tier=HOST):
-            with self.store.lease([self._open], tier=HOST) as tensors:
-                self._compare(head, tensors[0])
-                log = tensors[0][HEAD_BYTES : HEAD_BYTES + head.log].clone()
-                values = tensors[0][self.page - head.values :].clone()
-                del tensors
+        with self.store._lease_addresses([self._record], Access.READ):
+            log = torch.empty(head.log, dtype=torch.uint8, device="cpu")
+            values = torch.empty(head.values, dtype=torch.uint8, device="cpu")
+            with self.store._lease_addresses([self._open], Access.READ) as leased:
+                self._compare(head, leased[0])
+                base = leased[0][0]
+                sources = [base + HEAD_BYTES, base + self.page - head.values]
+                copy([log.data_ptr(), values.data_ptr()], sources, [head.log, head.values])
             if head.values:
                 self.store.put(page_key(name, head.page), values)
             if not joined:
                 self.store.put(names_key(name, part), torch.zeros(self.page, dtype=torch.uint8, device="cpu"))
-            with self.store.lease([self._open, names_key(name, part)], access="write", tier=HOST) as tensors:
-                self._compare(head, tensors[0])
-                self._refuse_size(names_key(name, part), tensors[1])
-                targets = [tensors[1].data_ptr() + at, tensors[0].data_ptr()]
+            with self.store._lease_addresses([self._open, names_key(name, part)], Access.WRITE) as leased:
+                self._compare(head, leased[0])
+                self._refuse_size(names_key(name, part), leased[1][1])
+                targets = [leased[1][0] + at, leased[0][0]]
                 self._known = None
                 copy(targets, [log.data_ptr(), ctypes.addressof(after)], [head.log, HEAD_BYTES])
-                del tensors
         known.head = after
         if head.values and known.sizes is not None:
             known.sizes[head.page] = head.values // UNIT
@@ -569,7 +570,7 @@ class Pages:
         """Remove pages and parts of the log that an exception left, and look how large the others are."""
         head, live, sizes = known.head, known.names.live, dict[int, int]()
         parts = range(head.first, head.last + 1) if head.used else range(0)
-        with self.store.lease([self._record], tier=HOST):
+        with self.store._lease_addresses([self._record], Access.READ):
             self.refuse_stale(head)
             for key, (kind, number) in self.ours().items():
                 if kind == "page" and number != head.page and number in live:
@@ -604,7 +605,7 @@ class Pages:
 
     def _remove_dead(self, known: Known) -> None:
         assert known.sizes is not None
-        with self.store.lease([self._record], tier=HOST):
+        with self.store._lease_addresses([self._record], Access.READ):
             self.refuse_stale(known.head)
             for page in list(known.dead):
                 with contextlib.suppress(LeaseConflict):
@@ -619,7 +620,7 @@ class Pages:
         head, name = known.head, self.name
         after = self._next(head)
         after.first = part = head.last + 1
-        with self.store.lease([self._record], tier=HOST):
+        with self.store._lease_addresses([self._record], Access.READ):
             self.refuse_stale(head)
             buffer, at = bytearray(self.page), 0
             for entry in known.names.entries(head.page):
