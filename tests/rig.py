@@ -382,7 +382,7 @@ class Rig:
             mine = [t for moving in traffic._moving.values() for at, t in moving if at == index]
             queued = list(queue)
             assert queue.length == len(queued)
-            assert queue.reads == sum(t.direction is Direction.UP for t in queued)
+            assert queue.read_bytes == sum(t.upper.nbytes for t in queued if t.direction is Direction.UP)
             rising = [t.nbytes for t in mine if t.direction is Direction.UP]
             assert (traffic.inbound[index].transfers, traffic.inbound[index].nbytes) == (len(rising), sum(rising))
             started = {t.tag for t in mine} - {t.tag for t in queued}

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.rig import READ, WRITE, Put, Rig, evicted, failure, fill, pending, queued, where, woken
+from tiered.engine import scheduler
 from tiered.engine.pool import MOVED, Pool
 from tiered.engine.requests import Lease, Request, Room
 from tiered.engine.residency import Copy, Evictability, State
@@ -40,16 +41,29 @@ def test_urgent_transfers_start_first() -> None:
     rig.wind_down()
 
 
-def test_a_demand_makes_a_queued_prefetch_its_own() -> None:
+def test_a_demand_makes_a_queued_prefetch_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "QUEUED", 1)
     rig = Rig(40, 400, limit=1)
     fill(rig, "a", "b", nbytes=4)
     evicted(rig, "a", "b")
     rig.hint("a", "b")
-    assert queued(rig) == [("a", Direction.UP, Urgency.PREFETCH)], "one at a time, so that a demand never waits for many"
+    assert queued(rig) == [("a", Direction.UP, Urgency.PREFETCH)], "one at a time"
     rig.lease("a")
     assert queued(rig) == [("a", Direction.UP, Urgency.DEMAND)]
     rig.wind_down()
     assert [t.key for t in rig.links[0].started if t.direction is Direction.UP].count("a") == 1
+
+
+def test_small_prefetches_wait_for_the_link_together_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "QUEUED", 13)
+    rig = Rig(40, 400, limit=1)
+    fill(rig, *"abcde", nbytes=4)
+    evicted(rig, *"abcde")
+    rig.hint(*"abcde")
+    assert [key for key, _, _ in queued(rig)] == ["a", "b", "c"]
+    rig.lease("e")
+    assert queued(rig)[0] == ("e", Direction.UP, Urgency.DEMAND), "a demand goes before all of them"
+    rig.wind_down()
 
 
 @pytest.mark.parametrize("what", ["write lease", "put", "delete", "flush"])

@@ -30,9 +30,9 @@ def drained(made: TransferQueue, refused: Mapping[Direction, Urgency] = NOTHING)
 def test_the_urgent_first_then_what_goes_up_then_the_older() -> None:
     made = backlog("down writeback", "up prefetch", "down demand", "up demand", "down demand", "up demand")
     assert [transfer.tag for transfer in made] == [4, 6, 3, 5, 2, 1]
-    assert (made.length, made.reads) == (6, 3)
+    assert (made.length, made.read_bytes) == (6, 24)
     assert drained(made) == [4, 6, 3, 5, 2, 1]
-    assert (made.length, made.reads) == (0, 0)
+    assert (made.length, made.read_bytes) == (0, 0)
 
 
 def test_what_goes_the_other_way_passes() -> None:
@@ -77,6 +77,6 @@ def test_promotion() -> None:
     first = next(transfer for transfer in made if transfer.tag == 1)
     assert made.promote(first, Urgency.PREFETCH)
     assert first.urgency is Urgency.PREFETCH
-    assert (made.length, made.reads) == (2, 2)
+    assert (made.length, made.read_bytes) == (2, 16)
     assert drained(made) == [2, 1]
     assert not made.promote(first, Urgency.DEMAND), "it waits here no longer"

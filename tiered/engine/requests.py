@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
 from tiered.engine.residency import Copy, Entry, State
-from tiered.engine.scheduler import Scheduler
+from tiered.engine.scheduler import QUEUED, Scheduler
 from tiered.engine.state import Asked, EngineState, Holder, LeaseHold, RoomHold, TensorHold, Ticket, Token
 from tiered.errors import CapacityError, TieredError
 from tiered.types import Access, Fence, Key, Slot, TensorSpec, Urgency, Use
@@ -371,6 +371,7 @@ class Prefetch(Request):
 
     def __init__(self, keys: Iterable[Key], tier: int, urgency: Urgency = Urgency.PREFETCH) -> None:
         super().__init__(urgency, tier)
+        self.lacking = QUEUED
         self._waiting = deque(keys)
         self._moving: list[Key] = []
 
@@ -431,7 +432,7 @@ class RequestQueue:
         if request.done:
             return True
         request.full_tiers = ()
-        self._state.asked = Asked(request, {}, {}) if request.urgency is Urgency.DEMAND else None
+        self._state.asked = Asked(request, {}, {})
         try:
             request.done = request.attempt(self._scheduler)
         except TieredError as error:

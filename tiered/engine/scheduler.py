@@ -16,7 +16,11 @@ from tiered.engine.state import EngineState, Ticket
 from tiered.errors import CapacityError
 from tiered.types import Completion, Direction, Slot, Transfer, Urgency
 
-__all__ = ["Scheduler"]
+__all__ = ["QUEUED", "Scheduler"]
+
+QUEUED = 512 << 10
+"""Bytes of transfers up that a prefetch has wait for a link, at most, or one: each that is admitted alone costs a turn of the
+engine, which takes longer than the transfer of a small tensor."""
 
 PACK_ATTEMPTS = 4
 """How often a request may evict its own copies, to fit better among the same neighbours."""
@@ -198,12 +202,13 @@ class Scheduler:
             raise CapacityError(pool.why_never(nbytes))
 
     def _may_prefetch(self, tier: int, nbytes: int, ticket: Ticket) -> bool:
-        """Whether a prefetch may take room: not while the link is busy, nor where a demand waits for room, or would. A
+        """Whether a prefetch may take room: not while the link has enough to do, nor where a demand waits for room, or would. A
         speculative one also waits until nothing else comes up its link, so that a demand never finds many of them there."""
         state = self.state
         if ticket.urgency is Urgency.SPECULATIVE and tier < state.bottom and state.transfers.inbound[tier].transfers:
             return False
-        if tier < state.bottom and state.transfers.queues[tier].reads:
+        queued = state.transfers.queues[tier].read_bytes if tier < state.bottom else 0
+        if queued and queued + state.pools[tier].rounded(nbytes) > QUEUED:
             return False
         if any(tier in other.full_tiers for other in state.waiting if other.urgency < ticket.urgency):
             return False

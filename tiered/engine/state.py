@@ -175,7 +175,7 @@ class Ticket:
         self.abandoned = False  # the caller gave up, or was struck
         self.tried = False  # by the engine
         self.full_tiers: tuple[int, ...] = ()  # in which the last attempt found no room
-        self.lacking = 0  # bytes of the tensors that were not in the tier when the last attempt began
+        self.lacking = 0  # bytes of the tensors that the attempt may begin to bring to the tier
         self.short = False  # whether any attempt found no room, since the waiting caller looked last
         self.progress = 0  # whenever this changes the request has come closer, and the deadline counts anew
         self._pushed: dict[int, list[Copy]] = {}  # by tier, the copies that are written back for the request, the first last
@@ -227,12 +227,12 @@ class Ticket:
 class TransferQueue:
     """Transfers that wait for one link, by urgency; among equals those that go up first, and then by arrival.
 
-    ``reads`` counts the transfers up among its ``length``.
+    ``read_bytes`` are those of the upper slots of the transfers up among its ``length``.
     """
 
     def __init__(self) -> None:
         self._waiting = {(urgency, way): OrderedDict[int, Transfer]() for urgency in Urgency for way in _WAYS}
-        self.length = self.reads = 0
+        self.length = self.read_bytes = 0
 
     def __iter__(self) -> Iterator[Transfer]:
         """Yield the transfers, the next one first."""
@@ -242,7 +242,7 @@ class TransferQueue:
     def add(self, transfer: Transfer) -> None:
         self._queue(transfer)[transfer.tag] = transfer
         self.length += 1
-        self.reads += transfer.direction is Direction.UP
+        self.read_bytes += transfer.upper.nbytes if transfer.direction is Direction.UP else 0
 
     def take(self, refused: Mapping[Direction, Urgency]) -> Transfer | None:
         """Remove and return the next transfer that is more urgent than what was ``refused`` in its direction."""
@@ -250,7 +250,7 @@ class TransferQueue:
             if waiting and (way not in refused or urgency < refused[way]):
                 _, transfer = waiting.popitem(last=False)
                 self.length -= 1
-                self.reads -= way is Direction.UP
+                self.read_bytes -= transfer.upper.nbytes if way is Direction.UP else 0
                 return transfer
         return None
 
@@ -272,7 +272,7 @@ class TransferQueue:
         if self._queue(transfer).pop(transfer.tag, None) is None:
             return False
         self.length -= 1
-        self.reads -= transfer.direction is Direction.UP
+        self.read_bytes -= transfer.upper.nbytes if transfer.direction is Direction.UP else 0
         return True
 
     def _queue(self, transfer: Transfer) -> OrderedDict[int, Transfer]:
@@ -478,7 +478,7 @@ class ActiveSnapshot:
 
 @dataclass(slots=True)
 class Asked:
-    """The demand that is attempted now, and what was found for it since.
+    """The request that is attempted now, and what was found for it since.
 
     ``wanted`` is what ``EngineState.wanted`` answered: until something is evicted, that stays so. ``leaving`` are the clean
     copies of each tier that its policy evicts next for the rest of the request, the first of them last.
