@@ -1,4 +1,4 @@
-"""Eight jobs of a store of tensors, each beside what one would pick for it, within a memory limit and without.
+"""Ten jobs of a store of tensors, each beside what one would pick for it, within a memory limit and without.
 
     .venv/bin/python -m bench.store_jobs --rounds 5                      Markdown; minutes
     .venv/bin/python -m bench.store_jobs --job look_up --job update      only these
@@ -6,8 +6,8 @@
 
 Jobs: ``dataset`` (256 KiB arrays in random order, one at a time), ``batches`` (64 of them together), ``experts`` (4 MiB
 tensors, drawn by Zipf's law), ``look_up`` and ``update`` (512 rows of a table of 256 bytes a row, drawn by Zipf's law over
-shuffled rows), ``fill`` (rows of 1 KiB, appended one at a time), ``sample`` (256 rows of them at random), ``state`` (save 4 MiB
-tensors durably, and load them).
+shuffled rows), ``fill`` (rows of 1 KiB, appended one at a time), ``sample`` (256 rows of them at random), ``put_named`` and
+``get_named`` (the same rows by name), ``state`` (save 4 MiB tensors durably, and load them).
 
 Peers: numpy.memmap, with and without MADV_RANDOM; LMDB; safetensors; zarr, uncompressed, one chunk an array. All are as a first
 program would use them; LMDB without sync and with one transaction a batch (or a row, in ``fill``).
@@ -136,6 +136,23 @@ class Tiered:
         return dict(zip(keys, self.store.get_many(keys), strict=True))
 
 
+class TieredSmall(Tiered):
+    """Rows by name, in pages."""
+
+    def __init__(self, folder: Path, memory: int) -> None:
+        super().__init__(folder, memory)
+        self.small = self.store.small("rows")
+
+    def put_named(self, name: str, row: torch.Tensor) -> None:
+        self.small[name] = row
+
+    def put_all_named(self, rows: dict[str, torch.Tensor]) -> None:
+        self.small.update(rows)
+
+    def named(self, names: Sequence[str]) -> torch.Tensor:
+        return self.small.stack(names)
+
+
 class TieredLeases(Tiered):
     """Without copies: values are used where the store has them."""
 
@@ -256,6 +273,20 @@ class Lmdb:
         with self.environment.begin(write=True) as change:
             change.put(b"%08d" % index, row.numpy().tobytes())
 
+    def put_named(self, name: str, row: torch.Tensor) -> None:
+        with self.environment.begin(write=True) as change:
+            change.put(name.encode(), row.numpy().tobytes())
+
+    def put_all_named(self, rows: dict[str, torch.Tensor]) -> None:
+        with self.environment.begin(write=True) as change:
+            for name, row in rows.items():
+                change.put(name.encode(), row.numpy().tobytes())
+
+    def named(self, names: Sequence[str]) -> torch.Tensor:
+        with self.environment.begin(buffers=True) as read:
+            rows = [numpy.frombuffer(read.get(name.encode()), numpy.float32) for name in names]
+            return torch.from_numpy(numpy.stack(rows))
+
 
 class Safetensors:
     def __init__(self, folder: Path, memory: int) -> None:
@@ -346,6 +377,7 @@ ARRAYS = {
     "zarr": Zarr,
 }
 ROWS = {"tiered": Tiered, "memmap": Memmap, "memmap, MADV_RANDOM": MemmapRandom, "LMDB": Lmdb}
+NAMED = {"tiered, small tensors": TieredSmall, "LMDB": Lmdb}
 STATE = {"tiered": Tiered, "safetensors": Safetensors, "torch.save": TorchSave}
 
 
@@ -440,6 +472,33 @@ def run_sample(peer: Any, sizes: Sizes, clock: Clock, seed: int) -> int:
     return len(batches)
 
 
+def name_of(index: int) -> str:
+    return f"users/{index * 7919 % 1_000_003}"
+
+
+def run_put_named(peer: Any, sizes: Sizes, clock: Clock, seed: int) -> int:
+    rows = torch.arange(256.0)[None] + torch.arange(97.0)[:, None]
+    with clock.running():
+        for index in range(sizes.ring):
+            peer.put_named(name_of(index), rows[index % 97])
+    return sizes.ring
+
+
+def make_named(peer: Any, sizes: Sizes) -> None:
+    for begin in range(0, sizes.ring, 1 << 12):
+        end = min(sizes.ring, begin + (1 << 12))
+        peer.put_all_named({name_of(index): torch.full((256,), float(index)) for index in range(begin, end)})
+
+
+def run_get_named(peer: Any, sizes: Sizes, clock: Clock, seed: int) -> int:
+    generator = torch.Generator().manual_seed(seed)
+    batches = [torch.randint(0, sizes.ring, (256,), generator=generator).tolist() for _ in range(sizes.steps)]
+    named = [[name_of(index) for index in ids] for ids in batches]
+    with clock.running():
+        clock.total = sum(float(peer.named(names)[:, 0].double().sum()) for names in named)
+    return len(batches)
+
+
 def run_state(peer: Any, sizes: Sizes, clock: Clock, seed: int) -> int:
     tensors = {f"a{index}": torch.from_numpy(array(index + seed, 1 << 20)) for index in range(sizes.experts // 4)}
     with clock.running():
@@ -466,6 +525,8 @@ JOBS = {
     "update": Job(ROWS, make_table, run_update, "batch of 512"),
     "fill": Job(ROWS, None, run_fill, "row"),
     "sample": Job(ROWS, make_ring, run_sample, "batch of 256"),
+    "put_named": Job(NAMED, None, run_put_named, "row"),
+    "get_named": Job(NAMED, make_named, run_get_named, "batch of 256"),
     "state": Job(STATE, None, run_state, "state"),
 }
 

@@ -41,8 +41,7 @@ def test_urgent_transfers_start_first() -> None:
     rig.wind_down()
 
 
-def test_a_demand_makes_a_queued_prefetch_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "QUEUED", 1)
+def test_a_demand_makes_a_queued_prefetch_its_own() -> None:
     rig = Rig(40, 400, limit=1)
     fill(rig, "a", "b", nbytes=4)
     evicted(rig, "a", "b")
@@ -55,7 +54,7 @@ def test_a_demand_makes_a_queued_prefetch_its_own(monkeypatch: pytest.MonkeyPatc
 
 
 def test_small_prefetches_wait_for_the_link_together_up_to_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "QUEUED", 13)
+    monkeypatch.setattr(scheduler, "QUEUED_SHARE", 3)  # of 40 bytes
     rig = Rig(40, 400, limit=1)
     fill(rig, *"abcde", nbytes=4)
     evicted(rig, *"abcde")

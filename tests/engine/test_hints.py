@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tests.rig import WRITE, Rig, evicted, failure, fill, where
-from tiered.engine import scheduler
 from tiered.engine.policy import Touch
 from tiered.engine.residency import State
 from tiered.errors import ReadError
@@ -75,8 +74,7 @@ def test_a_demand_evicts_what_was_prefetched_when_nothing_else_may_leave(held: b
     rig.wind_down()
 
 
-def test_a_newer_hint_replaces_what_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "QUEUED", 1)
+def test_a_newer_hint_replaces_what_has_not_begun() -> None:
     rig = Rig(40, 400, limit=1)
     fill(rig, "a", "b", "c", nbytes=4)
     evicted(rig, "a", "b", "c")

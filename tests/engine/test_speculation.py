@@ -10,7 +10,6 @@ import torch
 
 from tests.rig import Rig, evicted, fill, queued
 from tiered import MisuseError, TieredStore
-from tiered.engine import scheduler
 from tiered.engine.policy import NextUse, Touch
 from tiered.types import Direction, Urgency
 
@@ -71,8 +70,7 @@ def test_demands_and_prefetches_overtake_it() -> None:
     assert rig.state.speculated == rig.state.speculated_used == 1
 
 
-def test_a_newer_one_replaces_it_and_no_prefetch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "QUEUED", 1)
+def test_a_newer_one_replaces_it_and_no_prefetch() -> None:
     rig = Rig(40, 400, limit=1)
     fill(rig, *"abcd", nbytes=4)
     evicted(rig, *"abcd")

@@ -18,9 +18,9 @@ from tiered.types import Completion, Direction, Slot, Transfer, Urgency
 
 __all__ = ["QUEUED", "Scheduler"]
 
-QUEUED = 512 << 10
-"""Bytes of transfers up that a prefetch has wait for a link, at most, or one: each that is admitted alone costs a turn of the
-engine, which takes longer than the transfer of a small tensor."""
+QUEUED, QUEUED_SHARE = 2 << 20, 16
+"""Bytes of transfers up that a prefetch has wait for a link, and their part of the upper tier, at most, or one: each that is
+admitted alone costs a turn of the engine, which takes longer than the transfer of a small tensor."""
 
 PACK_ATTEMPTS = 4
 """How often a request may evict its own copies, to fit better among the same neighbours."""
@@ -208,7 +208,8 @@ class Scheduler:
         if ticket.urgency is Urgency.SPECULATIVE and tier < state.bottom and state.transfers.inbound[tier].transfers:
             return False
         queued = state.transfers.queues[tier].read_bytes if tier < state.bottom else 0
-        if queued and queued + state.pools[tier].rounded(nbytes) > QUEUED:
+        most = min(QUEUED, state.pools[tier].tier.capacity // QUEUED_SHARE) if queued else 0
+        if queued and queued + state.pools[tier].rounded(nbytes) > most:
             return False
         if any(tier in other.full_tiers for other in state.waiting if other.urgency < ticket.urgency):
             return False
