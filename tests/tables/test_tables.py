@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -79,10 +80,10 @@ class AgainstATensor(RuleBasedStateMachine):
         kind=st.sampled_from(KINDS),
         block_rows=st.sampled_from([2, 7, 64, 900]),
         slots=st.sampled_from([0, 24, 24, 120]),
-        few=st.sampled_from([None, None, None, 3]),
+        tight=st.sampled_from([False, False, False, True]),
     )
     def begin(
-        self, hbm: bool, shape: tuple[int, ...], kind: torch.dtype, block_rows: int, slots: int, few: int | None
+        self, hbm: bool, shape: tuple[int, ...], kind: torch.dtype, block_rows: int, slots: int, tight: bool
     ) -> None:
         self.home = tempfile.TemporaryDirectory()
         self.above: dict[str, Any] = {"hbm": "512KiB", "device": "cpu"} if hbm else {}
@@ -92,7 +93,7 @@ class AgainstATensor(RuleBasedStateMachine):
             self.table = with_buffer(self.store, Layout(ROWS, shape, kind, min(ROWS, block_rows), 2.0, slots, 8))
         else:
             self.table = self.store.table("t", ROWS, shape, kind, block=nbytes, fill=2)
-        self.few = few if slots else None
+        self.tight = tight and slots > 0
         self.as_of_a_small_pool()
         self.now = torch.full((ROWS, *shape), 2, dtype=kind)
         self.appended, self.committed = 0, (self.now.clone(), 0)
@@ -103,7 +104,7 @@ class AgainstATensor(RuleBasedStateMachine):
 
     def as_of_a_small_pool(self) -> None:
         self.table._together = 3 * 4096  # as of a pool of 48 KiB: several parts
-        self.table._few = self.few  # or of one too small for the buffer
+        self.table._tight = self.tight  # or of one too small for the buffer
 
     def open(self) -> TieredStore:
         return TieredStore.open(Path(self.home.name) / "state", dram=MIB, **self.above)
@@ -570,3 +571,184 @@ def test_what_leaves_for_a_lease_of_many_is_what_was_used_long_ago(tmp_path: Pat
             store.get(key)
         with store.lease([*keys[16:20], keys[15], keys[14]]):
             assert store.present(keys) == {*keys[:10], *keys[14:20]}
+
+
+def larger_than_the_pool(folder: Path, dram: str, rows: int, **options: Any) -> None:
+    """A store with table "v", whose rows are their numbers, a twentieth of them changed in turn and so in the buffer."""
+    with TieredStore.open(folder, dram=dram) as store:
+        table = store.table("v", rows, 64, **options)
+        assert table.layout.buffer_rows
+        table[:] = torch.arange(float(rows))[:, None].expand(-1, 64).contiguous()
+        for begin in range(20):
+            table.accumulate(torch.arange(begin, rows, 400), torch.ones(len(range(begin, rows, 400)), 64))
+        assert len(table._placed.ids)
+
+
+def as_larger_than_the_pool(rows: int) -> torch.Tensor:
+    expected = torch.arange(float(rows))[:, None].repeat(1, 64)
+    expected[torch.arange(rows) % 400 < 20] += 1
+    return expected
+
+
+@pytest.mark.parametrize("dram", ["1MiB", "1540KiB", "2MiB", "3MiB", "4MiB", "64MiB"])
+def test_a_pool_smaller_than_that_for_which_the_buffer_was_made(tmp_path: Path, dram: str) -> None:
+    """No call waits for itself, or for more than the pool has; and rows are found as fast as without a buffer, in parts."""
+    larger_than_the_pool(tmp_path / "state", "4MiB", 20_000)
+    expected = as_larger_than_the_pool(20_000)
+    with TieredStore.open(tmp_path / "state", dram=dram, access="read") as reader:
+        same(reader.table("v")[:], expected)
+    with TieredStore.open(tmp_path / "state", dram=dram, deadline=10) as store:
+        table = store.table("v")
+        same(table.look_up(torch.arange(20_000)), expected)
+        ids = torch.arange(7, 20_000, 41)
+        optimizer = SparseAdamW([TieredEmbedding(table).weight], lr=0.1)
+        for _ in range(2):
+            (weight,) = optimizer.param_groups[0]["params"]
+            weight.grad = torch.sparse_coo_tensor(ids[None], torch.ones(len(ids), 64), (20_000, 64), check_invariants=False)
+            optimizer.step()
+        table.update([3, 19_999], torch.zeros(2, 64))
+        expected[ids] -= 0.2
+        expected[[3, 19_999]] = 0
+        assert torch.allclose(table[:], expected)
+        store.rollback()
+        table[10:30] = torch.zeros(64)
+        table.append(torch.ones(3, 64))
+        expected = as_larger_than_the_pool(20_000)
+        expected[10:30], expected[:3] = 0, 1
+        same(table[:], expected)
+        store.close()
+
+
+def test_blocks_that_are_large_beside_the_pool(tmp_path: Path) -> None:
+    larger_than_the_pool(tmp_path / "state", "8MiB", 40_000, block="1MiB")
+    with TieredStore.open(tmp_path / "state", dram="2200KiB", access="read") as reader:
+        same(reader.table("v").look_up(torch.arange(40_000)), as_larger_than_the_pool(40_000))
+
+
+def test_tensors_beside_a_table_are_the_users(on_disk: TieredStore) -> None:
+    table = on_disk.table("replay", 100, 4)
+    for name in ("replay/buffer", "replay/buffer0", "replay/block"):
+        on_disk[name] = torch.ones(3)
+    table.delete()
+    assert sorted(on_disk) == ["replay/block", "replay/buffer", "replay/buffer0"]
+    on_disk["new/table.buffer0"] = torch.ones(3)
+    with pytest.raises(MisuseError, match=r"begin with 'new/table\.buffer' and are of no table"):
+        on_disk.table("new", 100, 4)
+
+
+def test_a_table_that_was_made_anew_with_a_buffer(tmp_path: Path) -> None:
+    """A handle from before says so, and neither returns old rows nor loses new ones."""
+    path, rows = tmp_path / "state", torch.zeros(8192, 64)  # 2 MiB
+    with TieredStore.open(path, dram="32MiB") as store:
+        store.table("t", 8192, 64)[:] = rows
+    with TieredStore.open(path, dram="32MiB", access="read") as reader:
+        old = reader.table("t")
+        with TieredStore.open(path, dram="2MiB") as store:
+            before = store.table("t")
+            assert not before.layout.buffer_rows
+            before.delete()
+            table = store.table("t", 8192, 64)
+            assert table.layout.buffer_rows
+            table[:] = rows
+            table.update([5], torch.ones(1, 64))
+            assert table._placed.stamp is not None
+            calls = lambda: before.look_up([5]), lambda: before.update([5], rows[:1]), lambda: before.append(rows[:1])
+            for call in calls:
+                with pytest.raises(MisuseError, match="open it again"):
+                    call()
+            store.rollback()
+            with pytest.raises(MisuseError, match="open it again"):
+                table.update([8], torch.ones(1, 64))
+            assert "t/table.buffer" not in store
+            store.table("t").delete()
+            table = store.table("t", 8192, 64)
+            table[:] = rows
+            table.update([5], torch.ones(1, 64))
+        reader.refresh()
+        with pytest.raises(MisuseError, match="open it again"):
+            old.look_up([5])
+        assert reader.table("t").look_up([5]).eq(1).all()
+
+
+@pytest.mark.parametrize("name", ["update", "accumulate"])
+def test_a_signal_handler_that_calls_the_table(on_disk: TieredStore, name: str) -> None:
+    """At any line of a call it is refused, or all of its rows stay."""
+    table = with_buffer(on_disk, Layout(200, (4,), torch.float32, 4, 0.0, 24, 8))
+    table[:] = torch.zeros(200, 4)
+    on_disk.commit()
+    refused = there = at = 0
+
+    def handler() -> None:
+        nonlocal refused, there
+        sys.settrace(None)
+        try:
+            table.update([100, 31, 4], torch.full((3, 4), 50.0))
+            there = 1
+        except MisuseError:
+            refused += 1
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal left
+        if "/tiered/tables/" not in frame.f_code.co_filename:
+            return trace
+        left -= event == "line"
+        if left == 0:
+            handler()
+            return None
+        return trace
+
+    while True:
+        on_disk.rollback()
+        there, left, at = 0, at + 1, at + 1
+        before = refused
+        sys.settrace(trace)
+        try:
+            getattr(table, name)([7, 90, 31], torch.ones(3, 4))
+        finally:
+            sys.settrace(None)
+        if left > 0:
+            break
+        rows = table[:]
+        if refused == before:
+            assert there, at
+            assert rows[100].eq(50).all(), at
+            assert rows[4].eq(50).all(), at
+        assert rows[7].eq(1).all(), at
+        assert rows[90].eq(1).all(), at
+    assert refused > 30
+
+
+def test_a_rollback_within_a_call_that_changes_rows(on_disk: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change that read rows of before it begins again with those of the commit; rows that were appended are not hidden."""
+    table = with_buffer(on_disk, Layout(200, (4,), torch.float32, 4, 0.0, 24, 8))
+    table[:] = torch.zeros(200, 4)
+    for row in (1, 2, 5, 6, 50):
+        table.update([row], torch.full((1, 4), float(row)))
+    on_disk.commit()
+
+    def going_back_after(name: str, number: int) -> None:
+        method, calls = getattr(Table, name), iter(range(99))
+
+        def called(self: Table, *arguments: Any) -> Any:
+            found = method(self, *arguments)
+            if next(calls) == number:
+                on_disk.rollback()
+            return found
+
+        monkeypatch.setattr(Table, name, called)
+
+    table.update([77], torch.full((1, 4), 9.0))
+    going_back_after("_with_room", 0)
+    table.accumulate([77, 78], torch.ones(2, 4))
+    assert table.look_up([77, 78])[:, 0].tolist() == [1, 1]
+    monkeypatch.undo()
+    on_disk.rollback()
+    going_back_after("_empty_rows", 0)
+    table.append(torch.full((8, 4), 9.0))
+    assert table.look_up(torch.arange(8))[:, 0].tolist() == [9.0] * 8
+    monkeypatch.undo()
+    on_disk.rollback()
+    going_back_after("_empty_rows", 1)
+    table[0:8] = torch.full((8, 4), 9.0)
+    assert table.look_up(torch.arange(4, 8))[:, 0].tolist() == [9.0] * 4
+    assert table.look_up([50])[0, 0] == 50

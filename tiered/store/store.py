@@ -79,6 +79,8 @@ class TieredStore(TensorMapping):
         self._rest = (engine, parts, self._pid, scratch)
         self._shutdown = weakref.finalize(self, _shut_down, *self._rest)
         self._tables: weakref.WeakValueDictionary[str, Table] = weakref.WeakValueDictionary()
+        self._went_back = 0
+        """How often ``rollback`` was called."""
         self._small: weakref.WeakValueDictionary[str, SmallTensors] = weakref.WeakValueDictionary()
         _open.add(self)
 
@@ -755,7 +757,9 @@ class TieredStore(TensorMapping):
         commit's. The next commit gets a new number. Raises LeaseConflict under any open lease, MisuseError where nothing was
         committed or the commit lacks a tensor of ``needs``, ManifestError for a generation that does not exist.
         """
-        return self._committing(None).rollback(generation, needs)
+        commits = self._committing(None)
+        self._went_back += 1  # before anything changes: see Table
+        return commits.rollback(generation, needs)
 
     def _committing(self, meta: object) -> Commits:
         self._running()

@@ -3,8 +3,8 @@
 Rows that were changed last lie together, apart from their blocks, and go back to these many at a time. The buffer of table
 NAME is these tensors of its store:
 
-- ``NAME/buffer``, the head: int64, a stamp, the hand, and for each slot the number of the row that lies there, or -1.
-- ``NAME/buffer0``, ``NAME/buffer1``, …: the slots, ``segment_rows`` in each, of the rows' shape and type.
+- ``NAME/table.buffer``, the head: int64, a stamp, the hand, and for each slot the number of the row that lies there, or -1.
+- ``NAME/table.buffer0``, ``NAME/table.buffer1``, …: the slots, ``segment_rows`` in each, of the rows' shape and type.
 
 A row whose number is in the head lies in its slot, every other one in its block. The stamp is another random number after each
 change of the head: what a process knows of the buffer is as good as its stamp. The hand is the block from which on the buffer

@@ -6,7 +6,7 @@ A table named NAME is these tensors of its store:
 - ``NAME/appended``: how many rows were appended so far, one int64.
 - ``NAME/block0``, ``NAME/block1``, …: the rows, ``block_rows`` in each, fewer in the last. A block that nobody wrote to does
   not exist, and all its rows are ``fill``.
-- ``NAME/buffer``, and ``NAME/buffer0``, …: the row buffer, if the table has one (``tiered/tables/buffer.py``).
+- ``NAME/table.buffer``, and ``NAME/table.buffer0``, …: the row buffer, if the table has one (``tiered/tables/buffer.py``).
 """
 
 from __future__ import annotations
@@ -95,9 +95,14 @@ class Layout:
         return -(-self.block_nbytes // ROOM) * ROOM
 
     @property
-    def buffer_bytes(self) -> int:
-        """Return the bytes of the segments of the row buffer."""
-        return self.buffer_rows * self.row_nbytes
+    def segment_room(self) -> int:
+        """Return the bytes that a segment of the row buffer takes of the pool."""
+        return -(-self.segment_rows * self.row_nbytes // ROOM) * ROOM
+
+    @property
+    def buffer_room(self) -> int:
+        """Return the bytes that the row buffer takes of the pool, with its head."""
+        return self.buffer_rows // max(1, self.segment_rows) * self.segment_room + 8 * self.buffer_rows
 
     @property
     def blocks(self) -> int:
@@ -173,7 +178,7 @@ def block_prefix(name: str) -> Key:
 
 def buffer_key(name: str, segment: int | None = None) -> Key:
     """Return the key of the head of the row buffer, or of one of its segments."""
-    return f"{name}/buffer{'' if segment is None else segment}"
+    return f"{record_key(name)}.buffer{'' if segment is None else segment}"
 
 
 def described(

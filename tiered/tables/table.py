@@ -51,6 +51,8 @@ class _Store(Protocol):
         self, keys: Sequence[Key], access: Access
     ) -> AbstractContextManager[list[There]]: ...
     def _fetch_ahead(self, keys: Sequence[Key], device: torch.device) -> None: ...
+
+    _went_back: int
     def __contains__(self, key: object) -> bool: ...
     def __iter__(self) -> Iterator[Key]: ...
 
@@ -118,9 +120,8 @@ class Table:
         self._blank: torch.Tensor | None = None
         self._placed = absent
         """What the head of the buffer said when it was seen last."""
-        segment = layout.segment_rows * layout.row_nbytes
-        self._few = max(1, self._together // 2 // segment) if 2 * SHARE * layout.buffer_bytes > 3 * budget else None
-        """How many rows are moved at a time where the pool is too small for the segments of all; None: it is not."""
+        self._tight = 8 * layout.buffer_room > 3 * budget
+        """Whether the pool is smaller than that for which the buffer was made, so that not all of it can be leased together."""
         self._lock = threading.RLock()
 
     # -- what it is --------------------------------------------------------------------------------------------------------
@@ -172,7 +173,7 @@ class Table:
     def key_of(self, row: int) -> Key:
         """Return the key of the store's tensor that has ``row`` now, to lease it for reading, or to prefetch it. It may not
         exist yet; an update may move the row to another one."""
-        with self._lock:
+        with self._turn():
             return self._key(self._part(self._ids([row]), None, self._current()).blocks[0])
 
     # -- rows by number ----------------------------------------------------------------------------------------------------
@@ -185,7 +186,7 @@ class Table:
         """
         wanted, shape, device = self._numbers(ids)
         found = torch.empty((len(wanted), *self.row_shape), dtype=self.dtype, device="cpu")
-        with self._lock:
+        with self._turn():
             for part in self._parts(wanted):
                 self._move(part, found, Access.READ)
         return found.view((*shape, *self.row_shape)).to(device)
@@ -196,7 +197,9 @@ class Table:
         twice, the last value stays. Raises as ``look_up``, and MisuseError for values of another shape or type."""
         wanted, shape, _ = self._numbers(ids)
         given = self._values(values, shape)
-        with self._lock:
+        with self._turn():
+            if self._tight:
+                self._empty_rows(0, self.rows)
             for part in self._parts(wanted):
                 _again(lambda part=part: self._set(part, given))  # type: ignore[misc]
 
@@ -292,15 +295,25 @@ class Table:
     @from_here
     def _write(self, begin: int, values: torch.Tensor) -> None:
         at = 0
-        with self._lock:
-            self._empty_rows(begin, begin + len(values))
+        with self._turn():
             for run in self._layout.runs(begin, begin + len(values)):
                 rows = values[at : at + run.count]
                 if run.count == self._layout.rows_in(run.block):
-                    self._store.put(self._key(run.block), rows)
+                    self._put_block(run, rows)
                 else:
+                    if self._tight:
+                        self._empty_rows(begin + at, begin + at + run.count)
                     self._move(self._part(_numbers(begin + at, run.count)), rows, Access.WRITE)
                 at += run.count
+
+    def _put_block(self, run: Run, rows: torch.Tensor) -> None:
+        """Set all rows of a block; again, if the store went back meanwhile to a time when some of them were in the buffer."""
+        while True:
+            before, first = self._store._went_back, run.block * self._layout.block_rows
+            self._empty_rows(first, first + run.count)
+            self._store.put(self._key(run.block), rows)
+            if self._store._went_back == before:
+                return
 
     def blocks(self, begin: int = 0, end: int | None = None) -> Iterator[tuple[int, torch.Tensor]]:
         """Iterate over the rows from ``begin`` to ``end`` (None: the last) in order, one block after the other: pairs of the
@@ -315,7 +328,7 @@ class Table:
             copies = self._store.in_order(list(there.values()))
             for run in some:
                 if run.block in there:
-                    with self._lock:
+                    with self._turn():
                         rows = next(copies)
                     self._refuse_other(spec_of(rows), run.block)
                     rows = rows[run.place : run.place + run.count]
@@ -351,7 +364,7 @@ class Table:
         if isinstance(values, torch.Tensor) and values.shape == self.row_shape:
             values = values[None]
         given, done, first = self._values(values, None), 0, 0
-        with self._lock:
+        with self._turn():
             while done < len(given):
                 begin, count = self._append(given[done:])
                 first, done = begin - done, done + count
@@ -367,10 +380,12 @@ class Table:
             runs, blocks = self._ring(begin, min(len(given), layout.rows))
             count = sum(run.count for run in runs)
             after = ctypes.c_int64(begin + count)
-            for run in runs:
-                first = run.block * layout.block_rows + run.place
-                self._empty_rows(first, first + run.count)
+            ranges = [(first := run.block * layout.block_rows + run.place, first + run.count) for run in runs]
+            for first, last in ranges:
+                self._empty_rows(first, last)
             placed = self._placed
+            if any(len(set(placed.within(layout, first, last, 1))) > 1 for first, last in ranges):
+                continue  # the store went back meanwhile
 
             def work(
                 lent: Sequence[_Lent],
@@ -421,13 +436,22 @@ class Table:
     def delete(self) -> None:
         """Delete the table's tensors from the store. A call that was cut off is completed by another one. Raises as
         ``TieredStore.delete``."""
-        with self._lock:
+        with self._turn():
             prefixes = self._prefix, buffer_key(self.name)
             blocks = [key for key in self._store if any(_is_block(key, prefix) for prefix in prefixes)]
             for key in (*blocks, buffer_key(self.name), appended_key(self.name), record_key(self.name)):
                 if key in self._store:
                     self._store.delete(key)
             self._placed = absent
+
+    def _turn(self) -> threading.RLock:
+        """Return the lock, for a ``with``. Raises MisuseError where this thread has it: a signal handler interrupted a call."""
+        if self._lock._is_owned():  # type: ignore[attr-defined]
+            raise MisuseError(
+                f"a signal handler interrupted a call of table {self.name!r} and calls it, too: have the handler set a flag or "
+                "raise, and use the table after that"
+            )
+        return self._lock
 
     # -- the buffer --------------------------------------------------------------------------------------------------------
 
@@ -444,7 +468,9 @@ class Table:
         """Return the address of the head of the buffer, the next one of ``leased``; 0 where there is none. Raises _MovedError
         where ``placed`` is not what the head says."""
         if placed.stamp is None:
-            if self._layout.buffer_rows and buffer_key(self.name) in self._store:
+            if buffer_key(self.name) in self._store:
+                if not self._layout.buffer_rows:
+                    raise MisuseError(f"table {self.name!r} was deleted and made anew: open it again")
                 raise _MovedError
             return 0
         address, spec = next(leased)
@@ -460,13 +486,15 @@ class Table:
         _MovedError after it made the buffer, or room in it.
         """
         layout = self._layout
-        if not layout.buffer_rows or self._few is not None:
+        if not layout.buffer_rows or self._tight:
             return placed
         rows = torch.unique(ids[placed.find(ids) < 0])
         blocks = len(torch.unique_consecutive(rows.div(layout.block_rows, rounding_mode="floor")))
         if not len(rows) or len(rows) * layout.blocks >= layout.buffer_rows * blocks:
             return placed
         if placed.stamp is None:
+            if Layout.decoded(self.name, self._store.get(record_key(self.name))) != layout:
+                raise MisuseError(f"table {self.name!r} was deleted and made anew: open it again")
             head = blank(layout)
             self._store.put(buffer_key(self.name), head)
             self._placed = read_head(self.name, layout, head.data_ptr())
@@ -509,10 +537,11 @@ class Table:
     def _empty(self, placed: Placed, begin: int, end: int) -> None:
         """Bring the rows ``placed.ids[begin:end]`` back to their blocks. Raises _MovedError."""
         layout = self._layout
-        end = end if self._few is None else min(end, begin + self._few)
+        if self._tight:
+            end = min(end, begin + max(1, self._together // (layout.segment_room + layout.block_room)))
         ids = placed.ids[begin:end]
         now, later = self._part(ids, None, placed), self._part(ids)
-        after = placed.removed(begin, end, later.blocks[-1] + (self._few is None))
+        after = placed.removed(begin, end, later.blocks[-1] + (not self._tight))
 
         def work(lent: Sequence[_Lent], others: Sequence[There]) -> None:
             bases, writes = lent[0].bases, _Writes()
@@ -592,16 +621,13 @@ class Table:
         """Divide the rows ``wanted`` into parts whose blocks are leased together. The order of each row's values stays."""
         if not len(wanted):
             return
-        few, most = self._few, self._most
-        if few is not None and len(wanted) > few:
-            for begin in range(0, len(wanted), few):
-                some = wanted[begin : begin + few]
-                yield self._part(some, _numbers(begin, len(some)))
-            return
-        whole = self._part(wanted)
-        if len(whole.blocks) <= most:
+        most = self._most
+        whole = self._part(wanted, None, self._current() if self._tight else absent)
+        if len(whole.blocks) <= most and not (self._tight and whole.blocks[0] < 0):
             yield whole
             return
+        if self._tight:  # segments are cut, too
+            most = max(1, self._together // max(self._layout.block_room, self._layout.segment_room))
         order = torch.argsort(whole.which, stable=True)
         which = whole.which[order]
         for begin in range(0, len(whole.blocks), most):
@@ -667,8 +693,9 @@ def change(
 
     def all_parts() -> None:
         cuts = _cuts(tables, ids)
-        few = min((table._few for table in tables if table._few is not None), default=len(ids))
-        cuts = [(at, min(end, at + few)) for begin, end in cuts for at in range(begin, end, few)]
+        room = sum(table._layout.buffer_room for table in tables)
+        for table in tables if 2 * room > min(table._budget for table in tables) else ():
+            table._empty_rows(0, table.rows)
         for begin, end in cuts:
             last = then if end == len(ids) else None
             _again(partial(_change, tables, ids[begin:end], begin, end, work, last))
@@ -684,40 +711,42 @@ def _change(
     work: Callable[[int, int, Sequence[torch.Tensor]], None],
     then: tuple[Key, torch.Tensor] | None,
 ) -> None:
-    placed = [table._current() for table in tables]
-    after = [table._with_room(known, ids) for table, known in zip(tables, placed, strict=True)]
+    store, direct = tables[0]._store, 2 * sum(table._layout.buffer_room for table in tables) > tables[0]._budget
+    went_back, placed = store._went_back, [table._current() for table in tables]
+    after = placed if direct else [table._with_room(known, ids) for table, known in zip(tables, placed, strict=True)]
     now = [table._part(ids, None, known) for table, known in zip(tables, placed, strict=True)]
     later = [table._part(ids, None, known) for table, known in zip(tables, after, strict=True)]
-    left = [sorted(set(old.blocks) - set(new.blocks)) for old, new in zip(now, later, strict=True)]
     rows = [torch.empty((end - begin, *table.row_shape), dtype=table.dtype, device="cpu") for table in tables]
 
-    def change_leased(lent: Sequence[_Lent], others: Sequence[There]) -> None:
-        def change_read(read: Sequence[_Lent], _: Sequence[There]) -> None:
-            writes = _Writes()
-            for number, table in enumerate(tables):
-                nbytes = table._layout.row_nbytes
-                bases = dict(zip(later[number].blocks, lent[number].bases, strict=True))
-                bases |= zip(left[number], read[number].bases, strict=True)
-                here = table._addresses_in(rows[number], None)
-                copy_equal(here, table._addresses(now[number], [bases[block] for block in now[number].blocks]), nbytes)
-                if after[number] is not placed[number]:
-                    table._place(writes, lent[number].head, after[number])
-                writes.add(table._addresses(later[number], lent[number].bases), here, nbytes)
-            work(begin, end, rows)
-            for address, spec in others:
-                assert then is not None
-                if spec != spec_of(then[1]):
-                    raise MisuseError(f"{then[0]!r} is no count of steps any more: {spec.shape} of {spec.dtype}")
-                writes.add(_int64([address]), _int64([then[1].data_ptr()]), spec.nbytes)
-            writes.make()
+    def wanted(parts: Sequence[_Part]) -> list[_Wanted]:
+        return [_Wanted(table, part.blocks, known) for table, part, known in zip(tables, parts, placed, strict=True)]
 
-        if any(left):
-            _leased([_Wanted(*both, None) for both in zip(tables, left, strict=True)], Access.READ, change_read)
-        else:
-            change_read([_Lent([], 0) for _ in tables], ())
+    def read(lent: Sequence[_Lent]) -> None:
+        for table, part, one, here in zip(tables, now, lent, rows, strict=True):
+            copy_equal(table._addresses_in(here, None), table._addresses(part, one.bases), table._layout.row_nbytes)
+        work(begin, end, rows)
 
-    wanted = [_Wanted(table, part.blocks, known) for table, part, known in zip(tables, later, placed, strict=True)]
-    _leased(wanted, Access.WRITE, change_leased, [] if then is None else [then[0]])
+    def write(lent: Sequence[_Lent], others: Sequence[There]) -> None:
+        if store._went_back != went_back:  # before the lease, beside which it cannot
+            raise _MovedError
+        if not moves:
+            read(lent)
+        writes = _Writes()
+        for table, part, one, here, old, new in zip(tables, later, lent, rows, placed, after, strict=True):
+            if new is not old:
+                table._place(writes, one.head, new)
+            writes.add(table._addresses(part, one.bases), table._addresses_in(here, None), table._layout.row_nbytes)
+        for address, spec in others:
+            assert then is not None
+            if spec != spec_of(then[1]):
+                raise MisuseError(f"{then[0]!r} is no count of steps any more: {spec.shape} of {spec.dtype}")
+            writes.add(_int64([address]), _int64([then[1].data_ptr()]), spec.nbytes)
+        writes.make()
+
+    moves = any(new is not old for old, new in zip(placed, after, strict=True))
+    if moves:  # one lease after the other: a call that waits for room while it has some could wait for another such call
+        _leased(wanted(now), Access.READ, lambda lent, others: read(lent))
+    _leased(wanted(later), Access.WRITE, write, [] if then is None else [then[0]])
     for table, known in zip(tables, after, strict=True):
         table._placed = known
 
@@ -745,7 +774,7 @@ def _locked(tables: Sequence[Table], work: Callable[[], None]) -> None:
     if not tables:
         work()
         return
-    with tables[0]._lock:
+    with tables[0]._turn():
         _locked(tables[1:], work)
 
 
@@ -773,7 +802,7 @@ def _leased(
                 tops = [0 if some.placed is None else some.table._head(some.placed, rest) for some in wanted]
                 bases = [[_base(some.table, block, missing, rest) for block in some.blocks] for some in wanted]
                 return work(list(map(_Lent, bases, tops)), list(rest))
-        except KeyNotFound:
+        except KeyNotFound as error:
             if any(key not in store for key in also):
                 raise
             for some in wanted:
@@ -784,7 +813,7 @@ def _leased(
             if any(block < 0 for _, block in lacking):  # a segment is never blank
                 heads_only = [some._replace(blocks=()) for some in wanted if some.placed is not None]
                 _leased(heads_only, Access.READ, lambda lent, others: None)  # raises _MovedError where the store went back
-                raise
+                raise MisuseError(f"a table is damaged, restore a commit that has it: {error}") from None
         if access is Access.READ:
             missing = {table._key(block) for table, block in lacking}
             continue
@@ -873,8 +902,9 @@ def open_table(
     if rows is None:
         raise KeyNotFound(f"there is no table {name!r} in {store}: store.table(name, rows, columns) makes one")
     layout = described(name, rows, columns, dtype, block, pattern, fill, budget)
-    if any(_is_block(key, block_prefix(name)) for key in store):
-        raise MisuseError(f"{store} has tensors that begin with {block_prefix(name)!r} and are of no table: delete them first")
+    for prefix in (block_prefix(name), buffer_key(name)):
+        if buffer_key(name) in store or any(_is_block(key, prefix) for key in store):
+            raise MisuseError(f"{store} has tensors that begin with {prefix!r} and are of no table: delete them first")
     store.put(appended_key(name), _int64([0]))
     store.put(record_key(name), layout.encoded())
     return Table(store, name, layout, budget)
