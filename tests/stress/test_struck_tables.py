@@ -58,7 +58,7 @@ def fill(table: Table, begin: str, values: torch.Tensor) -> None:
     for row in range(0, ROWS, {"buffer, half full": 10, "buffer, full": 5}.get(begin, ROWS)):
         table.update([row], values[row][None] + 1)
     if "buffer" in begin:
-        assert len(table._placed.free) == (0 if begin == "buffer, full" else 12)
+        assert len(table._places.placed.free) == (0 if begin == "buffer, full" else 12)
 
 
 @counts(20, 10_000)
@@ -88,7 +88,7 @@ def test_struck_at_each_line(tmp_path: Path, name: str, begin: str, count: int, 
             if where is None:  # it came to fewer lines, because it did not have to wait
                 break
             tally.count(name, 1)
-            assert is_free(table._lock), where
+            assert is_free(table._places.lock), where
             assert not any(tier.held for tier in store.statistics().tiers), where
             found = seen(store)
             same = [all(map(torch.equal, found, expected)) for expected in (before, after)]

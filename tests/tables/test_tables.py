@@ -34,6 +34,7 @@ from tiered.allocator import Sliding
 from tiered.engine.state import EngineState
 from tiered.tables import kernel
 from tiered.tables.layout import Layout
+from tiered.tables.places import Places
 
 
 @pytest.fixture(params=CHAINS, ids=lambda chain: chain.name)
@@ -103,8 +104,8 @@ class AgainstATensor(RuleBasedStateMachine):
         self.seed = 0
 
     def as_of_a_small_pool(self) -> None:
-        self.table._together = 3 * 4096  # as of a pool of 48 KiB: several parts
-        self.table._tight = self.tight  # or of one too small for the buffer
+        self.table._places.together = 3 * 4096  # as of a pool of 48 KiB: several parts
+        self.table._places.tight = self.tight  # or of one too small for the buffer
 
     def open(self) -> TieredStore:
         return TieredStore.open(Path(self.home.name) / "state", dram=MIB, **self.above)
@@ -581,7 +582,7 @@ def larger_than_the_pool(folder: Path, dram: str, rows: int, **options: Any) -> 
         table[:] = torch.arange(float(rows))[:, None].expand(-1, 64).contiguous()
         for begin in range(20):
             table.accumulate(torch.arange(begin, rows, 400), torch.ones(len(range(begin, rows, 400)), 64))
-        assert len(table._placed.ids)
+        assert len(table._places.placed.ids)
 
 
 def as_larger_than_the_pool(rows: int) -> torch.Tensor:
@@ -651,7 +652,7 @@ def test_a_table_that_was_made_anew_with_a_buffer(tmp_path: Path) -> None:
             assert table.layout.buffer_rows
             table[:] = rows
             table.update([5], torch.ones(1, 64))
-            assert table._placed.stamp is not None
+            assert table._places.placed.stamp is not None
             calls = lambda: before.look_up([5]), lambda: before.update([5], rows[:1]), lambda: before.append(rows[:1])
             for call in calls:
                 with pytest.raises(MisuseError, match="open it again"):
@@ -727,28 +728,28 @@ def test_a_rollback_within_a_call_that_changes_rows(on_disk: TieredStore, monkey
     on_disk.commit()
 
     def going_back_after(name: str, number: int) -> None:
-        method, calls = getattr(Table, name), iter(range(99))
+        method, calls = getattr(Places, name), iter(range(99))
 
-        def called(self: Table, *arguments: Any) -> Any:
+        def called(self: Places, *arguments: Any) -> Any:
             found = method(self, *arguments)
             if next(calls) == number:
                 on_disk.rollback()
             return found
 
-        monkeypatch.setattr(Table, name, called)
+        monkeypatch.setattr(Places, name, called)
 
     table.update([77], torch.full((1, 4), 9.0))
-    going_back_after("_with_room", 0)
+    going_back_after("with_room", 0)
     table.accumulate([77, 78], torch.ones(2, 4))
     assert table.look_up([77, 78])[:, 0].tolist() == [1, 1]
     monkeypatch.undo()
     on_disk.rollback()
-    going_back_after("_empty_rows", 0)
+    going_back_after("empty_rows", 0)
     table.append(torch.full((8, 4), 9.0))
     assert table.look_up(torch.arange(8))[:, 0].tolist() == [9.0] * 8
     monkeypatch.undo()
     on_disk.rollback()
-    going_back_after("_empty_rows", 1)
+    going_back_after("empty_rows", 1)
     table[0:8] = torch.full((8, 4), 9.0)
     assert table.look_up(torch.arange(4, 8))[:, 0].tolist() == [9.0] * 4
     assert table.look_up([50])[0, 0] == 50

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from tiered.errors import MisuseError
+from tiered.tables.change import change
 from tiered.tables.embedding import TableWeight
-from tiered.tables.table import Table, change
+from tiered.tables.table import Table
 
 __all__ = ["RowwiseAdagrad", "SparseAdagrad", "SparseAdamW"]
 
@@ -102,7 +103,7 @@ class _Sparse(torch.optim.Optimizer):
 
         now = torch.tensor([done + 1, _KINDS[self.kind]], device="cpu")
         if len(ids):
-            change([table, *states], ids.contiguous(), update, (counter, now))
+            change([one._places for one in (table, *states)], ids.contiguous(), update, (counter, now))
         else:
             store.put(counter, now)
 
