@@ -47,16 +47,14 @@ There = tuple[int, TensorSpec]
 class Store(Protocol):
     """What a table needs of a store."""
 
+    _went_back: int
+
     def put(self, key: Key, tensor: torch.Tensor) -> None: ...
     def get(self, key: Key) -> torch.Tensor: ...
     def delete(self, key: Key) -> None: ...
     def in_order(self, keys: Iterable[Key]) -> Iterator[torch.Tensor]: ...
-    def _lease_addresses(
-        self, keys: Sequence[Key], access: Access
-    ) -> AbstractContextManager[list[There]]: ...
+    def _lease_addresses(self, keys: Sequence[Key], access: Access) -> AbstractContextManager[list[There]]: ...
     def _fetch_ahead(self, keys: Sequence[Key], device: torch.device) -> None: ...
-
-    _went_back: int
     def __contains__(self, key: object) -> bool: ...
     def __iter__(self) -> Iterator[Key]: ...
 
@@ -262,6 +260,8 @@ class Places:
         leased([Wanted(self, [*now.blocks, *later.blocks], placed)], Access.WRITE, work)
         self.placed = after
 
+    # -- parts, and where they are -----------------------------------------------------------------------------------------
+
     @property
     def most(self) -> int:
         """How many blocks are leased together, at most."""
@@ -336,6 +336,7 @@ class Places:
         """Raise MisuseError where a tensor of ``spec`` is not a block of this layout."""
         if spec.dtype != self._dtype_name or spec.shape != self.layout.shape_of(block):
             raise MisuseError(f"{self.key(block)!r} is no block of table {self.name!r} as it was opened: open the table again")
+
 
 def leased(
     wanted: Sequence[Wanted],
