@@ -102,8 +102,9 @@ class Fake(Desk):
         return [(r.operation.value, r.offset, r.nbytes) for r in self.backend.pending.values()]
 
 
-def manual(depth: int = 16, block: int = MIB, window: int = 32 * MIB, **more: int) -> Fake:
-    return Fake(ManualBackend(depth), DiskConfig(block, window=window), **more)
+def manual(depth: int = 16, block: int = MIB, window: int = 32 * MIB, together: int = 1, **more: int) -> Fake:
+    """By default each transfer is submitted when it is started."""
+    return Fake(ManualBackend(depth), DiskConfig(block, window=window, together=together), **more)
 
 
 # The contract, over files in memory and over real ones
@@ -277,6 +278,27 @@ def test_the_ring_stays_full_across_transfers() -> None:
         fake.backend.complete(next(iter(fake.backend.pending)))
         ended += len(fake.link.poll(0))
     assert ended == 3
+
+
+def test_small_transfers_are_submitted_together_while_others_are_in_flight() -> None:
+    fake = manual(together=3 * 4096)
+    sizes = []
+    submit = fake.backend.submit
+
+    def counted(batch: list[IORequest]) -> int:
+        sizes.append(len(batch))
+        return submit(batch)
+
+    fake.backend.submit = counted  # type: ignore[method-assign]
+    for _ in range(6):
+        upper, lower = fake.pair(4096)
+        fake.file.extend(bytes(max(0, lower.offset + 4096 - len(fake.file))))
+        assert fake.link.start(fake.loop.transfer(Direction.UP, upper, lower, 4096))
+    assert sizes == [1, 3], "at once where nothing is in flight, then when there are enough"
+    assert fake.link.poll(0) == []
+    assert sizes == [1, 3, 2], "and the rest before anything is looked for"
+    fake.backend.complete_all()
+    assert len(fake.link.poll(0)) == 6
 
 
 def test_urgent_blocks_go_first_and_equals_in_order_of_arrival() -> None:

@@ -34,9 +34,6 @@ from tiered.types import (
 __all__ = ["DiskConfig", "DiskLink"]
 
 
-AT_ONCE = 512 << 10
-"""Bytes of transfers that are submitted together while others are in flight: one system call for each small one took an eighth
-of the time of its transfer."""
 LATENCY = 0.006
 """Seconds that a demand may wait for write-backs in flight; where half of ``flight`` takes longer, it may wait for that."""
 
@@ -52,11 +49,15 @@ class DiskConfig:
     flight reach a drive's rate (PERFORMANCE), as long as the next blocks are submitted at once; a late demand waits for
     everything in flight. So of speculative reads only one block is, and none beside others. The window should be larger, so
     that the next transfers are at hand when blocks complete.
+
+    ``together``: while blocks are in flight, transfers that are started wait for the next ``poll``, or until they have that
+    many bytes together: a system call for each small one took an eighth of the time of its transfer.
     """
 
     block: int = PIECE_BYTES
     flight: int = 24 << 20
     window: int = 64 << 20
+    together: int = 512 << 10
 
 
 class _Job:
@@ -120,7 +121,7 @@ class DiskLink:
         self._alignment = alignment
         self._block = max(alignment, config.block - config.block % alignment)
         self._flight = config.flight
-        self._window = config.window
+        self._window, self._together = config.window, config.together
         self._depth = backend.depth
         self._jobs: dict[int, _Job] = {}  # by the transfer's tag
         self._queues = {(urgency, way): deque[_Job]() for urgency in Urgency for way in Operation}  # jobs with blocks to submit
@@ -164,7 +165,7 @@ class DiskLink:
         self._queues[transfer.urgency, way].append(job)
         self._accepted[way][transfer.urgency] += length
         self._unsubmitted += length
-        if not self._blocks or self._unsubmitted >= AT_ONCE:
+        if not self._blocks or self._unsubmitted >= self._together:
             self._submit()
         return True
 
