@@ -257,8 +257,7 @@ class Scheduler:
         acceptable = self._acceptable(tier, ticket)
         planned = state.order is not None and state.order.plans(tier)
         chosen: list[Copy] | None = None
-        leaves_now: Callable[[Copy], bool] = lambda copy: copy.evictability is Evictability.CLEAN and acceptable(copy)  # noqa: E731
-        if state.order is None and (one := pool.large_victim(nbytes, leaves_now)) is not None:
+        if state.order is None and (one := pool.large_victim(nbytes, _clean(acceptable))) is not None:
             chosen = [one]
         if planned:
             chosen = pool.enough(nbytes, [copy for copy in state.dropped_by_plan(tier) if acceptable(copy)])
@@ -313,8 +312,7 @@ class Scheduler:
         pool = state.pools[tier]
         if (leaving := asked.leaving.get(tier)) is None:
             acceptable = self._acceptable(tier, ticket)
-            clean = lambda copy: copy.evictability is Evictability.CLEAN and acceptable(copy)  # noqa: E731
-            leaving = asked.leaving[tier] = pool.next_victims(ticket.lacking, clean)[::-1]
+            leaving = asked.leaving[tier] = pool.next_victims(ticket.lacking, _clean(acceptable))[::-1]
         size = pool.rounded(nbytes)
         while leaving:
             copy = leaving.pop()
@@ -474,3 +472,8 @@ class Scheduler:
                 snapshot.saved(entry)
         if entry.aside and not entry.in_flight and (snapshot is None or entry.key not in snapshot.frozen):
             state.directory.forget(entry.key)
+
+
+def _clean(acceptable: Callable[[Copy], bool]) -> Callable[[Copy], bool]:
+    """Return which of the ``acceptable`` copies leave at once, and were not prefetched for somebody."""
+    return lambda copy: copy.evictability is Evictability.CLEAN and acceptable(copy)

@@ -216,7 +216,7 @@ class LeaseOfMany(_HeldTensors):
 class LeaseOfAddresses(_Held[tuple[int, TensorSpec]]):
     """A lease of several tensors in host memory, each there once, by their addresses, for copies that are made within it.
 
-    It takes a third of the time of a lease that gives tensors. Nothing tells who still refers to the memory after it.
+    No tensor is made of them, and nothing tells who still refers to the memory after it.
     """
 
     viewed = False

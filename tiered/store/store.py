@@ -758,7 +758,7 @@ class TieredStore(TensorMapping):
         committed or the commit lacks a tensor of ``needs``, ManifestError for a generation that does not exist.
         """
         commits = self._committing(None)
-        self._went_back += 1  # before anything changes: see Table
+        self._went_back += 1  # before anything changes: see tiered/tables
         return commits.rollback(generation, needs)
 
     def _committing(self, meta: object) -> Commits:

@@ -32,11 +32,7 @@ def change(
         return
 
     def all_parts() -> None:
-        cuts = _cuts(tables, ids)
-        room = sum(table.layout.buffer_room for table in tables)
-        for table in tables if 2 * room > min(table.budget for table in tables) else ():
-            table.empty_rows(0, table.layout.rows)
-        for begin, end in cuts:
+        for begin, end in _cuts(tables, ids):
             last = then if end == len(ids) else None
             again(partial(_change, tables, ids[begin:end], begin, end, work, last))
 
@@ -52,6 +48,8 @@ def _change(
     then: tuple[Key, torch.Tensor] | None,
 ) -> None:
     store, direct = tables[0].store, 2 * sum(table.layout.buffer_room for table in tables) > tables[0].budget
+    for table in tables if direct else ():  # the pool is too small for these buffers together
+        table.empty_rows(0, table.layout.rows)
     went_back, placed = store._went_back, [table.current() for table in tables]
     after = placed if direct else [table.with_room(known, ids) for table, known in zip(tables, placed, strict=True)]
     now = [table.part(ids, None, known) for table, known in zip(tables, placed, strict=True)]

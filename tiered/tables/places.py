@@ -72,12 +72,11 @@ class Part:
 
 
 class Wanted(NamedTuple):
-    """Blocks of ``table`` and segments of its buffer, by number, to be leased; ``placed`` is what they were chosen by (None:
-    that is compared elsewhere)."""
+    """Blocks of ``table`` and segments of its buffer, by number, to be leased; ``placed`` is what they were chosen by."""
 
     table: Places
     blocks: Sequence[int]
-    placed: Placed | None
+    placed: Placed
 
 
 class Lent(NamedTuple):
@@ -122,7 +121,7 @@ class Places:
 
         def attempt() -> None:
             placed = self.current()
-            now = self.part(part.ids, part.row, placed)
+            now = self.part(part.ids, part.row, placed) if len(placed.ids) or self.tight else part
 
             def work(lent: Sequence[Lent], others: Sequence[There]) -> None:
                 there, here = self.addresses(now, lent[0].bases), self.addresses_in(rows, now.row)
@@ -353,25 +352,25 @@ def leased(
     store = wanted[0].table.store
     missing: set[Key] = set()
     while True:
-        heads = [buffer_key(some.table.name) for some in wanted if some.placed is not None and some.placed.stamp is not None]
+        heads = [buffer_key(some.table.name) for some in wanted if some.placed.stamp is not None]
         keys = [some.table.key(block) for some in wanted for block in some.blocks]
         there = [key for key in (*heads, *keys, *also) if key not in missing]
         try:
             with store._lease_addresses(there, access) as granted:
                 rest = iter(granted)
-                tops = [0 if some.placed is None else some.table.head(some.placed, rest) for some in wanted]
+                tops = [some.table.head(some.placed, rest) for some in wanted]
                 bases = [[_base(some.table, block, missing, rest) for block in some.blocks] for some in wanted]
                 return work(list(map(Lent, bases, tops)), list(rest))
         except KeyNotFound as error:
             if any(key not in store for key in also):
                 raise
             for some in wanted:
-                if some.placed is not None and some.placed.stamp is not None and buffer_key(some.table.name) not in store:
+                if some.placed.stamp is not None and buffer_key(some.table.name) not in store:
                     some.table.placed = absent  # the store went back to a time before there was one
                     raise MovedError from None
             lacking = [(some.table, block) for some in wanted for block in some.blocks if some.table.key(block) not in store]
             if any(block < 0 for _, block in lacking):  # a segment is never blank
-                heads_only = [some._replace(blocks=()) for some in wanted if some.placed is not None]
+                heads_only = [some._replace(blocks=()) for some in wanted]
                 leased(heads_only, Access.READ, lambda lent, others: None)  # raises MovedError where the store went back
                 raise MisuseError(f"a table is damaged, restore a commit that has it: {error}") from None
         if access is Access.READ:
