@@ -31,7 +31,7 @@ TREE: dict[str, tuple[str, ...]] = {
         *("engine",),
     ),
     "tensors": ("specs", "mapping"),
-    "tables": ("layout", "kernel", "buffer", "places", "change", "table", "embedding", "sparse"),
+    "tables": ("layout", "kernel", "cache", "buffer", "places", "change", "table", "embedding", "sparse"),
     "small": ("names", "pages", "tensors"),
     "store": (
         *("lease", "commit", "at_rest", "reading", "opening", "readers", "store", "activations", "verify"),
