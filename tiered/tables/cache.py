@@ -45,7 +45,8 @@ class RowCache:
     """Copies of rows of all tables of a store; ``budget``: bytes of its pool in host memory.
 
     Copies are in two generations. When there is no room in the young one, the old one goes, with what was not read since, and
-    a new one begins. A table has a number, of which each copy is found; with another number it has no copies.
+    a new one begins. A copy is found by the number of its table and the number of the row: a table that takes another number
+    has no copies any more.
     """
 
     def __init__(self, budget: int) -> None:
