@@ -61,9 +61,10 @@ class _Sparse(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _state(self, weight: Table, name: str, columns: int, fill: float = 0.0) -> Table:
-        """Open the table of the state ``name`` of ``weight``, or make it."""
+        """Open the table of the state ``name`` of ``weight``, or make it: with as many rows in a block as the weight has, or of
+        narrower rows with as many as a table has by itself, because a block of some bytes takes the room of a page."""
         store: Any = weight._store
-        block = weight.block_rows * columns * weight.dtype.itemsize
+        block = weight.block_rows * columns * weight.dtype.itemsize if (columns,) == weight.row_shape else None
         found: Table = store.table(f"{weight.name}/{name}", weight.rows, columns, weight.dtype, block=block, fill=fill)
         return found
 
