@@ -50,6 +50,7 @@ class Pool:
         self._offsets: list[int] = []  # their offsets
         self.changes = 0  # number of changes to the pool
         self._guards: list[tuple[Slot, Fence]] = []
+        self._passed_on: Copy | None = None  # evicted next; its slot stays allocated
 
     # -- slots -----------------------------------------------------------------------------------------------------------
 
@@ -119,10 +120,15 @@ class Pool:
         self._sizes[slot.nbytes] += 1
         self.largest = max(self.largest, slot.nbytes)
 
+    def pass_on(self, copy: Copy) -> Slot:
+        """Return the slot of ``copy``, which is evicted next: the slot stays allocated, and is the caller's from then on."""
+        self._passed_on = copy
+        return copy.slot
+
     def give_back(self, slot: Slot, fences: Iterable[Fence] = ()) -> None:
         """Free a slot; its next owner must wait for ``fences``."""
         self.changes += 1
-        self._guards += [(slot, fence) for fence in fences if not fence.query()]
+        self._guard(slot, fences)
         self.tier.free(slot)
         self._remove(slot)
         self.used -= slot.nbytes
@@ -140,6 +146,10 @@ class Pool:
     def _remove(self, slot: Slot) -> None:
         at = bisect_left(self._offsets, slot.offset)
         del self._slots[at], self._offsets[at]
+
+    def _guard(self, slot: Slot, fences: Iterable[Fence]) -> None:
+        """Have the next owner of ``slot`` wait for ``fences``."""
+        self._guards += [(slot, fence) for fence in fences if not fence.query()]
 
     def guards(self, slot: Slot) -> tuple[Fence, ...]:
         """Return fences of earlier slots in the same memory that have not passed."""
@@ -165,6 +175,9 @@ class Pool:
             self._reclassify(copy, Evictability.USED)
             if copy.aliases:
                 self.aliased_evicted.add(copy)
+            elif copy is self._passed_on:
+                self._passed_on = None
+                self._guard(copy.slot, copy.fences)
             else:
                 self.give_back(copy.slot, copy.fences)
         else:
@@ -364,6 +377,7 @@ class Pool:
         self._sizes = Counter(slot.nbytes for slot in self._slots)
         self.used = sum(slot.nbytes for slot in self._slots)
         self.largest = max(self._sizes, default=0)
+        self._passed_on = None
         self.changes += 1
         self.tier.restore(self._slots)
         for copy in (*self.copies.values(), *self.aliased_evicted):
@@ -415,6 +429,7 @@ class Pool:
             assert counted[kind] == self.bytes_of[kind], f"{kind}: {counted} counted, {self.bytes_of} kept"
         assert set(self.evictable) <= set(self.copies)
         assert set(self.marked) <= set(self.evictable)
+        assert self._passed_on is None
         assert self.used == sum(slot.nbytes for slot in self._slots)
         assert self._offsets == sorted(slot.offset for slot in self._slots)
         assert self.largest == max((slot.nbytes for slot in self._slots), default=0)

@@ -237,7 +237,9 @@ class Scheduler:
         pool, acceptable = state.pools[tier], self._acceptable(tier, ticket)
         size = pool.rounded(nbytes)
         same = next((copy for copy in dropped if copy.nbytes == size and acceptable(copy)), None)
-        found = [same] if same is not None else pool.together(size, [copy for copy in dropped if acceptable(copy)])
+        if same is not None:
+            return self._evict_for_its_slot(same)
+        found = pool.together(size, [copy for copy in dropped if acceptable(copy)])
         for copy in found or ():
             self.evict(copy)
         return pool.allocate(nbytes, 0) if found else None
@@ -258,6 +260,8 @@ class Scheduler:
         planned = state.order is not None and state.order.plans(tier)
         chosen: list[Copy] | None = None
         if state.order is None and (one := pool.large_victim(nbytes, _clean(acceptable))) is not None:
+            if one.slot.nbytes == pool.rounded(nbytes):
+                return self._evict_for_its_slot(one)
             chosen = [one]
         if planned:
             chosen = pool.enough(nbytes, [copy for copy in state.dropped_by_plan(tier) if acceptable(copy)])
@@ -317,8 +321,7 @@ class Scheduler:
         while leaving:
             copy = leaving.pop()
             if copy.slot.nbytes == size and copy.evictability is Evictability.CLEAN:
-                self.evict(copy)
-                return pool.allocate(nbytes, 0)
+                return self._evict_for_its_slot(copy)
         return None
 
     def _nothing_new(self, tier: int, nbytes: int, ticket: Ticket) -> bool:
@@ -411,6 +414,12 @@ class Scheduler:
             for copy in failed:
                 copy.failure = None  # a later request tries again
             raise failure
+
+    def _evict_for_its_slot(self, copy: Copy) -> Slot:
+        """Evict ``copy`` and return its slot, which stays allocated: what comes instead is as large."""
+        slot = self.state.pools[copy.tier].pass_on(copy)
+        self.evict(copy)
+        return slot
 
     def evict(self, copy: Copy) -> None:
         state = self.state
