@@ -179,9 +179,12 @@ class Scheduler:
             self._refuse_beyond_capacity(tier, nbytes)
         if ticket.urgency.ahead and not self._may_prefetch(tier, nbytes, ticket):
             return None
+        state.writeback_due = True  # there is less room
+        chosen = state.asked is not None and state.asked.leaving.get(tier)
+        if chosen and nbytes > pool.free and (slot := self._take_next(tier, nbytes, ticket)) is not None:
+            return slot
         slot = pool.allocate(nbytes, 0) or self.take_planned_room(tier, nbytes, ticket)
         slot = slot or pool.allocate(nbytes, MOVED if tier < state.bottom else math.inf)
-        state.writeback_due = True  # there is less room
         if slot is None and tier < state.bottom:
             slot = self.make_room(tier, nbytes, ticket)
         if slot is None:
@@ -424,7 +427,7 @@ class Scheduler:
     def evict(self, copy: Copy) -> None:
         state = self.state
         state.evictions += 1
-        if state.asked is not None:
+        if state.asked is not None and copy.tier + 1 < state.bottom:
             for tier, too in [key for key in state.asked.wanted if key[0] > copy.tier]:
                 del state.asked.wanted[tier, too]  # the tensor may be on its way again, through these
         if copy.prefetched:
