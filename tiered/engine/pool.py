@@ -182,7 +182,7 @@ class Pool:
                 self.give_back(copy.slot, copy.fences)
         else:
             self.copies[copy.key] = copy
-            if not self.bottom:
+            if evictability is not copy.evictability and not self.bottom:
                 self._reclassify(copy, evictability)
 
     def reap_dead_alias(self, copy: Copy) -> None:

@@ -24,6 +24,7 @@ may be evicted without moving a byte.
 from __future__ import annotations
 
 import enum
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -77,6 +78,8 @@ class Evictability(enum.IntEnum):
 
 _VALID = frozenset({State.CLEAN, State.DIRTY, State.WRITEBACK})
 _IN_FLIGHT = frozenset({State.FILLING, State.WRITEBACK})
+_LEAVES = (Evictability.CLEAN, Evictability.FRESH)
+_WRITERS = operator.attrgetter("writers")
 
 
 @dataclass(slots=True, eq=False)
@@ -175,7 +178,7 @@ class Copy:
         self.version = self._witnessed()
 
     def _witnessed(self) -> int:
-        return getattr(self.witness, "_version", 0)
+        return 0 if self.witness is None else getattr(self.witness, "_version", 0)
 
     @property
     def stuck(self) -> bool:
@@ -293,7 +296,7 @@ class Directory:
 
     def entry(self, key: Key) -> Entry:
         """Return the tensor ``key``. Raises KeyNotFound."""
-        found = self.find(key)
+        found = self._entries.get(key) or self._aside.get(key)
         if found is None:
             raise KeyNotFound(f"no tensor {key!r} in the store")
         return found
@@ -301,8 +304,8 @@ class Directory:
     def leasable(self, keys: Iterable[Key], access: Access) -> list[Entry]:
         """Return the tensors ``keys``. Raises KeyNotFound, and LeaseConflict where an open lease of one excludes ``access``."""
         entries = [self._entries.get(key) or self.entry(key) for key in keys]
-        for entry in entries:
-            if entry.writers or access is Access.WRITE:
+        if access is Access.WRITE or any(map(_WRITERS, entries)):
+            for entry in entries:
                 self.refuse_conflict(entry, access)
         return entries
 
@@ -374,7 +377,7 @@ class Directory:
             raise LeaseConflict(f"tensor {key!r} is leased: it can be replaced or deleted after its leases have ended")
 
     def evict(self, copy: Copy) -> None:
-        assert copy.state is State.CLEAN and copy.idle and copy.tier < self.depth - 1
+        assert copy.classify() in _LEAVES and copy.tier < self.depth - 1
         self._vacate(self.entry(copy.key), copy)
 
     def discard(self, copy: Copy) -> None:
@@ -419,11 +422,12 @@ class Directory:
             entry.writers += 1
         else:
             if not copy.readers:
-                copy.sealed, copy.lent_clean = copy._witnessed(), copy.state is State.CLEAN
+                copy.sealed, copy.lent_clean = copy._witnessed(), copy._state is State.CLEAN
             copy.readers += 1
         copy.prefetched = False
         copy.failure = None
-        self._changed(copy)
+        if tier < self.depth - 1:
+            self._tell(copy, Evictability.USED)
         return copy
 
     def refuse_conflict(self, entry: Entry, access: Access) -> None:
@@ -454,7 +458,7 @@ class Directory:
         copy.become(State.FILLING)
         entry.copies[tier] = copy
         self._use_changed(source)
-        self._came(copy)
+        self._tell(copy, Evictability.USED)
         return copy
 
     def end_fill(self, entry: Entry, tier: int, error: TieredError | None) -> None:
@@ -519,8 +523,7 @@ class Directory:
 
     def _use_changed(self, copy: Copy) -> None:
         """Tell that a lease of ``copy``, or a transfer that reads it, began or ended, where eviction has to know."""
-        evictability = copy.classify()
-        if evictability is not copy.evictability and copy.tier < self.depth - 1:
+        if copy.tier < self.depth - 1 and (evictability := copy.classify()) is not copy.evictability:
             self._tell(copy, evictability)
 
     def _vacate_all(self, entry: Entry) -> None:

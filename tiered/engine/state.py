@@ -635,21 +635,23 @@ class EngineState:
                 self.writeback_due |= copy.dirty
                 self.planned_anew(copy)
 
-    def used(self, entry: Entry, tier: int, use: Use) -> None:
-        """Record that a lease of ``entry`` in ``tier`` begins, or that the tensor was put there."""
-        if self.order is not None:
-            self.order.plan.happened(entry.key)
-        self._uses += 1
-        for pool, copy in zip(self.pools, entry.copies, strict=True):
-            if copy is not None and not pool.bottom:
-                copy.last_use = self._uses
-                pool.policy.touched(entry.key)
-                if copy.speculated:
-                    copy.speculated = False
-                    self.speculated_used += 1
-        for record in self.records:
-            if len(record.touches) < record.most and record.wanted() is not None:
-                record.touches.append(Touch(entry.key, self.pools[tier].tier.name, use, entry.nbytes))
+    def used(self, entries: Sequence[Entry], tier: int, use: Use) -> None:
+        """Record that a lease of ``entries`` in ``tier`` begins, or that the tensors were put there."""
+        order, upper = self.order, self.pools[: self.bottom]
+        for entry in entries:
+            if order is not None:
+                order.plan.happened(entry.key)
+            self._uses += 1
+            for pool, copy in zip(upper, entry.copies, strict=False):
+                if copy is not None:
+                    copy.last_use = self._uses
+                    pool.policy.touched(entry.key)
+                    if copy.speculated:
+                        copy.speculated = False
+                        self.speculated_used += 1
+            for record in self.records:
+                if len(record.touches) < record.most and record.wanted() is not None:
+                    record.touches.append(Touch(entry.key, self.pools[tier].tier.name, use, entry.nbytes))
 
     def install(self, copy: Copy) -> None:
         """Let the eviction policy of its tier know of ``copy``, which is new there and was not leased yet."""
@@ -685,7 +687,10 @@ class EngineState:
         tickets = [other for other in self.waiting if (other.urgency, other.sequence) < mine]
         if too:
             tickets.append(ticket)
-        found = {key for other in tickets for key in other.wants() if self._on_its_way(key, tier, other.tier)}
+        found: set[Key] = set()
+        for other in tickets:
+            keys = other.wants()
+            found.update(keys if tier <= other.tier else (key for key in keys if self._on_its_way(key, tier, other.tier)))
         if known is not None:
             known[tier, too] = found
         return found
@@ -780,13 +785,13 @@ class EngineState:
 
     def lease_ended(self, lease: LeaseHold) -> None:
         """End ``lease``: by the engine, or where what was left half done is counted anew."""
+        self.doomed_due = self.doomed_due or bool(self.doomed)
         for copy in lease.copies:
             if self.fence is not None:
                 self._fenced(copy, lease.stream)
             if lease.access is Access.READ and copy.unsealed:
                 copy.spoiled, lease.misused = True, copy.key
             self.directory.release(copy, lease.access)
-            self.doomed_due = self.doomed_due or bool(self.doomed)
             if copy.spoiled:
                 self._spoil(copy)
 
