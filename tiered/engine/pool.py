@@ -28,6 +28,9 @@ WEIGHED = 256
 """Most copies, or groups of them, that are weighed one by one to find which have to leave."""
 
 
+_EMPTY, _USED = State.EMPTY, Evictability.USED  # see residency
+
+
 class Pool:
     """The slots of ``tier`` and the copies in them; ``policy`` chooses victims.
 
@@ -167,12 +170,12 @@ class Pool:
     def note(self, copy: Copy, evictability: Evictability) -> None:
         """Record a change of ``copy``, which may be new, and what the copy means for eviction now."""
         self.changes += 1
-        if copy.state is State.EMPTY:
+        if copy.state is _EMPTY:
             if self.copies.get(copy.key) is copy:
                 del self.copies[copy.key]
                 if not self.bottom:
                     self.policy.forgotten(copy.key)
-            self._reclassify(copy, Evictability.USED)
+            self._reclassify(copy, _USED)
             if copy.aliases:
                 self.aliased_evicted.add(copy)
             elif copy is self._passed_on:
@@ -209,11 +212,11 @@ class Pool:
         nbytes = copy.slot.nbytes
         self.bytes_of[before] -= nbytes
         self.bytes_of[now] += nbytes
-        if now is Evictability.USED:
+        if now is _USED:
             del self.evictable[copy.key]
             if self.marked:
                 self.marked.pop(copy.key, None)
-        elif before is Evictability.USED:
+        elif before is _USED:
             self.evictable[copy.key] = copy
 
     def adopt(self, policy: EvictionPolicy) -> None:

@@ -26,6 +26,10 @@ PACK_ATTEMPTS = 4
 """How often a request may evict its own copies, to fit better among the same neighbours."""
 
 
+_FILLING, _CLEAN, _UP = State.FILLING, Evictability.CLEAN, Direction.UP  # see residency
+_PREFETCH, _SPECULATIVE = Urgency.PREFETCH, Urgency.SPECULATIVE
+
+
 class Scheduler:
     """Decides for ``state`` which tensor moves where: by each tier's policy, by the plan of an order that is followed, and by
     who waits for what."""
@@ -43,7 +47,7 @@ class Scheduler:
         state = self.state
         copy = entry.copies[tier]
         if copy is not None:
-            if copy.state is State.FILLING:
+            if copy.state is _FILLING:
                 state.transfers.raise_urgency(entry.key, ticket.urgency)
             return copy.valid
         for below in range(tier + 1, len(entry.copies)):
@@ -77,13 +81,13 @@ class Scheduler:
             state.pools[tier].give_back(slot)
             return
         copy = state.directory.begin_fill(entry, tier, slot)
-        if ticket.urgency is Urgency.PREFETCH:
+        if ticket.urgency is _PREFETCH:
             copy.prefetched = True
             state.prefetched += 1
-        elif ticket.urgency is Urgency.SPECULATIVE:
+        elif ticket.urgency is _SPECULATIVE:
             copy.speculated = True
             state.speculated += 1
-        state.enqueue(entry, tier, Direction.UP, slot, source.slot, ticket.urgency, source)
+        state.enqueue(entry, tier, _UP, slot, source.slot, ticket.urgency, source)
 
     # -- writing back ------------------------------------------------------------------------------------------------------
 
@@ -323,7 +327,7 @@ class Scheduler:
         size = pool.rounded(nbytes)
         while leaving:
             copy = leaving.pop()
-            if copy.slot.nbytes == size and copy.evictability is Evictability.CLEAN:
+            if copy.slot.nbytes == size and copy.evictability is _CLEAN:
                 return self._evict_for_its_slot(copy)
         return None
 
@@ -443,7 +447,7 @@ class Scheduler:
         state = self.state
         entry, transfer = state.transfers.end(index, completion.tag, now, completion.error)
         state.writeback_due = True
-        if transfer.direction is Direction.UP:
+        if transfer.direction is _UP:
             source = entry.copies[index + 1]
             if completion.error is None and source is not None and source.unsealed:
                 completion = replace(completion, error=state.why_spoiled(source))
@@ -488,4 +492,4 @@ class Scheduler:
 
 def _clean(acceptable: Callable[[Copy], bool]) -> Callable[[Copy], bool]:
     """Return which of the ``acceptable`` copies leave at once, and were not prefetched for somebody."""
-    return lambda copy: copy.evictability is Evictability.CLEAN and acceptable(copy)
+    return lambda copy: copy.evictability is _CLEAN and acceptable(copy)

@@ -50,6 +50,8 @@ LOOKED_AT = 256
 """Copies dropped by the plan that are offered at most: to look at thousands of small ones takes longer than a lease."""
 
 _WAYS = (Direction.UP, Direction.DOWN)
+_UP = Direction.UP
+_EMPTY, _DIRTY, _WRITEBACK, _READ = State.EMPTY, State.DIRTY, State.WRITEBACK, Access.READ  # see residency
 
 
 # -- what callers hold -------------------------------------------------------------------------------------------------------
@@ -242,7 +244,7 @@ class TransferQueue:
     def add(self, transfer: Transfer) -> None:
         self._queue(transfer)[transfer.tag] = transfer
         self.length += 1
-        self.read_bytes += transfer.upper.nbytes if transfer.direction is Direction.UP else 0
+        self.read_bytes += transfer.upper.nbytes if transfer.direction is _UP else 0
 
     def take(self, refused: Mapping[Direction, Urgency]) -> Transfer | None:
         """Remove and return the next transfer that is more urgent than what was ``refused`` in its direction."""
@@ -250,7 +252,7 @@ class TransferQueue:
             if waiting and (way not in refused or urgency < refused[way]):
                 _, transfer = waiting.popitem(last=False)
                 self.length -= 1
-                self.read_bytes -= transfer.upper.nbytes if way is Direction.UP else 0
+                self.read_bytes -= transfer.upper.nbytes if way is _UP else 0
                 return transfer
         return None
 
@@ -324,7 +326,7 @@ class TransferQueues:
             self.recorder.queued(transfer.tag)
         self._transfers[transfer.tag] = (entry, transfer)
         self._moving.setdefault(entry.key, []).append((index, transfer))
-        if transfer.direction is Direction.UP:
+        if transfer.direction is _UP:
             self.inbound[index].transfers += 1
             self.inbound[index].nbytes += transfer.nbytes
         self.queues[index].add(transfer)
@@ -361,7 +363,7 @@ class TransferQueues:
         moving.remove((index, transfer))
         if not moving:
             del self._moving[entry.key]
-        if transfer.direction is Direction.UP:
+        if transfer.direction is _UP:
             self.inbound[index].transfers -= 1
             self.inbound[index].nbytes -= transfer.nbytes
         return entry, transfer
@@ -562,11 +564,11 @@ class EngineState:
     def changed(self, copy: Copy, evictability: Evictability) -> None:
         """Bring everything that is kept beside the directory up to date with a change of ``copy``. Called by the directory."""
         pool, state = self.pools[copy.tier], copy.state
-        if copy.evictability is evictability and state is not State.EMPTY and pool.copies.get(copy.key) is copy:
+        if copy.evictability is evictability and state is not _EMPTY and pool.copies.get(copy.key) is copy:
             pool.changes += 1  # nothing else that a pool knows of it
         else:
             pool.note(copy, evictability)
-        if state is State.DIRTY or state is State.WRITEBACK:
+        if state is _DIRTY or state is _WRITEBACK:
             self.unsaved[copy.key] = copy
             self.writeback_due = True
         elif self.unsaved.get(copy.key) is copy:
@@ -789,7 +791,7 @@ class EngineState:
         for copy in lease.copies:
             if self.fence is not None:
                 self._fenced(copy, lease.stream)
-            if lease.access is Access.READ and copy.unsealed:
+            if lease.access is _READ and copy.unsealed:
                 copy.spoiled, lease.misused = True, copy.key
             self.directory.release(copy, lease.access)
             if copy.spoiled:

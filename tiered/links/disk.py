@@ -38,6 +38,10 @@ LATENCY = 0.006
 """Seconds that a demand may wait for write-backs in flight; where half of ``flight`` takes longer, it may wait for that."""
 
 
+_READ, _WRITE, _DOWN = Operation.READ, Operation.WRITE, Direction.DOWN  # before Python 3.12 enums look members up slowly
+_SPECULATIVE, _WRITEBACK = Urgency.SPECULATIVE, Urgency.WRITEBACK
+
+
 @dataclass(frozen=True)
 class DiskConfig:
     """Configuration, sizes in bytes. ``block``: one request to the drive. ``flight``: most bytes in flight; write-backs without
@@ -82,7 +86,7 @@ class _Job:
 
     def unhashed(self, end: int) -> bool:
         """Return whether some of the first ``end`` bytes, which are to be written, have no checksum yet."""
-        return self.way is Operation.WRITE and len(self.digests) * PIECE_BYTES < min(end, self.transfer.nbytes)
+        return self.way is _WRITE and len(self.digests) * PIECE_BYTES < min(end, self.transfer.nbytes)
 
 
 class DiskLink:
@@ -126,7 +130,7 @@ class DiskLink:
         self._jobs: dict[int, _Job] = {}  # by the transfer's tag
         self._queues = {(urgency, way): deque[_Job]() for urgency in Urgency for way in Operation}  # jobs with blocks to submit
         self._by_urgency = [
-            (self._queues[urgency, Operation.READ], self._queues[urgency, Operation.WRITE]) for urgency in Urgency
+            (self._queues[urgency, _READ], self._queues[urgency, _WRITE]) for urgency in Urgency
         ]
         self._accepted = {way: [0 for _ in Urgency] for way in Operation}  # bytes of unfinished transfers
         self._blocks: dict[int, tuple[_Job, int, int]] = {}  # in flight, by the request's tag: job, offset, length
@@ -144,21 +148,23 @@ class DiskLink:
         """Take a transfer; return False while the window is full of transfers at least as urgent."""
         assert not self._closed, "start after close"
         assert transfer.tag not in self._jobs, f"tag {transfer.tag} is in flight"
-        assert all(fence.query() for fence in transfer.after), "DRAM has no streams, so nothing here waits for a fence"
-        way = Operation.WRITE if transfer.direction is Direction.DOWN else Operation.READ
+        if transfer.after:
+            assert all(fence.query() for fence in transfer.after), "DRAM has no streams, so nothing here waits for a fence"
+        way = _WRITE if transfer.direction is _DOWN else _READ
         if sum(self._accepted[way][: transfer.urgency + 1]) >= self._window:
             return False
-        length = -(-transfer.nbytes // self._alignment) * self._alignment
+        nbytes = transfer.nbytes
+        length = -(-nbytes // self._alignment) * self._alignment
         assert 0 < length <= min(transfer.upper.nbytes, transfer.lower.nbytes)
         job = _Job(transfer, self._locate(transfer.lower), way, self._address + transfer.upper.offset, length)
-        if way is Operation.WRITE:
-            if length > transfer.nbytes:
-                ctypes.memset(job.memory + transfer.nbytes, 0, length - transfer.nbytes)
+        if way is _WRITE:
+            if length > nbytes:
+                ctypes.memset(job.memory + nbytes, 0, length - nbytes)
             self._unhashed.append(job)
             if not any(self._accepted[way]):  # after a pause the drive's rate may have changed
                 self._counted, self._since, self._writeback_limit = 0, time.monotonic(), self._flight // 2
         elif transfer.checksums:
-            whole, rest = divmod(transfer.nbytes, PIECE_BYTES)
+            whole, rest = divmod(nbytes, PIECE_BYTES)
             job.missing = [PIECE_BYTES] * whole + ([rest] if rest else [])
             assert len(transfer.checksums) == len(job.missing) * CHECKSUM_BYTES
         self._jobs[transfer.tag] = job
@@ -229,7 +235,7 @@ class DiskLink:
             for job in queue:
                 while job.cursor < job.length:
                     size = min(self._block, job.length - job.cursor)
-                    in_flight = self._bytes_in_flight[Operation.READ] + self._bytes_in_flight[Operation.WRITE]
+                    in_flight = self._bytes_in_flight[_READ] + self._bytes_in_flight[_WRITE]
                     if len(self._blocks) == self._depth or (in_flight and in_flight + size > self._flight):
                         self._submit_batch(batch)
                         return
@@ -254,9 +260,9 @@ class DiskLink:
             if reads and writes:
                 yield writes, self._flight // 4
             if reads:
-                yield reads, self._block if urgency == Urgency.SPECULATIVE else self._flight
+                yield reads, self._block if urgency == _SPECULATIVE else self._flight
             if writes:
-                yield writes, self._writeback_limit if urgency == Urgency.WRITEBACK else self._flight
+                yield writes, self._writeback_limit if urgency == _WRITEBACK else self._flight
 
     def _begin_block(self, job: _Job, size: int) -> IORequest:
         """Return the next block of ``job`` as a request, in flight from here on."""
@@ -328,7 +334,7 @@ class DiskLink:
     def _account(self, completion: IOCompletion) -> None:
         """Match a completion to its block, and update the piece and the job that it belongs to."""
         job, at, size = self._end_block(completion.tag)
-        if job.way is Operation.WRITE and completion.result == size:
+        if job.way is _WRITE and completion.result == size:
             self._counted += size
         if completion.result != size:
             self._fail(job, _io_error(job, at, size, completion.result))
