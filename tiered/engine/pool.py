@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from tiered.allocator import Sliding, moves
 from tiered.engine.residency import Copy, Evictability, State
@@ -128,7 +128,7 @@ class Pool:
         self._passed_on = copy
         return copy.slot
 
-    def give_back(self, slot: Slot, fences: Iterable[Fence] = ()) -> None:
+    def give_back(self, slot: Slot, fences: Sequence[Fence] = ()) -> None:
         """Free a slot; its next owner must wait for ``fences``."""
         self.changes += 1
         self._guard(slot, fences)
@@ -150,9 +150,10 @@ class Pool:
         at = bisect_left(self._offsets, slot.offset)
         del self._slots[at], self._offsets[at]
 
-    def _guard(self, slot: Slot, fences: Iterable[Fence]) -> None:
+    def _guard(self, slot: Slot, fences: Sequence[Fence]) -> None:
         """Have the next owner of ``slot`` wait for ``fences``."""
-        self._guards += [(slot, fence) for fence in fences if not fence.query()]
+        if fences:
+            self._guards += [(slot, fence) for fence in fences if not fence.query()]
 
     def guards(self, slot: Slot) -> tuple[Fence, ...]:
         """Return fences of earlier slots in the same memory that have not passed."""

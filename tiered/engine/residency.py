@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import enum
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tiered.errors import CapacityError, KeyNotFound, LeaseConflict, TieredError
@@ -308,9 +308,14 @@ class Directory:
             raise KeyNotFound(f"no tensor {key!r} in the store")
         return found
 
-    def leasable(self, keys: Iterable[Key], access: Access) -> list[Entry]:
+    def leasable(self, keys: Sequence[Key], access: Access) -> list[Entry]:
         """Return the tensors ``keys``. Raises KeyNotFound, and LeaseConflict where an open lease of one excludes ``access``."""
-        entries = [self._entries.get(key) or self.entry(key) for key in keys]
+        try:
+            entries = list(map(self._entries.__getitem__, keys))
+        except KeyError:
+            entries = []
+        if len(entries) < len(keys):
+            entries = [self.entry(key) for key in keys]
         if access is _WRITE or any(map(_WRITERS, entries)):
             for entry in entries:
                 self.refuse_conflict(entry, access)

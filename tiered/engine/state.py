@@ -51,7 +51,7 @@ LOOKED_AT = 256
 
 _WAYS = (Direction.UP, Direction.DOWN)
 _UP = Direction.UP
-_EMPTY, _DIRTY, _WRITEBACK, _READ = State.EMPTY, State.DIRTY, State.WRITEBACK, Access.READ  # see residency
+_DIRTY, _WRITEBACK, _READ = State.DIRTY, State.WRITEBACK, Access.READ  # see residency
 
 
 # -- what callers hold -------------------------------------------------------------------------------------------------------
@@ -563,11 +563,8 @@ class EngineState:
 
     def changed(self, copy: Copy, evictability: Evictability) -> None:
         """Bring everything that is kept beside the directory up to date with a change of ``copy``. Called by the directory."""
-        pool, state = self.pools[copy.tier], copy.state
-        if copy.evictability is evictability and state is not _EMPTY and pool.copies.get(copy.key) is copy:
-            pool.changes += 1  # nothing else that a pool knows of it
-        else:
-            pool.note(copy, evictability)
+        self.pools[copy.tier].note(copy, evictability)
+        state = copy.state
         if state is _DIRTY or state is _WRITEBACK:
             self.unsaved[copy.key] = copy
             self.writeback_due = True
