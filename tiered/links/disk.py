@@ -153,18 +153,17 @@ class DiskLink:
         way = _WRITE if transfer.direction is _DOWN else _READ
         if sum(self._accepted[way][: transfer.urgency + 1]) >= self._window:
             return False
-        nbytes = transfer.nbytes
-        length = -(-nbytes // self._alignment) * self._alignment
+        length = -(-transfer.nbytes // self._alignment) * self._alignment
         assert 0 < length <= min(transfer.upper.nbytes, transfer.lower.nbytes)
         job = _Job(transfer, self._locate(transfer.lower), way, self._address + transfer.upper.offset, length)
         if way is _WRITE:
-            if length > nbytes:
-                ctypes.memset(job.memory + nbytes, 0, length - nbytes)
+            if length > transfer.nbytes:
+                ctypes.memset(job.memory + transfer.nbytes, 0, length - transfer.nbytes)
             self._unhashed.append(job)
             if not any(self._accepted[way]):  # after a pause the drive's rate may have changed
                 self._counted, self._since, self._writeback_limit = 0, time.monotonic(), self._flight // 2
         elif transfer.checksums:
-            whole, rest = divmod(nbytes, PIECE_BYTES)
+            whole, rest = divmod(transfer.nbytes, PIECE_BYTES)
             job.missing = [PIECE_BYTES] * whole + ([rest] if rest else [])
             assert len(transfer.checksums) == len(job.missing) * CHECKSUM_BYTES
         self._jobs[transfer.tag] = job
