@@ -83,13 +83,7 @@ _USED, _FRESH, _READ, _WRITE = Evictability.USED, Evictability.FRESH, Access.REA
 _VALID = frozenset({State.CLEAN, State.DIRTY, State.WRITEBACK})
 _IN_FLIGHT = frozenset({State.FILLING, State.WRITEBACK})
 _LEAVES = (Evictability.CLEAN, Evictability.FRESH)
-_UNUSED = {
-    State.EMPTY: Evictability.USED,
-    State.FILLING: Evictability.USED,
-    State.CLEAN: Evictability.CLEAN,
-    State.DIRTY: Evictability.DIRTY,
-    State.WRITEBACK: Evictability.WRITING_BACK,
-}
+_UNUSED = dict(zip(State, (_USED, _USED, Evictability.CLEAN, Evictability.DIRTY, Evictability.WRITING_BACK), strict=True))
 """What a copy of which there is no lease, alias or reading transfer means to a search for room, by its state."""
 _WRITERS = operator.attrgetter("writers")
 
@@ -310,10 +304,7 @@ class Directory:
 
     def leasable(self, keys: Sequence[Key], access: Access) -> list[Entry]:
         """Return the tensors ``keys``. Raises KeyNotFound, and LeaseConflict where an open lease of one excludes ``access``."""
-        try:
-            entries = list(map(self._entries.__getitem__, keys))
-        except KeyError:
-            entries = []
+        entries = [entry for entry in map(self._entries.get, keys) if entry is not None]
         if len(entries) < len(keys):
             entries = [self.entry(key) for key in keys]
         if access is _WRITE or any(map(_WRITERS, entries)):
