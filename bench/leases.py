@@ -4,10 +4,10 @@
     .venv/bin/python -m bench.leases --against CHECKOUT       this checkout beside another one; three minutes
 
 Each is ``with store.lease(key) as tensor: pass`` over 1,000 tensors that are in memory; "followed" is the same along an order
-that is followed. A round is 5,000 leases. The CPU time is that of the calling thread; it scatters less than the rate where
-other programs run. ``--against`` runs a process for each checkout and gives the rounds to them in turn, so that what else the
-machine does falls upon both; the ratio is taken between neighbouring rounds. The other checkout needs its built
-``tiered/io/_aio*.so``.
+that is followed; "256 together" is ``with store.lease([key, ...])``, where each key counts. A round is 5,000 keys. The CPU time
+is that of the calling thread; it scatters less than the rate where other programs run. ``--against`` runs a process for each
+checkout and gives the rounds to them in turn, so that what else the machine does falls upon both; the ratio is taken between
+neighbouring rounds. The other checkout needs its built ``tiered/io/_aio*.so``.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ __all__ = ["main"]
 
 TENSORS, LEASES, ROUNDS, PAIRED_ROUNDS = 1000, 5000, 7, 41
 SIZES = (4 << 10, 16 << 10, 64 << 10)
-KINDS = ("read", "write", "read, followed")
+KINDS = ("read", "write", "read, 256 together", "read, followed")
 
 
-def one_round(store: TieredStore, access: str) -> tuple[float, float]:
-    """5,000 leases: their rate per second, and the CPU microseconds of one."""
-    keys = [f"t{number % TENSORS}" for number in range(LEASES)]
+def one_round(store: TieredStore, kind: str) -> tuple[float, float]:
+    """Leases of 5,000 keys: their rate per second, and the CPU microseconds of one."""
+    keys, access = [f"t{number % TENSORS}" for number in range(LEASES)], kind.split(",")[0]
+    asked = [keys[begin : begin + 256] for begin in range(0, LEASES, 256)] if kind.endswith("256 together") else keys
     began, used = time.perf_counter(), time.thread_time()
-    for key in keys:
-        with store.lease(key, access=access):
+    for some in asked:
+        with store.lease(some, access=access):
             pass
     return LEASES / (time.perf_counter() - began), (time.thread_time() - used) / LEASES * 1e6
 
@@ -59,7 +60,7 @@ def spread(values: list[float], digits: int) -> str:
 
 
 def alone() -> None:
-    print("| tensor | access | leases/s, median [least, most] | CPU microseconds each | wakes of the engine |")
+    print("| tensor | access | keys/s, median [least, most] | CPU microseconds each | wakes of the engine |")
     print("|---|---|---:|---:|---:|")
     for nbytes in SIZES:
         with tempfile.TemporaryDirectory(dir="/var/tmp") as folder, filled(folder, nbytes) as store:
@@ -67,7 +68,7 @@ def alone() -> None:
                 if kind == "read, followed":
                     follow(store)
                 before = store.statistics().wakes
-                found = [one_round(store, kind.split(",")[0]) for _ in range(ROUNDS)]
+                found = [one_round(store, kind) for _ in range(ROUNDS)]
                 wakes = store.statistics().wakes - before
                 rates, used = (list(values) for values in zip(*found, strict=True))
                 print(f"| {nbytes >> 10} KiB | {kind} | {spread(rates, 0)} | {spread(used, 1)} | {wakes} |", flush=True)
@@ -88,7 +89,7 @@ def serve() -> None:
             if kind == "read, followed" and not followed:
                 follow(store)
                 followed = True
-            rate, used = one_round(store, kind.split(",")[0])
+            rate, used = one_round(store, kind)
             print(rate, used, flush=True)
         if store is not None:
             store.commit()

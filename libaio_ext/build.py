@@ -19,7 +19,7 @@ from cffi import FFI
 
 HERE = Path(__file__).resolve().parent
 MODULE = "tiered.io._aio"
-KERNELS = {"tiered.packing._unpack": ("unpack", "moments"), "tiered.tables._rows": ("rows",)}
+KERNELS = {"tiered.packing._unpack": ("unpack", "moments"), "tiered.tables._rows": ("rows", "row_cache")}
 """Extension -> the names of its files."""
 MODES = ("auto", "static", "shared", "off")
 

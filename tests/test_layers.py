@@ -31,7 +31,7 @@ TREE: dict[str, tuple[str, ...]] = {
         *("engine",),
     ),
     "tensors": ("specs", "mapping"),
-    "tables": ("layout", "kernel", "buffer", "places", "change", "table", "embedding", "sparse"),
+    "tables": ("layout", "kernel", "cache", "buffer", "places", "change", "table", "embedding", "sparse"),
     "small": ("names", "pages", "tensors"),
     "store": (
         *("lease", "commit", "at_rest", "reading", "opening", "readers", "store", "activations", "verify"),
@@ -92,7 +92,10 @@ USES: dict[str, tuple[str, ...]] = {
     "tensors": ("errors", "types"),
     "tables": ("errors", "types", "tensors"),
     "small": ("errors", "types", "tensors", "tables.kernel"),
-    "store": ("", "format", "io", "tiers", "links", "engine", "tensors", "tables.layout", "tables.table", "small.tensors"),
+    "store": (
+        *("", "format", "io", "tiers", "links", "engine", "tensors", "tables.cache", "tables.layout", "tables.table"),
+        *("small.tensors",),
+    ),
     "packing": ("",),
     "tuning": ("", "store"),
     "zero": (
@@ -164,6 +167,7 @@ MAY_THREAD = {
     "cli.train.ranks": "asks the store in which ranks met, which never answers where its host is lost",
     "store.activations": "a lock, because autograd unpacks in threads of its own",
     "tables.places": "a lock, so that calls of several threads take turns, where leases that conflict would raise",
+    "tables.cache": "a lock, because tables that are used by several threads share it",
     "small.tensors": "a lock, as a table has one",
     "store.readers": "closes a store at the end of a worker process, which collects no garbage",
     "zero.paging.pager": "asks which thread computes with a model, to refuse a second one",

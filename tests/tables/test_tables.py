@@ -72,7 +72,7 @@ def with_buffer(store: TieredStore, layout: Layout) -> Table:
 
 
 ROWS, KINDS = 200, (torch.float32, torch.bfloat16, torch.int64)
-SHAPES = [(), (5,), (3, 4)]
+SHAPES = [(), (5,), (3, 4), (4, 8)]
 
 
 class AgainstATensor(RuleBasedStateMachine):
@@ -80,7 +80,7 @@ class AgainstATensor(RuleBasedStateMachine):
 
     @initialize(
         hbm=st.booleans(),
-        shape=st.sampled_from(SHAPES),
+        shape=st.sampled_from([*SHAPES, (4, 8)]),
         kind=st.sampled_from(KINDS),
         block_rows=st.sampled_from([2, 7, 64, 900]),
         slots=st.sampled_from([0, 24, 24, 120]),
@@ -102,6 +102,7 @@ class AgainstATensor(RuleBasedStateMachine):
         self.now = torch.full((ROWS, *shape), 2, dtype=kind)
         self.appended, self.committed = 0, (self.now.clone(), 0)
         self.store.commit()
+        self.commits = {self.store.generation: self.committed}
         self.reader = TieredStore.open(Path(self.home.name) / "state", dram=MIB, access="read")
         self.read = self.reader.table("t")
         self.seed = 0
@@ -109,9 +110,10 @@ class AgainstATensor(RuleBasedStateMachine):
     def as_of_a_small_pool(self) -> None:
         self.table._places.together = 3 * 4096  # as of a pool of 48 KiB: several parts
         self.table._places.tight = self.tight  # or of one too small for the buffer
+        self.store._row_cache._nbytes = 16384  # copies of a hundred rows of 128 bytes
 
     def open(self) -> TieredStore:
-        return TieredStore.open(Path(self.home.name) / "state", dram=MIB, **self.above)
+        return TieredStore.open(Path(self.home.name) / "state", dram=MIB, keep=3, **self.above)
 
     def fresh(self, *shape: int) -> torch.Tensor:
         self.seed += 1
@@ -119,7 +121,7 @@ class AgainstATensor(RuleBasedStateMachine):
         values = torch.randint(-1000, 1000, (*shape, *self.table.row_shape), generator=generator)
         return (values / 7).to(self.table.dtype) if self.table.dtype.is_floating_point else values
 
-    ids = st.lists(st.integers(0, ROWS - 1), max_size=60)
+    ids = st.lists(st.integers(0, 9) | st.integers(0, ROWS - 1), max_size=60)  # some of them often
 
     @rule(ids=ids, two=st.booleans())
     def look_up(self, ids: list[int], two: bool) -> None:
@@ -187,7 +189,35 @@ class AgainstATensor(RuleBasedStateMachine):
     @rule()
     def commit(self) -> None:
         self.store.commit()
-        self.committed = self.now.clone(), self.appended
+        self.committed = self.commits[self.store.generation] = self.now.clone(), self.appended
+
+    @rule(which=st.integers(0, 2))
+    def rollback_further(self, which: int) -> None:
+        generation = self.store.generations[which % len(self.store.generations)]
+        self.store.rollback(generation)
+        self.now, self.appended = self.commits[generation][0].clone(), self.commits[generation][1]
+
+    @rule(row=st.integers(0, ROWS - 1), put=st.booleans())
+    def write_to_a_block_by_its_key(self, row: int, put: bool) -> None:
+        number, place = divmod(row, self.table.block_rows)
+        key = f"t/block{number}"
+        if self.table.key_of(row) != key or key not in self.store:
+            return
+        self.now[row] = value = self.fresh()
+        if put:
+            block = self.store.get(key)
+            block[place] = value
+            self.store.put(key, block)
+        else:
+            with self.store.lease(key, access="write") as block:
+                block[place] = value
+
+    @rule(block=st.integers(0, 9))
+    def delete_a_block(self, block: int) -> None:
+        if self.table.layout.buffer_rows or (key := f"t/block{block}") not in self.store:
+            return
+        self.store.delete(key)
+        self.now[block * self.table.block_rows : (block + 1) * self.table.block_rows] = 2
 
     @rule()
     def rollback(self) -> None:

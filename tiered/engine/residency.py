@@ -268,6 +268,7 @@ class Directory:
         self._tell = changed
         self._entries: dict[Key, Entry] = {}
         self._aside: dict[Key, Entry] = {}
+        self.watched: dict[str, int] = {}  # how often a tensor with this key, or this and a number, changes
 
     # -- looking ---------------------------------------------------------------------------------------------------------
 
@@ -322,6 +323,7 @@ class Directory:
         One store into the dict is the change: before it the directory has the old tensor, after it the new one.
         """
         self.refuse_leased(key)
+        self._count(key)
         entry = Entry(key, spec, self.next_id, [None] * self.depth, temporary=temporary)
         copy = Copy(key, tier, slot, fences=fences)
         if tier == self.depth - 1:  # a chain of one tier: nothing below could be newer or older
@@ -342,6 +344,7 @@ class Directory:
     def add(self, key: Key, spec: TensorSpec, tensor_id: int) -> Entry:
         """Add a tensor without copies."""
         assert key not in self._entries
+        self._count(key)
         entry = Entry(key, spec, tensor_id, [None] * self.depth)
         self._entries[key] = entry
         self.next_id = max(self.next_id, tensor_id + 1)
@@ -362,6 +365,7 @@ class Directory:
         entry = self.entry(key)
         self.refuse_leased(key)
         assert not entry.in_flight
+        self._count(key)
         del (self._aside if entry.aside else self._entries)[key]
         self._vacate_all(entry)
 
@@ -415,6 +419,7 @@ class Directory:
         assert copy is not None and copy.valid
         if access is _WRITE:
             assert not entry.in_flight
+            self._count(entry.key)
             for other in entry.copies:
                 if other is not None and other is not copy:
                     self._vacate(entry, other)
@@ -515,6 +520,10 @@ class Directory:
         self._changed(source)
 
     # -- within ----------------------------------------------------------------------------------------------------------
+
+    def _count(self, key: Key) -> None:
+        if self.watched and (stem := key.rstrip("0123456789")) in self.watched:
+            self.watched[stem] += 1
 
     def _came(self, copy: Copy) -> None:
         self._tell(copy, copy.classify())

@@ -30,6 +30,7 @@ from tiered.store.lease import LeaseOfAddresses, LeaseOfMany, LeaseOfOne, end_st
 from tiered.store.opening import Existing, Newer, OpenOptions, Parts, access_of, assemble
 from tiered.store.readers import StoreReader
 from tiered.system import memory_of_process
+from tiered.tables.cache import RowCache
 from tiered.tables.layout import Pattern
 from tiered.tables.table import Table, open_table
 from tiered.telemetry import NO_SPAN, Offloaded, Span, StoreStatistics, Timeline
@@ -79,6 +80,7 @@ class TieredStore(TensorMapping):
         self._rest = (engine, parts, self._pid, scratch)
         self._shutdown = weakref.finalize(self, _shut_down, *self._rest)
         self._tables: weakref.WeakValueDictionary[str, Table] = weakref.WeakValueDictionary()
+        self._row_cache = RowCache(parts.tiers[parts.dram].capacity)
         self._went_back = 0
         """How often ``rollback`` was called."""
         self._small: weakref.WeakValueDictionary[str, SmallTensors] = weakref.WeakValueDictionary()
@@ -195,6 +197,7 @@ class TieredStore(TensorMapping):
         self._closed = True
         if self._shutdown.alive and os.getpid() == self._pid:
             self._generations.settle()
+        self._row_cache.clear()
         if self._shutdown.alive:
             _shut_down(*self._rest)
             self._shutdown.detach()  # last, so that the next call, or the collector, completes what Ctrl-C interrupted
@@ -796,7 +799,7 @@ class TieredStore(TensorMapping):
         engine = self._running()
         budget = self._parts.tiers[self._parts.dram].capacity
         arguments = {"dtype": dtype, "block": block, "pattern": pattern, "fill": fill, "budget": budget}
-        found = open_table(self, name, rows, columns, **arguments)  # type: ignore[arg-type]
+        found = open_table(self, name, rows, columns, cache=self._row_cache, **arguments)  # type: ignore[arg-type]
         with engine.lock:
             known = self._tables.get(name)
             if known is not None and known.layout == found.layout:
@@ -923,6 +926,16 @@ class TieredStore(TensorMapping):
         memory = self._parts.memories[dram]
         assert isinstance(memory, DramTier)
         return LeaseOfAddresses(self._running, memory, keys, access, dram)
+
+    def _watch(self, stems: Sequence[str]) -> Callable[[], int]:
+        """Return a function that says how many changes were begun since now, of tensors whose key is one of ``stems``, or that
+        and a number."""
+        engine = self._running()
+        with engine.lock:
+            watched = engine.state.directory.watched
+            for stem in stems:
+                watched.setdefault(stem, 0)
+        return lambda: sum(watched[stem] for stem in stems)
 
     def _tier_that_holds(self, spec: TensorSpec, tier: int) -> int:
         """Return ``tier``, or DRAM where that cannot hold the tensor. One larger than DRAM could never leave the tiers above:

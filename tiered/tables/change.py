@@ -84,6 +84,8 @@ def _change(
     moves = any(new is not old for old, new in zip(placed, after, strict=True))
     if moves:  # one lease after the other: a call that waits for room while it has some could wait for another such call
         leased(wanted(now), Access.READ, lambda lent, others: read(lent))
+    for table in tables:
+        table.forget(ids)
     leased(wanted(later), Access.WRITE, write, [] if then is None else [then[0]])
     for table, known in zip(tables, after, strict=True):
         table.placed = known

@@ -17,7 +17,7 @@ try:
 except ImportError:  # there was no compiler
     lib = None  # type: ignore[assignment]
 
-__all__ = ["copy", "copy_equal"]
+__all__ = ["copy", "copy_equal", "lib"]
 
 
 def copy(targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int]) -> None:

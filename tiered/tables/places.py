@@ -15,6 +15,7 @@ import torch
 
 from tiered.errors import CapacityError, KeyNotFound, MisuseError
 from tiered.tables.buffer import FIRST, Placed, absent, blank, read_head, stamp_at
+from tiered.tables.cache import RowCache
 from tiered.tables.kernel import copy, copy_equal
 from tiered.tables.layout import Layout, Run, block_prefix, buffer_key, record_key
 from tiered.tensors.specs import spec_of
@@ -53,6 +54,8 @@ class Store(Protocol):
     def get(self, key: Key) -> torch.Tensor: ...
     def delete(self, key: Key) -> None: ...
     def in_order(self, keys: Iterable[Key]) -> Iterator[torch.Tensor]: ...
+    def _running(self) -> object: ...
+    def _watch(self, stems: Sequence[str]) -> Callable[[], int]: ...
     def _lease_addresses(self, keys: Sequence[Key], access: Access) -> AbstractContextManager[list[There]]: ...
     def _fetch_ahead(self, keys: Sequence[Key], device: torch.device) -> None: ...
     def __contains__(self, key: object) -> bool: ...
@@ -100,9 +103,13 @@ def again(attempt: Callable[[], Answer]) -> Answer:
 
 
 class Places:
-    """The places of the rows of the table ``name`` in ``store``; ``budget``: bytes of the pool in host memory."""
+    """The places of the rows of the table ``name`` in ``store``; ``budget``: bytes of the pool in host memory.
 
-    def __init__(self, store: Store, name: str, layout: Layout, budget: int) -> None:
+    Rows that were read from blocks have copies in ``cache``. These are right as long as nobody else changes a block or the
+    buffer: ``_watched()`` is how many such changes were begun, and ``_own`` how many by this table, since both were the same.
+    """
+
+    def __init__(self, store: Store, name: str, layout: Layout, budget: int, cache: RowCache) -> None:
         self.store, self.name, self.layout, self.budget = store, name, layout, budget
         self.together = max(1, budget // SHARE)
         """Bytes of blocks that are leased together, at most."""
@@ -113,11 +120,75 @@ class Places:
         self.lock = threading.RLock()
         self._prefix, self._dtype_name = block_prefix(name), str(layout.dtype).removeprefix("torch.")
         self._blank: torch.Tensor | None = None
+        self._cache, self._number = cache, cache.number(layout.rows, layout.row_nbytes)
+        self._watched: Callable[[], int] | None = None
+        self._own = 0
 
     # -- rows --------------------------------------------------------------------------------------------------------------
 
+    def read(self, wanted: torch.Tensor, rows: torch.Tensor) -> None:
+        """Copy the rows ``wanted`` into ``rows``, from where they lie, or from copies that an earlier look-up made."""
+        number = self._copied()
+        missing = None if number is None else self._cache.read(number, wanted, rows)
+        if missing is None or len(missing) == len(wanted):
+            self._read(wanted, rows, number)
+        elif len(missing):
+            fresh = torch.empty((len(missing), *self.layout.shape), dtype=self.layout.dtype, device="cpu")
+            self._read(wanted[missing], fresh, number)
+            copy_equal(self.addresses_in(rows, missing), self.addresses_in(fresh, None), self.layout.row_nbytes)
+
+    def _read(self, wanted: torch.Tensor, rows: torch.Tensor, number: int | None) -> None:
+        for part in self.parts(wanted):
+            self.move(part, rows, Access.READ)
+        if number is not None:
+            inside = self.placed.find(wanted) < 0 if len(self.placed.ids) else None
+            if inside is None or bool(inside.all()):
+                self._cache.keep(number, wanted, rows)
+            else:
+                self._cache.keep(number, wanted[inside], rows[inside])
+
+    def _copied(self) -> int | None:
+        """Return the number by which rows have copies in the cache that are right; None where they have none."""
+        self.store._running()
+        if self._number is None:
+            return None
+        if self._watched is None:
+            self._watched = self.store._watch((self._prefix, buffer_key(self.name)))
+            self._own = self._watched()
+        elif self._watched() != self._own:
+            self.forget_all()
+        return self._number
+
+    def forget(self, ids: torch.Tensor) -> None:
+        """Forget the copies of the rows ``ids``, which will change."""
+        if self._number is not None and self._watched is not None:
+            self._cache.forget(self._number, ids)
+
+    def forget_range(self, first: int, last: int) -> None:
+        """Forget the copies of rows ``first`` to ``last - 1``, which will change."""
+        if self._number is not None and self._watched is not None:
+            self._cache.forget(self._number, numbers(first, last - first))
+
+    def forget_all(self) -> None:
+        """Forget the copies of all rows."""
+        if self._number is not None and self._watched is not None:
+            self._number = self._cache.number(self.layout.rows, self.layout.row_nbytes)
+            self._own = self._watched()
+
+    def put(self, key: Key, tensor: torch.Tensor) -> None:
+        """Put a block, the head of the buffer or a segment."""
+        self.store.put(key, tensor)
+        self.begun(1)
+
+    def begun(self, count: int) -> None:
+        """Count changes of ``count`` tensors that this table has begun. (Where an exception strikes before, it forgets its
+        copies.)"""
+        self._own += count
+
     def move(self, part: Part, rows: torch.Tensor, access: Access) -> None:
         """Copy the rows of ``part`` from where they lie into ``rows``, or with WRITE there."""
+        if access is Access.WRITE:
+            self.forget(part.ids)
 
         def attempt() -> None:
             placed = self.current()
@@ -139,6 +210,7 @@ class Places:
         if after is placed:
             self.move(part, values, Access.WRITE)
             return
+        self.forget(part.ids)
         later = self.part(part.ids, part.row, after)
 
         def work(lent: Sequence[Lent], others: Sequence[There]) -> None:
@@ -155,7 +227,8 @@ class Places:
         while True:
             before, first = self.store._went_back, run.block * self.layout.block_rows
             self.empty_rows(first, first + run.count)
-            self.store.put(self.key(run.block), rows)
+            self.forget_range(first, first + run.count)
+            self.put(self.key(run.block), rows)
             if self.store._went_back == before:
                 return
 
@@ -202,7 +275,7 @@ class Places:
             if Layout.decoded(self.name, self.store.get(record_key(self.name))) != layout:
                 raise MisuseError(f"table {self.name!r} was deleted and made anew: open it again")
             head = blank(layout)
-            self.store.put(buffer_key(self.name), head)
+            self.put(buffer_key(self.name), head)
             self.placed = read_head(self.name, layout, head.data_ptr())
             raise MovedError
         if len(rows) > len(placed.free):
@@ -213,7 +286,7 @@ class Places:
         for segment in set(_segments(placed.free[len(after.free) :], layout)) - used:
             key = self.key(-1 - segment)
             if key not in self.store:
-                self.store.put(key, torch.zeros((layout.segment_rows, *layout.shape), dtype=layout.dtype, device="cpu"))
+                self.put(key, torch.zeros((layout.segment_rows, *layout.shape), dtype=layout.dtype, device="cpu"))
         return after
 
     def place(self, writes: Writes, head: int, after: Placed) -> None:
@@ -357,6 +430,8 @@ def leased(
         there = [key for key in (*heads, *keys, *also) if key not in missing]
         try:
             with store._lease_addresses(there, access) as granted:
+                for some in wanted if access is Access.WRITE else ():
+                    some.table.begun(len(some.blocks) + (some.placed.stamp is not None))
                 rest = iter(granted)
                 tops = [some.table.head(some.placed, rest) for some in wanted]
                 bases = [[_base(some.table, block, missing, rest) for block in some.blocks] for some in wanted]
@@ -377,7 +452,7 @@ def leased(
             missing = {table.key(block) for table, block in lacking}
             continue
         for table, block in lacking:
-            store.put(table.key(block), table.unwritten()[: table.layout.rows_in(block)])
+            table.put(table.key(block), table.unwritten()[: table.layout.rows_in(block)])
 
 
 def _base(table: Places, block: int, missing: set[Key], leased: Iterator[There]) -> int:

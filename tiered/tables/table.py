@@ -16,6 +16,7 @@ import torch
 
 from tiered.errors import KeyNotFound, MisuseError, from_here
 from tiered.tables.buffer import absent
+from tiered.tables.cache import RowCache
 from tiered.tables.change import change
 from tiered.tables.kernel import copy
 from tiered.tables.layout import Layout, Pattern, Run, appended_key, block_prefix, buffer_key, described, record_key
@@ -40,11 +41,11 @@ class Table:
     turns; a signal handler that calls a table within a call of it gets a MisuseError.
     """
 
-    def __init__(self, store: Store, name: str, layout: Layout, budget: int) -> None:
+    def __init__(self, store: Store, name: str, layout: Layout, budget: int, cache: RowCache) -> None:
         self._store, self._layout = store, layout
         self.name = name
         """The name; keys of the table's tensors begin with it."""
-        self._places = Places(store, name, layout, budget)
+        self._places = Places(store, name, layout, budget, cache)
         self._expected = 0
         """What ``appended`` is, unless the store went back or ahead: only a guess, which each call compares."""
 
@@ -111,8 +112,7 @@ class Table:
         wanted, shape, device = self._numbers(ids)
         found = torch.empty((len(wanted), *self.row_shape), dtype=self.dtype, device="cpu")
         with self._places.turn():
-            for part in self._places.parts(wanted):
-                self._places.move(part, found, Access.READ)
+            self._places.read(wanted, found)
         return found.view((*shape, *self.row_shape)).to(device)
 
     @from_here
@@ -227,11 +227,19 @@ class Table:
             keys = [self._places.key(run.block) for run in following]
             self._store._fetch_ahead([key for key in keys if key in self._store], torch.device("cpu"))
             first = some[0].block * self._layout.block_rows + some[0].place
-            rows = self.look_up(numbers(first, sum(run.count for run in some)))
+            rows = self._scanned(numbers(first, sum(run.count for run in some)))
             at = 0
             for run in some:
                 yield first + at, rows[at : at + run.count].clone()
                 at += run.count
+
+    def _scanned(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return a copy of rows that will not be asked for again soon."""
+        rows = torch.empty((len(ids), *self.row_shape), dtype=self.dtype, device="cpu")
+        with self._places.turn():
+            for part in self._places.parts(ids):
+                self._places.move(part, rows, Access.READ)
+        return rows
 
     # -- a ring ------------------------------------------------------------------------------------------------------------
 
@@ -243,14 +251,15 @@ class Table:
         Rows and their count change together. Raises as ``update``.
         """
         if isinstance(values, torch.Tensor) and values.shape == self.row_shape:
-            values = values[None]
+            values = values.unsqueeze(0)
         given, done, first = self._values(values, None), 0, 0
+        total, rows = given.size(0), self._layout.rows
         with self._places.turn():
-            while done < len(given):
-                begin, count = self._append(given[done:])
+            while done < total:
+                begin, count = self._append(given[done:] if done else given)
                 first, done = begin - done, done + count
-        ids = numbers(first % self._layout.rows, len(given))
-        return ids if first % self._layout.rows + len(given) <= self._layout.rows else ids % self._layout.rows
+        ids = numbers(first % rows, total)
+        return ids if first % rows + total <= rows else ids % rows
 
     def _append(self, given: torch.Tensor) -> tuple[int, int]:
         """Append rows, of which at least one, as many as are written at once; return how many were appended before, and how
@@ -258,14 +267,15 @@ class Table:
         layout, nbytes = self._layout, self._layout.row_nbytes
         while True:
             begin = self._expected
-            runs, blocks = self._ring(begin, min(len(given), layout.rows))
+            runs, blocks = self._ring(begin, min(given.size(0), layout.rows))
             count = sum(run.count for run in runs)
             after = ctypes.c_int64(begin + count)
             ranges = [(first := run.block * layout.block_rows + run.place, first + run.count) for run in runs]
             for first, last in ranges:
                 self._places.empty_rows(first, last)
+                self._places.forget_range(first, last)
             placed = self._places.placed
-            if any(len(set(placed.within(layout, first, last, 1))) > 1 for first, last in ranges):
+            if placed.stamp is not None and any(len(set(placed.within(layout, *range, 1))) > 1 for range in ranges):
                 continue  # the store went back meanwhile
 
             def work(
@@ -324,6 +334,7 @@ class Table:
                 if key in self._store:
                     self._store.delete(key)
             self._places.placed = absent
+            self._places.forget_all()
 
     # -- within ------------------------------------------------------------------------------------------------------------
 
@@ -397,15 +408,16 @@ def open_table(
     pattern: Pattern,
     fill: float,
     budget: int,
+    cache: RowCache,
 ) -> Table:
-    """Open table ``name`` of ``store``, or make it where there is none; ``budget``: bytes of the pool in host memory. The rest
-    is as ``TieredStore.table`` has it."""
+    """Open table ``name`` of ``store``, or make it where there is none; ``budget``: bytes of the pool in host memory;
+    ``cache``: for copies of rows. The rest is as ``TieredStore.table`` has it."""
     if not isinstance(name, str) or not name:
         raise MisuseError(f"the name of a table is a text, not {name!r}")
     if record_key(name) in store:
         layout = Layout.decoded(name, store.get(record_key(name)))
         _refuse_difference(name, layout, rows, columns, dtype)
-        return Table(store, name, layout, budget)
+        return Table(store, name, layout, budget, cache)
     if rows is None:
         raise KeyNotFound(f"there is no table {name!r} in {store}: store.table(name, rows, columns) makes one")
     layout = described(name, rows, columns, dtype, block, pattern, fill, budget)
@@ -414,7 +426,7 @@ def open_table(
             raise MisuseError(f"{store} has tensors that begin with {prefix!r} and are of no table: delete them first")
     store.put(appended_key(name), int64([0]))
     store.put(record_key(name), layout.encoded())
-    return Table(store, name, layout, budget)
+    return Table(store, name, layout, budget, cache)
 
 
 def _refuse_difference(
