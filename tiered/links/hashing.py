@@ -25,7 +25,7 @@ class Hashing:
 
     def __init__(self, threads: int | None = None) -> None:
         """``threads``: how many hash at once, the caller's included; None: as many as there are cores, and ``MOST`` at most."""
-        self.threads = min(MOST, len(os.sched_getaffinity(0))) if threads is None else threads
+        self.threads = min(MOST, _cores()) if threads is None else threads
         self._pool: ThreadPoolExecutor | None = None
 
     def digests(self, pieces: Sequence[Piece], digest: Callable[[Piece], bytes], sizes: Sequence[int]) -> list[bytes]:
@@ -59,3 +59,8 @@ class Hashing:
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown(cancel_futures=True)
+
+
+def _cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
