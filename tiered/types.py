@@ -122,7 +122,10 @@ class Urgency(enum.IntEnum):
     @property
     def ahead(self) -> bool:
         """Whether this is of fetches that nobody waits for."""
-        return self is Urgency.PREFETCH or self is Urgency.SPECULATIVE
+        return self in _AHEAD
+
+
+_AHEAD = frozenset({Urgency.PREFETCH, Urgency.SPECULATIVE})
 
 
 class Direction(_Name):

@@ -574,6 +574,15 @@ def given_back_by(*names: str) -> Callable[[pytest.MonkeyPatch], None]:
     return change
 
 
+def passed_on_without(patch: pytest.MonkeyPatch) -> None:
+    guard = Pool._guard
+
+    def mutant(self: Pool, slot: Slot, fences: tuple[Fence, ...]) -> None:
+        guard(self, slot, () if sys._getframe(1).f_code.co_name == "note" else fences)
+
+    patch.setattr(Pool, "_guard", mutant)
+
+
 def moved_without(patch: pytest.MonkeyPatch) -> None:
     move = Directory.move
 
@@ -604,6 +613,7 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], frozenset[str] | None]] = {
         lambda place, transfer, fence: fence not in place.guards(transfer.upper)
     ),
     "what is evicted or deleted leaves no guards": given_back_by("note"),
+    "what leaves for a copy of its size leaves no guards": passed_on_without,
     "what outlived its tensor leaves no guards": given_back_by("reap_dead_alias"),
     "a put that failed leaves no guards": given_back_by("give_back", "_room_ended"),
     "a duplicate does not wait for its original": without("enter < duplicate"),

@@ -188,6 +188,25 @@ def test_one_large_tensor_that_is_gone_keeps_no_room_from_hints() -> None:
     rig.wind_down()
 
 
+@pytest.mark.parametrize("together", [1, 2])
+def test_a_victim_passes_its_slot_to_a_copy_of_its_size(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tier is not asked: the slot is the same, and never free."""
+    rig = Rig(8, 400, reserve=0.0)
+    fill(rig, "a", "b", "c", "d", nbytes=4)
+    assert [where(rig, key)[0] for key in "abcd"] == [None, None, State.CLEAN, State.CLEAN]
+    before, freed = {copy.slot for copy in rig.state.pools[0].copies.values()}, []
+    monkeypatch.setattr(rig.tiers[0], "free", freed.append)
+    leases = [rig.lease(*"ab"[at : at + together]) for at in range(0, 2, together)]
+    rig.settle()
+    assert all(lease.done for lease in leases)
+    assert {copy.slot for lease in leases for copy in lease.copies} == before
+    assert not freed
+    for lease in leases:
+        rig.release(lease)
+    monkeypatch.undo()
+    rig.wind_down()
+
+
 def test_a_trace_of_at_most_so_many_touches(tmp_path: Path) -> None:
     with TieredStore.open(tmp_path / "state", dram=MIB) as store, store.trace(most=3) as order:
         store.put("w", filled("w", 4096))

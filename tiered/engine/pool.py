@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from tiered.allocator import Sliding, moves
 from tiered.engine.residency import Copy, Evictability, State
@@ -26,6 +26,9 @@ SMALL = 2
 
 WEIGHED = 256
 """Most copies, or groups of them, that are weighed one by one to find which have to leave."""
+
+
+_EMPTY, _USED = State.EMPTY, Evictability.USED  # see residency
 
 
 class Pool:
@@ -50,6 +53,7 @@ class Pool:
         self._offsets: list[int] = []  # their offsets
         self.changes = 0  # number of changes to the pool
         self._guards: list[tuple[Slot, Fence]] = []
+        self._passed_on: Copy | None = None  # evicted next; its slot stays allocated
 
     # -- slots -----------------------------------------------------------------------------------------------------------
 
@@ -119,10 +123,15 @@ class Pool:
         self._sizes[slot.nbytes] += 1
         self.largest = max(self.largest, slot.nbytes)
 
-    def give_back(self, slot: Slot, fences: Iterable[Fence] = ()) -> None:
+    def pass_on(self, copy: Copy) -> Slot:
+        """Return the slot of ``copy``, which is evicted next: the slot stays allocated, and is the caller's from then on."""
+        self._passed_on = copy
+        return copy.slot
+
+    def give_back(self, slot: Slot, fences: Sequence[Fence] = ()) -> None:
         """Free a slot; its next owner must wait for ``fences``."""
         self.changes += 1
-        self._guards += [(slot, fence) for fence in fences if not fence.query()]
+        self._guard(slot, fences)
         self.tier.free(slot)
         self._remove(slot)
         self.used -= slot.nbytes
@@ -141,6 +150,11 @@ class Pool:
         at = bisect_left(self._offsets, slot.offset)
         del self._slots[at], self._offsets[at]
 
+    def _guard(self, slot: Slot, fences: Sequence[Fence]) -> None:
+        """Have the next owner of ``slot`` wait for ``fences``."""
+        if fences:
+            self._guards += [(slot, fence) for fence in fences if not fence.query()]
+
     def guards(self, slot: Slot) -> tuple[Fence, ...]:
         """Return fences of earlier slots in the same memory that have not passed."""
         if not self._guards:
@@ -157,19 +171,22 @@ class Pool:
     def note(self, copy: Copy, evictability: Evictability) -> None:
         """Record a change of ``copy``, which may be new, and what the copy means for eviction now."""
         self.changes += 1
-        if copy.state is State.EMPTY:
+        if copy.state is _EMPTY:
             if self.copies.get(copy.key) is copy:
                 del self.copies[copy.key]
                 if not self.bottom:
                     self.policy.forgotten(copy.key)
-            self._reclassify(copy, Evictability.USED)
+            self._reclassify(copy, _USED)
             if copy.aliases:
                 self.aliased_evicted.add(copy)
+            elif copy is self._passed_on:
+                self._passed_on = None
+                self._guard(copy.slot, copy.fences)
             else:
                 self.give_back(copy.slot, copy.fences)
         else:
             self.copies[copy.key] = copy
-            if not self.bottom:
+            if evictability is not copy.evictability and not self.bottom:
                 self._reclassify(copy, evictability)
 
     def reap_dead_alias(self, copy: Copy) -> None:
@@ -196,11 +213,11 @@ class Pool:
         nbytes = copy.slot.nbytes
         self.bytes_of[before] -= nbytes
         self.bytes_of[now] += nbytes
-        if now is Evictability.USED:
+        if now is _USED:
             del self.evictable[copy.key]
             if self.marked:
                 self.marked.pop(copy.key, None)
-        elif before is Evictability.USED:
+        elif before is _USED:
             self.evictable[copy.key] = copy
 
     def adopt(self, policy: EvictionPolicy) -> None:
@@ -364,6 +381,7 @@ class Pool:
         self._sizes = Counter(slot.nbytes for slot in self._slots)
         self.used = sum(slot.nbytes for slot in self._slots)
         self.largest = max(self._sizes, default=0)
+        self._passed_on = None
         self.changes += 1
         self.tier.restore(self._slots)
         for copy in (*self.copies.values(), *self.aliased_evicted):
@@ -415,6 +433,7 @@ class Pool:
             assert counted[kind] == self.bytes_of[kind], f"{kind}: {counted} counted, {self.bytes_of} kept"
         assert set(self.evictable) <= set(self.copies)
         assert set(self.marked) <= set(self.evictable)
+        assert self._passed_on is None
         assert self.used == sum(slot.nbytes for slot in self._slots)
         assert self._offsets == sorted(slot.offset for slot in self._slots)
         assert self.largest == max((slot.nbytes for slot in self._slots), default=0)

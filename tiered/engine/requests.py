@@ -7,6 +7,7 @@ transfer, no eviction and no wait is done, then by the engine's thread after eve
 from __future__ import annotations
 
 import enum
+import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
@@ -19,6 +20,8 @@ from tiered.types import Access, Fence, Key, Slot, TensorSpec, Urgency, Use
 
 __all__ = ["Delete", "Install", "Lease", "Offload", "Prefetch", "Request", "RequestQueue", "Room", "Work", "why_stuck"]
 
+
+_NBYTES = operator.attrgetter("nbytes")
 
 AT_A_TIME = 256
 """Tensors of an offload that are looked at in each attempt: a look at all of thousands would take longer than a transfer."""
@@ -93,7 +96,7 @@ class Lease(Request, LeaseHold):
 
     def attempt_here(self, state: EngineState) -> bool:
         entries = state.directory.leasable(self.keys, self.access)
-        if not self._resident(state, entries):
+        if self._missing(state, entries):
             return False
         if self.access is Access.WRITE and (state.snapshot is not None or any(entry.in_flight for entry in entries)):
             return False
@@ -103,24 +106,16 @@ class Lease(Request, LeaseHold):
     def attempt(self, scheduler: Scheduler) -> bool:
         state = scheduler.state
         entries = state.directory.leasable(self.keys, self.access)
-        if not self._resident(state, entries):
-            self._refuse_impossible(state, [entry.nbytes for entry in entries])
-            self.lacking = sum(entry.nbytes for entry in entries if entry.copies[self.tier] is None)
-            if not self._all_there(scheduler, entries):
-                return False
+        if missing := self._missing(state, entries):
+            self._refuse_impossible(state, entries)
+            self.lacking = sum(entry.nbytes for entry in missing if entry.copies[self.tier] is None)
+            for entry in missing:  # each of them starts, and not only the first
+                scheduler.bring(entry, self.tier, self)
+            return False
         if self.access is Access.WRITE and sum(scheduler.busy(entry, self) for entry in entries):  # each hurries
             return False
         self._grant(state, entries)
         return True
-
-    def _all_there(self, scheduler: Scheduler, entries: Sequence[Entry]) -> bool:
-        """Whether all ``entries`` are in the tier; those that are not start, each of them and not only the first."""
-        tier, missing = self.tier, 0
-        for entry in entries:
-            copy = entry.copies[tier]
-            if (copy is None or not copy.valid) and not scheduler.bring(entry, tier, self):
-                missing += 1
-        return not missing
 
     def _grant(self, state: EngineState, entries: Sequence[Entry]) -> None:
         write = self.access is Access.WRITE
@@ -132,30 +127,34 @@ class Lease(Request, LeaseHold):
                 self.views.append(state.claims.view(copy))
             self.copies.append(copy)
             self.specs.append(entry.spec)
-            state.used(entry, self.tier, Use.WRITE if write else Use.READ)
+        state.used(entries, self.tier, Use.WRITE if write else Use.READ)
         state.claims.grant(self)
         state.changing = False
 
-    def _resident(self, state: EngineState, entries: Sequence[Entry]) -> bool:
+    def _missing(self, state: EngineState, entries: Sequence[Entry]) -> list[Entry]:
+        """Return those of ``entries`` of which the tier does not have the bytes."""
+        tier, missing = self.tier, []
         for entry in entries:
-            copy = entry.copies[self.tier]
+            copy = entry.copies[tier]
             if copy is None or not copy.valid:
-                return False
-            if copy.spoiled:
+                missing.append(entry)
+            elif copy.spoiled:
                 state.refuse_spoiled(copy)
-        return True
+        return missing
 
     def abandon(self, state: EngineState) -> None:
         if self.holder is not None and state.claims.take(self.holder) is not None:
             state.lease_ended(self)
         self.views.clear()
 
-    def _refuse_impossible(self, state: EngineState, sizes: Sequence[int]) -> None:
-        space = state.pools[self.tier].tier
-        alignment = getattr(space, "alignment", 1)
-        total = sum(-(-nbytes // alignment) * alignment for nbytes in sizes)
+    def _refuse_impossible(self, state: EngineState, entries: Sequence[Entry]) -> None:
+        pool = state.pools[self.tier]
+        space, rounded = pool.tier, pool.rounded
+        if sum(map(_NBYTES, entries)) + len(entries) * rounded(1) <= space.capacity:  # more than all of them rounded up
+            return
+        total = sum(rounded(entry.nbytes) for entry in entries)
         if total > space.capacity:
-            together, fewer = (" together", "lease fewer at once, or ") if len(sizes) > 1 else ("", "")
+            together, fewer = (" together", "lease fewer at once, or ") if len(entries) > 1 else ("", "")
             raise CapacityError(
                 f"{self} needs {total:,} bytes, which can never be in tier {space.name}{together} ({space.capacity:,} bytes): "
                 f"{fewer}open the store with more room there"
@@ -254,7 +253,7 @@ class Install(Request):
         assert copy is not None
         if entry.temporary:
             state.write_at_once(copy)
-        state.used(entry, self.tier, Use.PUT)
+        state.used((entry,), self.tier, Use.PUT)
         state.planned_anew(copy)  # a plan says more of it from now on
         state.changing = False
 

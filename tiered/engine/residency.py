@@ -24,7 +24,8 @@ may be evicted without moving a byte.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Iterator
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tiered.errors import CapacityError, KeyNotFound, LeaseConflict, TieredError
@@ -75,8 +76,16 @@ class Evictability(enum.IntEnum):
     """The copy is being written back and can leave after that."""
 
 
+# What is looked up with each change of a copy: before Python 3.12 a member of an enum takes ten times as long as a global.
+_EMPTY, _FILLING, _CLEAN, _DIRTY, _WRITEBACK = State
+_USED, _FRESH, _READ, _WRITE = Evictability.USED, Evictability.FRESH, Access.READ, Access.WRITE
+
 _VALID = frozenset({State.CLEAN, State.DIRTY, State.WRITEBACK})
 _IN_FLIGHT = frozenset({State.FILLING, State.WRITEBACK})
+_LEAVES = (Evictability.CLEAN, Evictability.FRESH)
+_UNUSED = dict(zip(State, (_USED, _USED, Evictability.CLEAN, Evictability.DIRTY, Evictability.WRITING_BACK), strict=True))
+"""What a copy of which there is no lease, alias or reading transfer means to a search for room, by its state."""
+_WRITERS = operator.attrgetter("writers")
 
 
 @dataclass(slots=True, eq=False)
@@ -134,7 +143,7 @@ class Copy:
     @property
     def dirty(self) -> bool:
         """Whether no tier below has the copy's bytes."""
-        return self._state is State.DIRTY or self._state is State.WRITEBACK
+        return self._state is _DIRTY or self._state is _WRITEBACK
 
     @property
     def valid(self) -> bool:
@@ -175,7 +184,7 @@ class Copy:
         self.version = self._witnessed()
 
     def _witnessed(self) -> int:
-        return getattr(self.witness, "_version", 0)
+        return 0 if self.witness is None else getattr(self.witness, "_version", 0)
 
     @property
     def stuck(self) -> bool:
@@ -185,14 +194,9 @@ class Copy:
 
     def classify(self) -> Evictability:
         """Return what the copy means now to a search for room in its tier."""
-        state = self._state
         if self.readers or self.writers or self.aliases or self.reads_from:
-            return Evictability.USED
-        if state is State.CLEAN:
-            return Evictability.FRESH if self.prefetched else Evictability.CLEAN
-        if state is State.DIRTY:
-            return Evictability.DIRTY
-        return Evictability.WRITING_BACK if state is State.WRITEBACK else Evictability.USED
+            return _USED
+        return _FRESH if self.prefetched and self._state is _CLEAN else _UNUSED[self._state]
 
 
 @dataclass(slots=True, eq=False)
@@ -294,16 +298,18 @@ class Directory:
 
     def entry(self, key: Key) -> Entry:
         """Return the tensor ``key``. Raises KeyNotFound."""
-        found = self.find(key)
+        found = self._entries.get(key) or self._aside.get(key)
         if found is None:
             raise KeyNotFound(f"no tensor {key!r} in the store")
         return found
 
-    def leasable(self, keys: Iterable[Key], access: Access) -> list[Entry]:
+    def leasable(self, keys: Sequence[Key], access: Access) -> list[Entry]:
         """Return the tensors ``keys``. Raises KeyNotFound, and LeaseConflict where an open lease of one excludes ``access``."""
-        entries = [self._entries.get(key) or self.entry(key) for key in keys]
-        for entry in entries:
-            if entry.writers or access is Access.WRITE:
+        entries = [entry for entry in map(self._entries.get, keys) if entry is not None]
+        if len(entries) < len(keys):
+            entries = [self.entry(key) for key in keys]
+        if access is _WRITE or any(map(_WRITERS, entries)):
+            for entry in entries:
                 self.refuse_conflict(entry, access)
         return entries
 
@@ -321,10 +327,10 @@ class Directory:
         entry = Entry(key, spec, self.next_id, [None] * self.depth, temporary=temporary)
         copy = Copy(key, tier, slot, fences=fences)
         if tier == self.depth - 1:  # a chain of one tier: nothing below could be newer or older
-            copy.become(State.FILLING)
-            copy.become(State.CLEAN)
+            copy.become(_FILLING)
+            copy.become(_CLEAN)
         else:
-            copy.become(State.DIRTY)
+            copy.become(_DIRTY)
         entry.copies[tier] = copy
         self.next_id += 1
         old = self._entries.get(key)
@@ -348,8 +354,8 @@ class Directory:
         """Add a tensor whose bytes are at the bottom, according to a manifest."""
         entry = self.add(key, spec, tensor_id)
         copy = Copy(key, self.depth - 1, slot, checksums=checksums, generation=generation)
-        copy.become(State.FILLING)
-        copy.become(State.CLEAN)
+        copy.become(_FILLING)
+        copy.become(_CLEAN)
         entry.copies[-1] = copy
         self._came(copy)
         return entry
@@ -378,21 +384,21 @@ class Directory:
             raise LeaseConflict(f"tensor {key!r} is leased: it can be replaced or deleted after its leases have ended")
 
     def evict(self, copy: Copy) -> None:
-        assert copy.state is State.CLEAN and copy.idle and copy.tier < self.depth - 1
+        assert copy.classify() in _LEAVES and copy.tier < self.depth - 1
         self._vacate(self.entry(copy.key), copy)
 
     def discard(self, copy: Copy) -> None:
         """Drop a CLEAN copy that does not hold the tensor's bytes; the copies below do."""
-        assert copy.state is State.CLEAN and not copy.leased and not copy.in_flight and copy.tier < self.depth - 1
+        assert copy.state is _CLEAN and not copy.leased and not copy.in_flight and copy.tier < self.depth - 1
         self._vacate(self.entry(copy.key), copy)
 
     def move(self, copy: Copy, slot: Slot) -> Copy:
         """Record that ``copy``'s bytes were copied to ``slot`` of the same tier; the old slot stays until its last alias is
         gone."""
         entry = self.entry(copy.key)
-        assert copy.state is State.DIRTY and not copy.leased and not copy.in_flight
+        assert copy.state is _DIRTY and not copy.leased and not copy.in_flight
         fresh = Copy(copy.key, copy.tier, slot, fences=copy.fences)
-        fresh.become(State.DIRTY)
+        fresh.become(_DIRTY)
         self._vacate(entry, copy)
         entry.copies[copy.tier] = fresh
         self._came(fresh)
@@ -411,34 +417,35 @@ class Directory:
         """Open a lease as ``grant`` does, of a tensor that ``leasable`` returned."""
         copy = entry.copies[tier]
         assert copy is not None and copy.valid
-        if access is Access.WRITE:
+        if access is _WRITE:
             assert not entry.in_flight
             self._count(entry.key)
             for other in entry.copies:
                 if other is not None and other is not copy:
                     self._vacate(entry, other)
-            if copy.state is State.CLEAN and tier < self.depth - 1:
-                copy.become(State.DIRTY)
+            if copy.state is _CLEAN and tier < self.depth - 1:
+                copy.become(_DIRTY)
             copy.checksums = copy.record = b""
             copy.writers += 1
             entry.writers += 1
         else:
             if not copy.readers:
-                copy.sealed, copy.lent_clean = copy._witnessed(), copy.state is State.CLEAN
+                copy.sealed, copy.lent_clean = copy._witnessed(), copy._state is _CLEAN
             copy.readers += 1
         copy.prefetched = False
         copy.failure = None
-        self._changed(copy)
+        if tier < self.depth - 1:
+            self._tell(copy, _USED)
         return copy
 
     def refuse_conflict(self, entry: Entry, access: Access) -> None:
         """Raise LeaseConflict where an open lease excludes another one."""
-        if entry.writers or (access is Access.WRITE and entry.leased):
+        if entry.writers or (access is _WRITE and entry.leased):
             held = "WRITE" if entry.writers else "READ"
             raise LeaseConflict(f"tensor {entry.key!r} has an open {held} lease; a {access.name} lease must wait for its end")
 
     def release(self, copy: Copy, access: Access) -> None:
-        if access is Access.WRITE:
+        if access is _WRITE:
             entry = self.entry(copy.key)
             assert copy.writers == entry.writers == 1
             copy.writers = entry.writers = 0
@@ -456,10 +463,10 @@ class Directory:
         source.reads_from += 1
         source.prefetched = False  # the prefetch was of use
         copy = Copy(entry.key, tier, slot)
-        copy.become(State.FILLING)
+        copy.become(_FILLING)
         entry.copies[tier] = copy
         self._use_changed(source)
-        self._came(copy)
+        self._tell(copy, _USED)
         return copy
 
     def end_fill(self, entry: Entry, tier: int, error: TieredError | None) -> None:
@@ -468,7 +475,7 @@ class Directory:
         source.reads_from -= 1
         self._use_changed(source)
         if error is None:
-            copy.become(State.CLEAN)
+            copy.become(_CLEAN)
             self._changed(copy)
         else:
             self._vacate(entry, copy)
@@ -477,10 +484,10 @@ class Directory:
         """Record that a transfer down, into the tier below, was admitted."""
         source = entry.copies[tier]
         assert source is not None and not source.writers and not source.in_flight and entry.copies[tier + 1] is None
-        source.become(State.WRITEBACK)
+        source.become(_WRITEBACK)
         source.note_version()
         copy = Copy(entry.key, tier + 1, slot)
-        copy.become(State.FILLING)
+        copy.become(_FILLING)
         entry.copies[tier + 1] = copy
         self._changed(source)
         self._came(copy)
@@ -493,12 +500,12 @@ class Directory:
         assert source is not None and copy is not None
         if error is None:
             copy.checksums, copy.generation = checksums, generation
-            copy.become(State.CLEAN if copy.tier == self.depth - 1 else State.DIRTY)
-            source.become(State.CLEAN)
+            copy.become(_CLEAN if copy.tier == self.depth - 1 else _DIRTY)
+            source.become(_CLEAN)
             source.failure = None
             self._changed(copy)
         else:
-            source.become(State.DIRTY)
+            source.become(_DIRTY)
             source.failure = error
             self._vacate(entry, copy)
         self._changed(source)
@@ -508,7 +515,7 @@ class Directory:
         ones."""
         source, copy = entry.copies[tier], entry.copies[tier + 1]
         assert source is not None and copy is not None
-        source.become(State.DIRTY)
+        source.become(_DIRTY)
         self._vacate(entry, copy)
         self._changed(source)
 
@@ -528,8 +535,7 @@ class Directory:
 
     def _use_changed(self, copy: Copy) -> None:
         """Tell that a lease of ``copy``, or a transfer that reads it, began or ended, where eviction has to know."""
-        evictability = copy.classify()
-        if evictability is not copy.evictability and copy.tier < self.depth - 1:
+        if copy.tier < self.depth - 1 and (evictability := copy.classify()) is not copy.evictability:
             self._tell(copy, evictability)
 
     def _vacate_all(self, entry: Entry) -> None:
@@ -538,9 +544,9 @@ class Directory:
                 self._vacate(entry, copy)
 
     def _vacate(self, entry: Entry, copy: Copy) -> None:
-        copy.become(State.EMPTY)
+        copy.become(_EMPTY)
         entry.copies[copy.tier] = None
-        self._tell(copy, Evictability.USED)
+        self._tell(copy, _USED)
 
     def recount(self, claims: Iterable[tuple[Copy, Access]], reads: Iterable[Copy]) -> None:
         """Restore the table's invariants after an exception struck within a change: ``claims`` are the existing leases,

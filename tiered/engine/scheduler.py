@@ -26,6 +26,10 @@ PACK_ATTEMPTS = 4
 """How often a request may evict its own copies, to fit better among the same neighbours."""
 
 
+_FILLING, _CLEAN, _UP = State.FILLING, Evictability.CLEAN, Direction.UP  # see residency
+_PREFETCH, _SPECULATIVE = Urgency.PREFETCH, Urgency.SPECULATIVE
+
+
 class Scheduler:
     """Decides for ``state`` which tensor moves where: by each tier's policy, by the plan of an order that is followed, and by
     who waits for what."""
@@ -43,7 +47,7 @@ class Scheduler:
         state = self.state
         copy = entry.copies[tier]
         if copy is not None:
-            if copy.state is State.FILLING:
+            if copy.state is _FILLING:
                 state.transfers.raise_urgency(entry.key, ticket.urgency)
             return copy.valid
         for below in range(tier + 1, len(entry.copies)):
@@ -77,13 +81,13 @@ class Scheduler:
             state.pools[tier].give_back(slot)
             return
         copy = state.directory.begin_fill(entry, tier, slot)
-        if ticket.urgency is Urgency.PREFETCH:
+        if ticket.urgency is _PREFETCH:
             copy.prefetched = True
             state.prefetched += 1
-        elif ticket.urgency is Urgency.SPECULATIVE:
+        elif ticket.urgency is _SPECULATIVE:
             copy.speculated = True
             state.speculated += 1
-        state.enqueue(entry, tier, Direction.UP, slot, source.slot, ticket.urgency, source)
+        state.enqueue(entry, tier, _UP, slot, source.slot, ticket.urgency, source)
 
     # -- writing back ------------------------------------------------------------------------------------------------------
 
@@ -179,9 +183,12 @@ class Scheduler:
             self._refuse_beyond_capacity(tier, nbytes)
         if ticket.urgency.ahead and not self._may_prefetch(tier, nbytes, ticket):
             return None
+        state.writeback_due = True  # there is less room
+        chosen = state.asked is not None and state.asked.leaving.get(tier)
+        if chosen and nbytes > pool.free and (slot := self._take_next(tier, nbytes, ticket)) is not None:
+            return slot
         slot = pool.allocate(nbytes, 0) or self.take_planned_room(tier, nbytes, ticket)
         slot = slot or pool.allocate(nbytes, MOVED if tier < state.bottom else math.inf)
-        state.writeback_due = True  # there is less room
         if slot is None and tier < state.bottom:
             slot = self.make_room(tier, nbytes, ticket)
         if slot is None:
@@ -237,7 +244,9 @@ class Scheduler:
         pool, acceptable = state.pools[tier], self._acceptable(tier, ticket)
         size = pool.rounded(nbytes)
         same = next((copy for copy in dropped if copy.nbytes == size and acceptable(copy)), None)
-        found = [same] if same is not None else pool.together(size, [copy for copy in dropped if acceptable(copy)])
+        if same is not None:
+            return self._evict_for_its_slot(same)
+        found = pool.together(size, [copy for copy in dropped if acceptable(copy)])
         for copy in found or ():
             self.evict(copy)
         return pool.allocate(nbytes, 0) if found else None
@@ -258,6 +267,8 @@ class Scheduler:
         planned = state.order is not None and state.order.plans(tier)
         chosen: list[Copy] | None = None
         if state.order is None and (one := pool.large_victim(nbytes, _clean(acceptable))) is not None:
+            if one.slot.nbytes == pool.rounded(nbytes):
+                return self._evict_for_its_slot(one)
             chosen = [one]
         if planned:
             chosen = pool.enough(nbytes, [copy for copy in state.dropped_by_plan(tier) if acceptable(copy)])
@@ -316,9 +327,8 @@ class Scheduler:
         size = pool.rounded(nbytes)
         while leaving:
             copy = leaving.pop()
-            if copy.slot.nbytes == size and copy.evictability is Evictability.CLEAN:
-                self.evict(copy)
-                return pool.allocate(nbytes, 0)
+            if copy.slot.nbytes == size and copy.evictability is _CLEAN:
+                return self._evict_for_its_slot(copy)
         return None
 
     def _nothing_new(self, tier: int, nbytes: int, ticket: Ticket) -> bool:
@@ -412,10 +422,16 @@ class Scheduler:
                 copy.failure = None  # a later request tries again
             raise failure
 
+    def _evict_for_its_slot(self, copy: Copy) -> Slot:
+        """Evict ``copy`` and return its slot, which stays allocated: what comes instead is as large."""
+        slot = self.state.pools[copy.tier].pass_on(copy)
+        self.evict(copy)
+        return slot
+
     def evict(self, copy: Copy) -> None:
         state = self.state
         state.evictions += 1
-        if state.asked is not None:
+        if state.asked is not None and copy.tier + 1 < state.bottom:
             for tier, too in [key for key in state.asked.wanted if key[0] > copy.tier]:
                 del state.asked.wanted[tier, too]  # the tensor may be on its way again, through these
         if copy.prefetched:
@@ -431,7 +447,7 @@ class Scheduler:
         state = self.state
         entry, transfer = state.transfers.end(index, completion.tag, now, completion.error)
         state.writeback_due = True
-        if transfer.direction is Direction.UP:
+        if transfer.direction is _UP:
             source = entry.copies[index + 1]
             if completion.error is None and source is not None and source.unsealed:
                 completion = replace(completion, error=state.why_spoiled(source))
@@ -476,4 +492,4 @@ class Scheduler:
 
 def _clean(acceptable: Callable[[Copy], bool]) -> Callable[[Copy], bool]:
     """Return which of the ``acceptable`` copies leave at once, and were not prefetched for somebody."""
-    return lambda copy: copy.evictability is Evictability.CLEAN and acceptable(copy)
+    return lambda copy: copy.evictability is _CLEAN and acceptable(copy)

@@ -50,6 +50,8 @@ LOOKED_AT = 256
 """Copies dropped by the plan that are offered at most: to look at thousands of small ones takes longer than a lease."""
 
 _WAYS = (Direction.UP, Direction.DOWN)
+_UP = Direction.UP
+_DIRTY, _WRITEBACK, _READ = State.DIRTY, State.WRITEBACK, Access.READ  # see residency
 
 
 # -- what callers hold -------------------------------------------------------------------------------------------------------
@@ -242,7 +244,7 @@ class TransferQueue:
     def add(self, transfer: Transfer) -> None:
         self._queue(transfer)[transfer.tag] = transfer
         self.length += 1
-        self.read_bytes += transfer.upper.nbytes if transfer.direction is Direction.UP else 0
+        self.read_bytes += transfer.upper.nbytes if transfer.direction is _UP else 0
 
     def take(self, refused: Mapping[Direction, Urgency]) -> Transfer | None:
         """Remove and return the next transfer that is more urgent than what was ``refused`` in its direction."""
@@ -250,7 +252,7 @@ class TransferQueue:
             if waiting and (way not in refused or urgency < refused[way]):
                 _, transfer = waiting.popitem(last=False)
                 self.length -= 1
-                self.read_bytes -= transfer.upper.nbytes if way is Direction.UP else 0
+                self.read_bytes -= transfer.upper.nbytes if way is _UP else 0
                 return transfer
         return None
 
@@ -324,7 +326,7 @@ class TransferQueues:
             self.recorder.queued(transfer.tag)
         self._transfers[transfer.tag] = (entry, transfer)
         self._moving.setdefault(entry.key, []).append((index, transfer))
-        if transfer.direction is Direction.UP:
+        if transfer.direction is _UP:
             self.inbound[index].transfers += 1
             self.inbound[index].nbytes += transfer.nbytes
         self.queues[index].add(transfer)
@@ -361,7 +363,7 @@ class TransferQueues:
         moving.remove((index, transfer))
         if not moving:
             del self._moving[entry.key]
-        if transfer.direction is Direction.UP:
+        if transfer.direction is _UP:
             self.inbound[index].transfers -= 1
             self.inbound[index].nbytes -= transfer.nbytes
         return entry, transfer
@@ -561,12 +563,9 @@ class EngineState:
 
     def changed(self, copy: Copy, evictability: Evictability) -> None:
         """Bring everything that is kept beside the directory up to date with a change of ``copy``. Called by the directory."""
-        pool, state = self.pools[copy.tier], copy.state
-        if copy.evictability is evictability and state is not State.EMPTY and pool.copies.get(copy.key) is copy:
-            pool.changes += 1  # nothing else that a pool knows of it
-        else:
-            pool.note(copy, evictability)
-        if state is State.DIRTY or state is State.WRITEBACK:
+        self.pools[copy.tier].note(copy, evictability)
+        state = copy.state
+        if state is _DIRTY or state is _WRITEBACK:
             self.unsaved[copy.key] = copy
             self.writeback_due = True
         elif self.unsaved.get(copy.key) is copy:
@@ -635,21 +634,23 @@ class EngineState:
                 self.writeback_due |= copy.dirty
                 self.planned_anew(copy)
 
-    def used(self, entry: Entry, tier: int, use: Use) -> None:
-        """Record that a lease of ``entry`` in ``tier`` begins, or that the tensor was put there."""
-        if self.order is not None:
-            self.order.plan.happened(entry.key)
-        self._uses += 1
-        for pool, copy in zip(self.pools, entry.copies, strict=True):
-            if copy is not None and not pool.bottom:
-                copy.last_use = self._uses
-                pool.policy.touched(entry.key)
-                if copy.speculated:
-                    copy.speculated = False
-                    self.speculated_used += 1
-        for record in self.records:
-            if len(record.touches) < record.most and record.wanted() is not None:
-                record.touches.append(Touch(entry.key, self.pools[tier].tier.name, use, entry.nbytes))
+    def used(self, entries: Sequence[Entry], tier: int, use: Use) -> None:
+        """Record that a lease of ``entries`` in ``tier`` begins, or that the tensors were put there."""
+        order, upper = self.order, self.pools[: self.bottom]
+        for entry in entries:
+            if order is not None:
+                order.plan.happened(entry.key)
+            self._uses += 1
+            for pool, copy in zip(upper, entry.copies, strict=False):
+                if copy is not None:
+                    copy.last_use = self._uses
+                    pool.policy.touched(entry.key)
+                    if copy.speculated:
+                        copy.speculated = False
+                        self.speculated_used += 1
+            for record in self.records:
+                if len(record.touches) < record.most and record.wanted() is not None:
+                    record.touches.append(Touch(entry.key, self.pools[tier].tier.name, use, entry.nbytes))
 
     def install(self, copy: Copy) -> None:
         """Let the eviction policy of its tier know of ``copy``, which is new there and was not leased yet."""
@@ -685,7 +686,10 @@ class EngineState:
         tickets = [other for other in self.waiting if (other.urgency, other.sequence) < mine]
         if too:
             tickets.append(ticket)
-        found = {key for other in tickets for key in other.wants() if self._on_its_way(key, tier, other.tier)}
+        found: set[Key] = set()
+        for other in tickets:
+            keys = other.wants()
+            found.update(keys if tier <= other.tier else (key for key in keys if self._on_its_way(key, tier, other.tier)))
         if known is not None:
             known[tier, too] = found
         return found
@@ -780,13 +784,13 @@ class EngineState:
 
     def lease_ended(self, lease: LeaseHold) -> None:
         """End ``lease``: by the engine, or where what was left half done is counted anew."""
+        self.doomed_due = self.doomed_due or bool(self.doomed)
         for copy in lease.copies:
             if self.fence is not None:
                 self._fenced(copy, lease.stream)
-            if lease.access is Access.READ and copy.unsealed:
+            if lease.access is _READ and copy.unsealed:
                 copy.spoiled, lease.misused = True, copy.key
             self.directory.release(copy, lease.access)
-            self.doomed_due = self.doomed_due or bool(self.doomed)
             if copy.spoiled:
                 self._spoil(copy)
 

@@ -60,11 +60,11 @@ class LibaioBackend:
         self._completions = ffi.new("aio_ring_completion[]", self.depth)
 
     def submit(self, batch: Sequence[IORequest]) -> int:
-        ring = self._ring()
+        ring, write = self._ring(), Operation.WRITE
         taken = 0
         try:
             for request in batch:
-                operation = lib.AIO_RING_WRITE if request.operation is Operation.WRITE else lib.AIO_RING_READ
+                operation = lib.AIO_RING_WRITE if request.operation is write else lib.AIO_RING_READ
                 if not self._checked(
                     lib.aio_ring_queue(
                         ring, operation, request.fd, request.offset, request.address, request.nbytes, request.tag

@@ -3,7 +3,7 @@
 A transfer is cut into blocks. Blocks of all transfers share the backend's ring, the more urgent transfer's first, so the ring
 does not run empty where one tensor ends and the next begins. Every completion is matched by its tag to its block, and its
 result is compared with the request; every piece of a tensor is checksummed on its way down and verified on its way up. To keep
-the drive busy, pieces to be written next are hashed before the ring has room for them.
+the drive busy, pieces to be written next are hashed before the ring has room for them, and large pieces on several threads.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from __future__ import annotations
 import ctypes
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tiered.errors import CorruptionError, MisuseError, ReadError, ShortTransfer, TransferError, WriteError
 from tiered.format.data_file import digest
 from tiered.interfaces import IOBackend
+from tiered.links.hashing import LARGE, Hashing
 from tiered.types import (
     CHECKSUM_BYTES,
     PIECE_BYTES,
@@ -36,6 +37,10 @@ __all__ = ["DiskConfig", "DiskLink"]
 
 LATENCY = 0.006
 """Seconds that a demand may wait for write-backs in flight; where half of ``flight`` takes longer, it may wait for that."""
+
+
+_READ, _WRITE, _DOWN = Operation.READ, Operation.WRITE, Direction.DOWN  # before Python 3.12 enums look members up slowly
+_SPECULATIVE, _WRITEBACK = Urgency.SPECULATIVE, Urgency.WRITEBACK
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,7 @@ class _Job:
 
     def unhashed(self, end: int) -> bool:
         """Return whether some of the first ``end`` bytes, which are to be written, have no checksum yet."""
-        return self.way is Operation.WRITE and len(self.digests) * PIECE_BYTES < min(end, self.transfer.nbytes)
+        return self.way is _WRITE and len(self.digests) * PIECE_BYTES < min(end, self.transfer.nbytes)
 
 
 class DiskLink:
@@ -123,10 +128,11 @@ class DiskLink:
         self._flight = config.flight
         self._window, self._together = config.window, config.together
         self._depth = backend.depth
+        self._hashing = Hashing()
         self._jobs: dict[int, _Job] = {}  # by the transfer's tag
         self._queues = {(urgency, way): deque[_Job]() for urgency in Urgency for way in Operation}  # jobs with blocks to submit
         self._by_urgency = [
-            (self._queues[urgency, Operation.READ], self._queues[urgency, Operation.WRITE]) for urgency in Urgency
+            (self._queues[urgency, _READ], self._queues[urgency, _WRITE]) for urgency in Urgency
         ]
         self._accepted = {way: [0 for _ in Urgency] for way in Operation}  # bytes of unfinished transfers
         self._blocks: dict[int, tuple[_Job, int, int]] = {}  # in flight, by the request's tag: job, offset, length
@@ -144,14 +150,15 @@ class DiskLink:
         """Take a transfer; return False while the window is full of transfers at least as urgent."""
         assert not self._closed, "start after close"
         assert transfer.tag not in self._jobs, f"tag {transfer.tag} is in flight"
-        assert all(fence.query() for fence in transfer.after), "DRAM has no streams, so nothing here waits for a fence"
-        way = Operation.WRITE if transfer.direction is Direction.DOWN else Operation.READ
+        if transfer.after:
+            assert all(fence.query() for fence in transfer.after), "DRAM has no streams, so nothing here waits for a fence"
+        way = _WRITE if transfer.direction is _DOWN else _READ
         if sum(self._accepted[way][: transfer.urgency + 1]) >= self._window:
             return False
         length = -(-transfer.nbytes // self._alignment) * self._alignment
         assert 0 < length <= min(transfer.upper.nbytes, transfer.lower.nbytes)
         job = _Job(transfer, self._locate(transfer.lower), way, self._address + transfer.upper.offset, length)
-        if way is Operation.WRITE:
+        if way is _WRITE:
             if length > transfer.nbytes:
                 ctypes.memset(job.memory + transfer.nbytes, 0, length - transfer.nbytes)
             self._unhashed.append(job)
@@ -208,6 +215,7 @@ class DiskLink:
         """Wait for the blocks in flight and close the backend; blocks that were not submitted are dropped. Idempotent."""
         self._closed = True
         self._backend.close()
+        self._hashing.close()
         self._jobs.clear()
         self._blocks.clear()
         self._arrived.clear()
@@ -229,7 +237,7 @@ class DiskLink:
             for job in queue:
                 while job.cursor < job.length:
                     size = min(self._block, job.length - job.cursor)
-                    in_flight = self._bytes_in_flight[Operation.READ] + self._bytes_in_flight[Operation.WRITE]
+                    in_flight = self._bytes_in_flight[_READ] + self._bytes_in_flight[_WRITE]
                     if len(self._blocks) == self._depth or (in_flight and in_flight + size > self._flight):
                         self._submit_batch(batch)
                         return
@@ -240,7 +248,7 @@ class DiskLink:
                             return
                         batch = []
                         while job.unhashed(job.cursor + size):
-                            self._hash_next(job)
+                            job.digests.append(self._digest((job, len(job.digests))))
                     batch.append(self._begin_block(job, size))
                 if job.cursor < job.length:
                     break
@@ -254,9 +262,9 @@ class DiskLink:
             if reads and writes:
                 yield writes, self._flight // 4
             if reads:
-                yield reads, self._block if urgency == Urgency.SPECULATIVE else self._flight
+                yield reads, self._block if urgency == _SPECULATIVE else self._flight
             if writes:
-                yield writes, self._writeback_limit if urgency == Urgency.WRITEBACK else self._flight
+                yield writes, self._writeback_limit if urgency == _WRITEBACK else self._flight
 
     def _begin_block(self, job: _Job, size: int) -> IORequest:
         """Return the next block of ``job`` as a request, in flight from here on."""
@@ -286,14 +294,43 @@ class DiskLink:
     # Checksums
 
     def _hash_some(self) -> bool:
-        """Verify pieces that have arrived, then hash pieces to be written, about one piece in all; return False if there was
-        none."""
-        left = PIECE_BYTES
-        while left > 0 and self._arrived:
-            left -= self._check(*self._arrived.popleft())
-        while left > 0 and (job := self._to_hash()) is not None:
-            left -= self._hash_next(job)
-        return left < PIECE_BYTES
+        """Verify pieces that have arrived, then hash pieces to be written, about one piece for each thread in all; return False
+        if there was none."""
+        pieces: list[tuple[_Job, int]] = []
+        sizes: list[int] = []
+        nbytes = 0
+        while self._arrived and nbytes < self._most_hashed(sizes):
+            pieces.append(self._arrived.popleft())
+            sizes.append(_piece_bytes(*pieces[-1]))
+            nbytes += sizes[-1]
+        arrived = len(pieces)
+        for unhashed in self._next_to_hash():
+            if nbytes >= self._most_hashed(sizes):
+                break
+            pieces.append(unhashed)
+            sizes.append(_piece_bytes(*unhashed))
+            nbytes += sizes[-1]
+        digests = self._hashing.digests(pieces, self._digest, sizes)
+        for (job, piece), found in zip(pieces[:arrived], digests[:arrived], strict=True):
+            self._check(job, piece, found)
+        for (job, _), found in zip(pieces[arrived:], digests[arrived:], strict=True):
+            job.digests.append(found)
+        return bool(pieces)
+
+    def _most_hashed(self, sizes: Sequence[int]) -> int:
+        """Return how many bytes are hashed before others get their turn: as many for each thread as long as all are large."""
+        return PIECE_BYTES * (self._hashing.threads if sizes and sizes[-1] >= LARGE else 1)
+
+    def _next_to_hash(self) -> Iterator[tuple[_Job, int]]:
+        """Yield the pieces to hash next; of a large tensor no more than the ring takes, because others wait."""
+        if self._to_hash() is None:
+            return
+        for job in self._unhashed:
+            if job.error is None:
+                end = min(job.cursor + self._flight, job.transfer.nbytes)
+                yield from ((job, piece) for piece in range(len(job.digests), -(-end // PIECE_BYTES)))
+                if end < job.transfer.nbytes:
+                    return
 
     def _to_hash(self) -> _Job | None:
         """Return the job whose pieces to hash next, if any; of a large one no more than the ring takes, because others wait."""
@@ -304,20 +341,15 @@ class DiskLink:
             self._unhashed.popleft()
         return None
 
-    def _check(self, job: _Job, piece: int) -> int:
+    def _check(self, job: _Job, piece: int, found: bytes) -> None:
         expected = job.transfer.checksums[piece * CHECKSUM_BYTES : (piece + 1) * CHECKSUM_BYTES]
-        if job.error is None and self._digest(job, piece) != expected:
+        if job.error is None and found != expected:
             self._fail(job, _corruption(job, piece))
         job.unchecked -= 1
         self._end_if_over(job)
-        return _piece_bytes(job, piece)
 
-    def _hash_next(self, job: _Job) -> int:
-        piece = len(job.digests)
-        job.digests.append(self._digest(job, piece))
-        return _piece_bytes(job, piece)
-
-    def _digest(self, job: _Job, piece: int) -> bytes:
+    def _digest(self, which: tuple[_Job, int]) -> bytes:
+        job, piece = which
         transfer = job.transfer
         offset = piece * PIECE_BYTES
         memory = (ctypes.c_char * _piece_bytes(job, piece)).from_address(job.memory + offset)
@@ -328,7 +360,7 @@ class DiskLink:
     def _account(self, completion: IOCompletion) -> None:
         """Match a completion to its block, and update the piece and the job that it belongs to."""
         job, at, size = self._end_block(completion.tag)
-        if job.way is Operation.WRITE and completion.result == size:
+        if job.way is _WRITE and completion.result == size:
             self._counted += size
         if completion.result != size:
             self._fail(job, _io_error(job, at, size, completion.result))
