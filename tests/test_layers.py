@@ -121,6 +121,7 @@ LARGEST_PACKAGE = 12  # files and subpackages
 
 # The one thing that each file of more than 600 or fewer than 60 lines owns.
 LONG_OR_SHORT: dict[str, str] = {
+    "engine.residency": "the table of states: which edges a copy may take, what holds after each, and who is told",
     "cli.info.command": "the options of `tiered info`; what they ask for imports torch, and --help must not",
     "cli.plan.report": "the options of `tiered report`, which needs neither torch nor a store",
     "cli.plan.plot": "the one file of the command that needs matplotlib",

@@ -14,7 +14,8 @@ from tiered import SparseAdamW, Table, TieredEmbedding, TieredStore
 from tiered.tables.layout import Layout
 
 PROMISE = "20 (exceptions that strike a call of a table)"
-ROWS, WIDTH = 120, 8
+ROWS, WIDTH = 120, 16  # rows of 64 bytes, which have copies when they were looked up
+ALL = torch.arange(ROWS)
 IDS = torch.tensor([3, 119, 3, 77, 40, 41])
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
 
@@ -42,6 +43,9 @@ def seen(store: TieredStore) -> tuple[torch.Tensor, ...]:
     """What there is of the table, and of the optimizer's states: all of them together are of one moment."""
     tables = [store.table("t"), *(store.table(f"t/{name}", ROWS, WIDTH, block=9 * WIDTH * 4) for name in STATES)]
     steps = store.get("t/steps", torch.zeros(2, dtype=torch.int64))
+    for table in tables:
+        for _ in range(2):
+            assert torch.equal(table.look_up(ALL), table[:])  # which takes no row from a copy
     return (*(table[:] for table in tables), torch.tensor([tables[0].appended]), steps)
 
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from tiered import SparseAdagrad, TieredEmbedding, TieredStore
-from tiered.errors import StoreClosed
+from tiered.errors import ForkedStore, StoreClosed
 from tiered.tables import kernel
 from tiered.tables.cache import RowCache
 from tiered.tables.layout import Layout
@@ -20,6 +26,12 @@ from tiered.types import Access
 
 pytestmark = pytest.mark.skipif(kernel.lib is None, reason="without a C compiler rows have no copies")
 MIB = 1 << 20
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> Iterator[TieredStore]:
+    with TieredStore.open(tmp_path / "state", dram=4 * MIB) as store:
+        yield store
 
 
 class AgainstADict(RuleBasedStateMachine):
@@ -76,7 +88,8 @@ class AgainstADict(RuleBasedStateMachine):
 
     @rule()
     def clear(self) -> None:
-        self.cache.clear()
+        self.cache.close()
+        self.cache._closed = False
         self.kept.clear()
 
 
@@ -100,8 +113,8 @@ def test_rows_that_have_no_copies() -> None:
     assert cache.number(60, 60) is None
     assert cache.number(60, 8192) is not None
     assert cache.number(60, 8193) is None
-    assert cache.number(1 << 40, 64) is None
-    assert cache.number((1 << 40) - 1, 64) is not None
+    assert cache.number(1 << 36, 64) is None
+    assert cache.number((1 << 36) - 1, 64) is not None
 
 
 @pytest.fixture
@@ -259,3 +272,104 @@ def test_each_call_that_changes_rows_forgets_them(tmp_path: Path, moved: list[in
         now[ids[:3]] -= 1
         assert torch.allclose(table.look_up(ids), now[ids])
         assert sum(moved) < 40  # and not by forgetting all
+
+
+def test_copies_and_blocks_of_one_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread goes back between the rows that have copies and the others."""
+    with TieredStore.open(tmp_path / "state", dram=8 * MIB, keep=3) as store:
+        table = store.table("t", 64, 32, block=4096)
+        for value in (1.0, 2.0):
+            table[:] = torch.full((64, 32), value)
+            store.commit()
+        assert table.look_up([0])[0, 0] == 2
+        before = RowCache.read
+
+        def read(self: RowCache, *arguments: Any) -> Any:
+            found = before(self, *arguments)
+            thread = threading.Thread(target=store.rollback, args=(1,))
+            thread.start()
+            thread.join()
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(RowCache, "read", read)
+            assert table.look_up([0, 1, 40])[:, 0].tolist() == [1, 1, 1]
+        assert table.look_up([0, 1, 40])[:, 0].tolist() == [1, 1, 1]
+
+
+def test_a_block_that_is_deleted_while_a_commit_needs_it(tmp_path: Path) -> None:
+    """It is set aside for the commit, because a view of it is alive and there is no room to duplicate it."""
+    with TieredStore.open(tmp_path / "state", dram=MIB) as store, contextlib.ExitStack() as stack:
+        table = store.table("t", 1000, 32, block=16384)
+        table[:] = torch.zeros(1000, 32)
+        for number in range(62):
+            store.put(f"z{number}", torch.full((4096,), float(number)))
+        store.commit()
+        with store.lease("t/block0", access="write") as block:
+            block.fill_(1)
+        assert table.look_up([0])[0, 0] == 1
+        for number in range(62):
+            stack.enter_context(store.lease(f"z{number}"))
+        commit = store.commit_async()
+        del store["t/block0"]
+        assert list(store._engine.state.directory.set_aside_entries())
+        assert table.look_up([0])[0, 0] == 0
+        stack.close()
+        del block
+        commit.result()
+        assert table.look_up([0])[0, 0] == 0
+
+
+def test_ids_that_change_meanwhile(on_disk: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = on_disk.table("t", 1000, 32)
+    table[:] = torch.arange(1000.0)[:, None].expand(-1, 32)
+    ids, before = torch.tensor([5, 6]), Places.move
+
+    def move(self: Places, *arguments: Any) -> None:
+        before(self, *arguments)
+        ids.add_(695)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Places, "move", move)
+        assert table.look_up(ids)[:, 0].tolist() == [5, 6]
+    assert table.look_up([700, 701])[:, 0].tolist() == [700, 701]
+
+
+def test_a_forked_child_closes_while_another_thread_had_the_copies(on_disk: TieredStore) -> None:
+    table = on_disk.table("t", 1000, 32)
+    table.look_up([1])
+    taken, end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with on_disk._row_cache._lock, table._places.lock:
+            taken.set()
+            end.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    taken.wait()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of threads and fork: that is the case
+        child = os.fork()
+    if child == 0:
+        try:
+            table.look_up([1])
+        except ForkedStore:
+            on_disk.close()
+            os._exit(7)
+        os._exit(1)
+    try:
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    finally:
+        end.set()
+        thread.join()
+
+
+def test_a_look_up_that_ends_after_close_keeps_nothing(tmp_path: Path) -> None:
+    cache = RowCache(MIB)
+    number = cache.number(1000, 128)
+    assert number is not None
+    cache.close()
+    cache.keep(number, torch.tensor([1]), torch.ones(1, 32))
+    assert cache._young is None
+    assert cache._old is None

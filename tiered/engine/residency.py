@@ -373,6 +373,7 @@ class Directory:
         """Free the tensor's name for another tensor; it keeps existing under a key that is nobody's name, until it is
         forgotten."""
         assert not entry.in_flight and not entry.leased
+        self._count(entry.key)
         del self._entries[entry.key]
         entry.key = f"{entry.name}\0replaced\0{entry.tensor_id}"
         self._aside[entry.key] = entry

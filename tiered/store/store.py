@@ -197,7 +197,8 @@ class TieredStore(TensorMapping):
         self._closed = True
         if self._shutdown.alive and os.getpid() == self._pid:
             self._generations.settle()
-        self._row_cache.clear()
+        if os.getpid() == self._pid:
+            self._row_cache.close()
         if self._shutdown.alive:
             _shut_down(*self._rest)
             self._shutdown.detach()  # last, so that the next call, or the collector, completes what Ctrl-C interrupted
@@ -928,8 +929,8 @@ class TieredStore(TensorMapping):
         return LeaseOfAddresses(self._running, memory, keys, access, dram)
 
     def _watch(self, stems: Sequence[str]) -> Callable[[], int]:
-        """Return a function that says how many changes were begun since now, of tensors whose key is one of ``stems``, or that
-        and a number."""
+        """Return a function that says how many changes were begun of tensors whose key is one of ``stems``, or that and a
+        number, since somebody watched them first."""
         engine = self._running()
         with engine.lock:
             watched = engine.state.directory.watched

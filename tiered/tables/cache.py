@@ -21,10 +21,11 @@ ROW_BYTES = 128
 """The cache has room for the numbers of as many rows as it could have of this size."""
 KEY_BYTES = 32
 """Bytes that the number of a row takes, with where the copy is, and as much that stays empty."""
+HEAD_BYTES = 56
 LEAST_ROW = 64
 """Bytes: smaller rows have no copies, because their numbers would take as much."""
-ID_BITS = 40
-"""Rows of greater numbers have no copies."""
+ID_BITS = 36
+"""A table with more rows has no copies. There are ``2 ** (62 - ID_BITS)`` numbers for tables in the life of a store."""
 
 
 class _Generation:
@@ -32,7 +33,7 @@ class _Generation:
 
     def __init__(self, nbytes: int) -> None:
         slots = 1 << max(1, (2 * nbytes // (ROW_BYTES + KEY_BYTES)).bit_length() - 1)
-        room = max(0, nbytes - slots * KEY_BYTES // 2)
+        room = max(0, nbytes - slots * KEY_BYTES // 2 - HEAD_BYTES)
         self._keys = torch.full((slots,), -1, dtype=torch.int64, device="cpu")
         self._places = torch.empty(slots, dtype=torch.int64, device="cpu")
         self._copies = torch.empty(room, dtype=torch.uint8, device="cpu")
@@ -55,16 +56,18 @@ class RowCache:
         self._numbers = count()
         self._young: _Generation | None = None
         self._old: _Generation | None = None
+        self._closed = False
 
     def number(self, rows: int, row_nbytes: int) -> int | None:
-        """Return a new number for a table; None for one whose rows have no copies."""
+        """Return a new number for a table; None for one whose rows have no copies, and when there are no numbers any more."""
+        if kernel.lib is None or not LEAST_ROW <= row_nbytes <= self._nbytes // 8 or rows >= 1 << ID_BITS:
+            return None
         number = next(self._numbers)
-        fits = LEAST_ROW <= row_nbytes <= self._nbytes // 8 and rows < 1 << ID_BITS and number < 1 << (62 - ID_BITS)
-        return number if kernel.lib is not None and fits else None
+        return number if number < 1 << (62 - ID_BITS) else None
 
     def read(self, number: int, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
         """Copy what there is of the rows ``ids`` to ``rows``; return the indices of the others. None: of all. Both are
-        contiguous and in host memory, ``ids`` int64 of one dimension."""
+        contiguous and in host memory, ``ids`` int64 of one dimension, not negative, and changed by nobody meanwhile."""
         with self._lock:
             young, old = self._young, self._old
             if young is None or old is None:
@@ -82,7 +85,7 @@ class RowCache:
             return
         with self._lock:
             tag, nbytes, kept = number << ID_BITS, rows.nbytes // len(ids), 0
-            while True:
+            while not self._closed:  # by another thread, which forgot everything
                 young = self._young
                 if young is None or self._old is None:
                     young = self._begin()
@@ -100,13 +103,14 @@ class RowCache:
             if young is not None and old is not None:
                 kernel.lib.row_cache_forget(young.address, old.address, number << ID_BITS, ids.data_ptr(), len(ids))
 
-    def clear(self) -> None:
-        """Forget everything, and give the memory back."""
+    def close(self) -> None:
+        """Forget everything for good, and give the memory back. Idempotent."""
         with self._lock:
+            self._closed = True
             self._young = self._old = None
 
     def _begin(self) -> _Generation:
         """Begin another generation, and return it."""
-        fresh = _Generation(self._nbytes)
-        self._old, self._young = self._young or _Generation(0), fresh
+        self._old, self._young = self._young or _Generation(0), None  # before there is a third one
+        self._young = fresh = _Generation(self._nbytes)
         return fresh

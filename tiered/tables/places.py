@@ -130,14 +130,17 @@ class Places:
         """Copy the rows ``wanted`` into ``rows``, from where they lie, or from copies that an earlier look-up made."""
         number = self._copied()
         missing = None if number is None else self._cache.read(number, wanted, rows)
-        if missing is None or len(missing) == len(wanted):
-            self._read(wanted, rows, number)
-        elif len(missing):
+        if missing is not None and len(missing) < len(wanted):
             fresh = torch.empty((len(missing), *self.layout.shape), dtype=self.layout.dtype, device="cpu")
             self._read(wanted[missing], fresh, number)
             copy_equal(self.addresses_in(rows, missing), self.addresses_in(fresh, None), self.layout.row_nbytes)
+            if not len(missing) or self._watched is None or self._watched() == self._own:
+                return
+            number = self._copied()  # somebody else changed rows meanwhile: copies are of before, and blocks of after that
+        self._read(wanted, rows, number)
 
     def _read(self, wanted: torch.Tensor, rows: torch.Tensor, number: int | None) -> None:
+        """Copy the rows ``wanted`` into ``rows``, from where they lie, and make copies of those in blocks."""
         for part in self.parts(wanted):
             self.move(part, rows, Access.READ)
         if number is not None:
@@ -149,7 +152,6 @@ class Places:
 
     def _copied(self) -> int | None:
         """Return the number by which rows have copies in the cache that are right; None where they have none."""
-        self.store._running()
         if self._number is None:
             return None
         if self._watched is None:
@@ -343,7 +345,9 @@ class Places:
         return f"{self._prefix}{block}" if block >= 0 else buffer_key(self.name, -1 - block)
 
     def turn(self) -> threading.RLock:
-        """Return the lock, for a ``with``. Raises MisuseError where this thread has it: a signal handler interrupted a call."""
+        """Return the lock, for a ``with``. Raises MisuseError where this thread has it: a signal handler interrupted a call;
+        StoreClosed, and ForkedStore in a child, whose parent may hold the lock."""
+        self.store._running()
         if self.lock._is_owned():  # type: ignore[attr-defined]
             raise MisuseError(
                 f"a signal handler interrupted a call of table {self.name!r} and calls it, too: have the handler set a flag or "

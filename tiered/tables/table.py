@@ -348,7 +348,7 @@ class Table:
             given = given.to(torch.int64)  # of an empty list torch makes floats
         if given.dtype not in _WHOLE or given.layout is not torch.strided:
             raise MisuseError(f"table {self.name!r}: ids are whole numbers, not a tensor of {given.dtype}")
-        given = given.detach().to("cpu", torch.int64).contiguous()
+        given = given.detach().to("cpu", torch.int64, copy=True).contiguous()  # which nobody changes while it is used
         if given.numel():
             least, most = (int(bound) for bound in given.aminmax())
             if least < 0 or most >= self.rows:
