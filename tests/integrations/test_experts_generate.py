@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +30,6 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.2,
 }
 PROMPT = torch.tensor([[1, 2, 3, 4]])
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    threads, level = torch.get_num_threads(), transformers.logging.get_verbosity()
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    yield
-    torch.set_num_threads(threads)
-    transformers.logging.set_verbosity(level)
 
 
 def made(family: str, **options: Any) -> Any:

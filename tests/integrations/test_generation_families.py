@@ -4,7 +4,7 @@ families of transformers, in all ways of generating, exact and quantised, and ov
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,16 +67,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 FP32_IN_16 = ("GptOss", "DeepseekV3")
 """Families of which transformers computes some parameters in fp32, whatever the type of the others."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quiet() -> Iterator[None]:
-    threads, level = torch.get_num_threads(), transformers.logging.get_verbosity()
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    yield
-    torch.set_num_threads(threads)
-    transformers.logging.set_verbosity(level)
 
 
 def made(family: str) -> Any:

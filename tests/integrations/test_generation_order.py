@@ -3,7 +3,7 @@ what next-use eviction has to read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,6 @@ from tiered.zero.paging.pager import pager_of  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 SIZES = {"vocab_size": 500, "hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 2, "num_key_value_heads": 2}
 SHORT, LONG = [[1, 2, 3]], [list(range(40))]
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    threads, level = torch.get_num_threads(), transformers.logging.get_verbosity()
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    yield
-    torch.set_num_threads(threads)
-    transformers.logging.set_verbosity(level)
 
 
 @pytest.mark.parametrize("embedding", quick(["whole", "sliced", "sliced and tied"], ["whole", "sliced and tied"]))

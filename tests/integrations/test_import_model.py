@@ -7,7 +7,7 @@ import random
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +54,6 @@ SIZES = {
 }
 UNIT = 64 << 10
 IDS = torch.arange(7)[None]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quiet() -> Iterator[None]:
-    threads, level = torch.get_num_threads(), transformers.logging.get_verbosity()
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    yield
-    torch.set_num_threads(threads)
-    transformers.logging.set_verbosity(level)
 
 
 def llama(**options: Any) -> Any:

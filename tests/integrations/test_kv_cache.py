@@ -75,16 +75,6 @@ FAMILIES = {
 POOL = "1MiB"
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    threads, level = torch.get_num_threads(), transformers.logging.get_verbosity()
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    yield
-    torch.set_num_threads(threads)
-    transformers.logging.set_verbosity(level)
-
-
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[TieredStore]:
     with TieredStore.open(tmp_path / "store", dram=POOL) as opened:

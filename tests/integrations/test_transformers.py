@@ -58,17 +58,6 @@ LLAMA = {
 }
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    threads, level = torch.get_num_threads(), transformers.logging.get_verbosity()
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    yield
-    torch.set_num_threads(threads)
-    transformers.logging.set_verbosity(level)
-
-
 def llama() -> Any:
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(**LLAMA))

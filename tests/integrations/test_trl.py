@@ -27,17 +27,6 @@ TEXTS = ["the cat sat", "on a mat", "a dog ran far", "to the sea", "it rains", "
 SAVING = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "max_steps": 4}
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    threads, level = torch.get_num_threads(), transformers.logging.get_verbosity()
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    datasets.disable_progress_bars()
-    yield
-    torch.set_num_threads(threads)
-    transformers.logging.set_verbosity(level)
-
-
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[TieredStore]:
     with TieredStore.open(tmp_path / "store", dram="1MiB") as opened:
