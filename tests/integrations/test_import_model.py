@@ -207,9 +207,6 @@ def test_new_heads_are_initialised_as_in_memory(sources: Callable[..., Path], tm
 # An import that is stopped
 
 
-LIBRARIES = tuple(f"transformers.models.{name}" for name in ("auto.modeling_auto", "llama.modeling_llama"))
-
-
 class Stop(Exception):
     pass
 
@@ -296,7 +293,7 @@ def test_it_goes_on_after_a_kill(folder: Path, tmp_path: Path) -> None:
             stdout=programs.subprocess.PIPE,
             text=True,
             env=ONE_THREAD | {"HF_HUB_OFFLINE": "1"},
-            imported=LIBRARIES,
+            imported=programs.MODELS,
         )
         assert child.stdout is not None
         for line in child.stdout:
@@ -501,7 +498,7 @@ def test_experts_larger_than_the_memory_are_imported(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         env=ONE_THREAD | {"HF_HUB_OFFLINE": "1"},
-        imported=LIBRARIES,
+        imported=programs.MODELS,
     )
     assert child.returncode == 0, child.stderr
     assert int(child.stdout) < 1.1 * (16 << 20) + (64 << 20)

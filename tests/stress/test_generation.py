@@ -118,7 +118,7 @@ def test_a_reader_that_is_killed_leaves_the_store_as_it_was(tmp_path: Path) -> N
         store.close()
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "store").rglob("*") if path.is_file()}
     command = [sys.executable, "-c", READER, str(tmp_path / "store")]
-    with programs.Popen(command, stdout=subprocess.PIPE, text=True, imported=programs.LIBRARIES) as child:
+    with programs.Popen(command, stdout=subprocess.PIPE, text=True, imported=programs.MODELS) as child:
         assert child.stdout is not None
         for _ in range(4):
             assert child.stdout.readline() == "token\n"
