@@ -50,7 +50,7 @@ def test_training_is_that_of_memory_bit_for_bit(store: TieredStore, kind: str, s
     assert not [key for key in store if key.endswith("/converted")]
 
 
-@pytest.mark.parametrize("kind", ["plain", "checkpoint", "mixed"])
+@pytest.mark.parametrize("kind", quick(["plain", "checkpoint", "mixed"], ["checkpoint"]))
 def test_within_backward(store: TieredStore, kind: str) -> None:
     torch.manual_seed(0)
     reference = Mixed() if kind == "mixed" else Tied(*SIZES[kind], mode=kind)
