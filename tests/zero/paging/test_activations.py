@@ -51,7 +51,12 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, clip: object) ->
     return train(model, optimizer, clip, steps=STEPS, loss=lambda n: model.loss(n, batch=8))  # type: ignore[arg-type, operator]
 
 
-@pytest.mark.parametrize("update", ["on_fetch", "in_backward"])
+@pytest.mark.parametrize(
+    ("activations", "update"),
+    quick(
+        product(["store", "recompute"], ["on_fetch", "in_backward"]), [("store", "in_backward"), ("recompute", "on_fetch")]
+    ),
+)
 def test_training_with_dropout_has_the_bits_of_memory(store: TieredStore, activations: str, update: str) -> None:
     reference, paged = language(), language()
     zero.page(paged, store, activations=activations)  # type: ignore[arg-type]
