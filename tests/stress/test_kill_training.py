@@ -79,7 +79,7 @@ def killed(folder: Path, name: str, more: Sequence[str], count: int, source: ran
         shutil.rmtree(here)
 
 
-@counts(4, 100)
+@counts(6, 100)
 def test_killed_at_random_moments(tmp_path: Path, count: int, tally: Tally) -> None:
     """Half of them in the training whose units are updated within backward."""
     source = random.Random(count)
