@@ -134,7 +134,7 @@ def test_tokens_and_counts(request: pytest.FixtureRequest, family: str, function
             assert store.offload().stayed == ()
 
 
-@pytest.mark.parametrize("function", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("function", quick(["eager", "grouped_mm"], ["grouped_mm"]))
 def test_all_experts_of_a_layer_are_asked_for_at_once(qwen: Imported, function: str) -> None:
     with TieredStore.open(qwen.store, dram="24MiB", access="read") as store:
         model = open_model(store, experts_implementation=function)
@@ -173,7 +173,7 @@ def test_speculation_changes_no_token(qwen: Imported, dram: str, tokens: int) ->
         assert counted.speculated >= counted.speculated_used + counted.speculated_unused
 
 
-@pytest.mark.parametrize("speculate", ["off", "on"])
+@pytest.mark.parametrize("speculate", quick(["off", "on"], ["off"]))
 def test_in_a_tier_above_host_memory(qwen: Imported, speculate: Any) -> None:
     """HBM that host memory stands for: hits are those of the tier where experts compute."""
     expected = generated(qwen.reference)

@@ -33,6 +33,7 @@ from transformers import (  # noqa: E402
 
 from tests import programs  # noqa: E402
 from tests.programs import ONE_THREAD  # noqa: E402
+from tests.quick import quick  # noqa: E402
 from tiered import CapacityError, MisuseError, SafetensorsError, TieredError, TieredStore, zero  # noqa: E402
 from tiered.cli.main import main  # noqa: E402
 from tiered.cli.output import Progress  # noqa: E402
@@ -224,7 +225,7 @@ def stopping(units: int) -> Callable[[str, float], None]:
     return progress
 
 
-@pytest.mark.parametrize("options", [{}, {"quantize": "int8"}], ids=["exact", "quantised"])
+@pytest.mark.parametrize("options", quick([{}, {"quantize": "int8"}], [{"quantize": "int8"}]), ids=["exact", "quantised"])
 def test_it_goes_on_where_it_was_stopped(
     options: dict[str, Any], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

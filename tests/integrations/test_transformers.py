@@ -184,6 +184,7 @@ def test_an_optimizer_that_is_given_and_groups_of_its_own(tmp_path: Path, store:
     assert same(model, memory)
 
 
+@pytest.mark.soak
 def test_the_best_of_ordinary_checkpoints_is_loaded_at_the_end(tmp_path: Path, store: TieredStore) -> None:
     options = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps"}
     options |= {"save_steps": 1, "save_total_limit": 2, "learning_rate": 0.05}
@@ -319,7 +320,7 @@ def test_embeddings_are_resized_before_paging(store: TieredStore, pretrained: Pa
     assert same(from_pretrained(AutoModelForCausalLM, pretrained / "llama", store, prepare=resized), expected)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", quick(OPTIMIZERS, list(OPTIMIZERS)[:1]))
 def test_other_optimizers_of_trainer(name: str, tmp_path: Path, store: TieredStore) -> None:
     reference = trainer(Trainer, llama(), tmp_path / "a", optim=name)
     reference.train()
@@ -478,7 +479,7 @@ def test_a_callback_commits_in_any_trainer(tmp_path: Path) -> None:
         store.close()
 
 
-@pytest.mark.parametrize("only_model", [False, True])
+@pytest.mark.parametrize("only_model", quick([False, True], [True]))
 def test_models_are_saved_by_exports(tmp_path: Path, store: TieredStore, only_model: bool) -> None:
     ours = trainer(TieredTrainer, paged(llama(), store), tmp_path / "out", **SAVING, save_only_model=only_model)
     ours.train()

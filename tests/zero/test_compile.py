@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
 
-from tests.quick import quick
 from tests.zero.harness import equal
 from tests.zero.models import Tied
 from tiered import MisuseError, TieredStore, zero
@@ -324,7 +323,8 @@ def test_an_exception_within_a_compiled_forward(store: TieredStore) -> None:
     compare(store, way)
 
 
-@pytest.mark.parametrize("what", quick(["in_backward", "micro_batch"], ["in_backward"]))
+@pytest.mark.soak
+@pytest.mark.parametrize("what", ["in_backward", "micro_batch"])
 def test_options_of_paging(tmp_path: Path, what: str) -> None:
     """Beside a paged model that is not compiled. The modules that are split are not compiled."""
     models = []

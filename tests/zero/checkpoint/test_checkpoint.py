@@ -132,7 +132,7 @@ def uncut(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Job
     ("kind", "where"),
     quick(
         [(kind, where) for kind in KINDS for where in ("micro", "end")],
-        [("recomputed", "end"), ("in backward", "micro"), ("bf16", "end")],
+        [("recomputed", "end"), ("in backward", "micro")],
     ),
 )
 def test_killed_and_resumed(tmp_path: Path, uncut: Any, kind: str, where: str) -> None:
