@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import tiered
+from tests.quick import quick
 from tiered import Machine, MisuseError, Numbers, TieredStore, zero
 from tiered.planning.dry_run import dry_run
 from tiered.planning.plan import Choice, Planner
@@ -58,7 +59,7 @@ def test_no_plan_goes_below_the_optimum() -> None:
     assert found.chosen.read + found.chosen.written >= found.chosen.optimum
 
 
-@pytest.mark.parametrize("update", ["on_fetch", "in_backward"])
+@pytest.mark.parametrize("update", quick(["on_fetch", "in_backward"], ["in_backward"]))
 def test_larger_chunks_in_a_rehearsal_move_as_many_bytes_in_the_same_time(update: Update) -> None:
     subject = subject_of(DEEP, batch=2, sequence=32)
     machine = Machine.of(RATES).but(read=1e8, write=1e8, lease=1e-7, transfer=1e-7)  # what a lease takes is that of each chunk
@@ -138,7 +139,7 @@ def test_what_does_not_fit_says_what_would() -> None:
     assert not any("recompute" in one or "budget" in one for one in found.changes), "neither would be enough"
 
 
-@pytest.mark.parametrize(("room", "budget"), [(92 << 20, False), (169 << 19, True)])
+@pytest.mark.parametrize(("room", "budget"), quick([(92 << 20, False), (169 << 19, True)], [(169 << 19, True)]))
 def test_a_change_that_is_said_to_fit_does(room: int, budget: bool) -> None:
     machine, asked = {**RATES, "dram": room, "base": 1 << 20}, ASKED | {"batch": 64, "dram": "4MiB", "update": "on_fetch"}
     found = tiered.plan(DEEP, machine=machine, activations="memory", **asked)
@@ -192,19 +193,19 @@ def test_a_plan_says_whether_the_drive_hides_activations() -> None:
     """On a drive that takes no time, and on one that takes longer than computing."""
     asked: dict[str, Any] = {"update": "on_fetch", "activations": "store", "dram": "4MiB", "batch": 8, "sequence": 64}
     machine = {**RATES, "lease": 0, "transfer": 0, "flops": 1e9}
-    quick, slow = (tiered.plan(SMALL, machine={**machine, "read": rate, "write": rate}, **asked).chosen for rate in (1e12, 1e6))
-    assert quick is not None
+    fast, slow = (tiered.plan(SMALL, machine={**machine, "read": rate, "write": rate}, **asked).chosen for rate in (1e12, 1e6))
+    assert fast is not None
     assert slow is not None
-    assert quick.offloading is not None
+    assert fast.offloading is not None
     assert slow.offloading is not None
-    assert quick.offloading.stored == slow.offloading.stored > 0
-    assert quick.hides_activations is True
+    assert fast.offloading.stored == slow.offloading.stored > 0
+    assert fast.hides_activations is True
     assert slow.hides_activations is False
-    assert slow.offloading.waited > quick.offloading.waited
+    assert slow.offloading.waited > fast.offloading.waited
     memory = tiered.plan(SMALL, machine=RATES, **{**asked, "activations": "memory"}).chosen
     assert memory is not None
     assert memory.hides_activations is None
-    assert quick.memory.activations < memory.memory.activations
+    assert fast.memory.activations < memory.memory.activations
 
 
 def test_the_fastest_number_of_parts_that_fits_is_chosen() -> None:
@@ -340,7 +341,7 @@ def test_ranks_update_once_gradients_are_reduced(ranks: int, update: Update) -> 
         assert updated == {f"{unit.key}/grad" for unit in sizes if unit.gradient}
 
 
-@pytest.mark.parametrize("family", ["Llama", "GPT2"])
+@pytest.mark.parametrize("family", quick(["Llama", "GPT2"], ["Llama"]))
 def test_a_folder_of_transformers(tmp_path: Path, family: str) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 256, "bos_token_id": 1}

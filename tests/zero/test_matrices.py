@@ -75,7 +75,7 @@ def test_muon_is_torchs_class(update: str, dram: str, index: int, tmp_path: Path
         store.close()
 
 
-@pytest.mark.parametrize(("update", "dram"), [("on_fetch", CUT), ("in_backward", WHOLE)])
+@pytest.mark.parametrize(("update", "dram"), quick([("on_fetch", CUT), ("in_backward", WHOLE)], [("on_fetch", CUT)]))
 def test_a_momentum_in_bfloat16(update: str, dram: str, tmp_path: Path) -> None:
     reference, model = built(), built()
     theirs = Narrow(reference)
