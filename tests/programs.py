@@ -31,7 +31,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-__all__ = ["ONE_THREAD", "Popen", "fork_from_here", "run"]
+__all__ = ["LIBRARIES", "MODELS", "ONE_THREAD", "Popen", "fork_from_here", "run"]
 
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = (
@@ -39,11 +39,12 @@ RANKS = (
     *("torch.distributed.checkpoint.state_dict", "tests.zero.models"),
 )
 """Modules that processes of tests/zero/ranks.py need besides."""
+MODELS = ("transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama")
 LIBRARIES = (
-    *("transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama", "transformers.trainer"),
-    *("peft", "trl", "trl.trainer.dpo_trainer", "datasets", "accelerate", "lightning"),
+    *(*MODELS, "transformers.trainer", "peft", "trl", "trl.trainer.dpo_trainer", "datasets", "accelerate", "lightning"),
 )
-"""Modules that programs with these libraries need, as far as they are installed: ``imported=LIBRARIES``."""
+"""Modules that programs need, as far as they are installed: ``imported=MODELS`` where a model is enough, which takes a third of
+the time, ``imported=LIBRARIES`` where it is trained with a library."""
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 """Of the server and of what it forks: several at once on few cores are quicker so, and small models anyway."""
 

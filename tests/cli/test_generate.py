@@ -129,7 +129,7 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Imported]:
     ("name", "way"),
     quick(
         [(name, way) for name in CASES for way in ("greedy", "drawn")],
-        [("llama", "greedy"), ("moe", "drawn"), ("moe in float32", "greedy"), ("bytes", "drawn")],
+        [("llama", "greedy"), ("moe in float32", "drawn")],
     ),
 )
 def test_text_is_that_of_the_model_in_memory(
@@ -170,7 +170,7 @@ def test_json_alone_on_stdout(imported: dict[str, Imported], capsys: pytest.Capt
     assert json.loads(capsys.readouterr().out)["tokens"] == one.tokens["greedy"]
 
 
-@pytest.mark.parametrize("name", ["llama", "moe", "bytes"])
+@pytest.mark.parametrize("name", quick(["llama", "moe", "bytes"], ["moe", "bytes"]))
 def test_a_conversation_is_kept(
     name: str, imported: dict[str, Imported], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

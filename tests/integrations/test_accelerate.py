@@ -32,10 +32,7 @@ EPOCHS, BATCHES, SAVED = 2, 7, 9
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     yield
-    torch.set_num_threads(before)
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
 

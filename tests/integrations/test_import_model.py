@@ -7,7 +7,7 @@ import random
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from transformers import (  # noqa: E402
 
 from tests import programs  # noqa: E402
 from tests.programs import ONE_THREAD  # noqa: E402
+from tests.quick import quick  # noqa: E402
 from tiered import CapacityError, MisuseError, SafetensorsError, TieredError, TieredStore, zero  # noqa: E402
 from tiered.cli.main import main  # noqa: E402
 from tiered.cli.output import Progress  # noqa: E402
@@ -54,16 +55,6 @@ SIZES = {
 }
 UNIT = 64 << 10
 IDS = torch.arange(7)[None]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quiet() -> Iterator[None]:
-    threads, level = torch.get_num_threads(), transformers.logging.get_verbosity()
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    yield
-    torch.set_num_threads(threads)
-    transformers.logging.set_verbosity(level)
 
 
 def llama(**options: Any) -> Any:
@@ -217,9 +208,6 @@ def test_new_heads_are_initialised_as_in_memory(sources: Callable[..., Path], tm
 # An import that is stopped
 
 
-LIBRARIES = tuple(f"transformers.models.{name}" for name in ("auto.modeling_auto", "llama.modeling_llama"))
-
-
 class Stop(Exception):
     pass
 
@@ -237,7 +225,7 @@ def stopping(units: int) -> Callable[[str, float], None]:
     return progress
 
 
-@pytest.mark.parametrize("options", [{}, {"quantize": "int8"}], ids=["exact", "quantised"])
+@pytest.mark.parametrize("options", quick([{}, {"quantize": "int8"}], [{"quantize": "int8"}]), ids=["exact", "quantised"])
 def test_it_goes_on_where_it_was_stopped(
     options: dict[str, Any], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,7 +294,7 @@ def test_it_goes_on_after_a_kill(folder: Path, tmp_path: Path) -> None:
             stdout=programs.subprocess.PIPE,
             text=True,
             env=ONE_THREAD | {"HF_HUB_OFFLINE": "1"},
-            imported=LIBRARIES,
+            imported=programs.MODELS,
         )
         assert child.stdout is not None
         for line in child.stdout:
@@ -511,7 +499,7 @@ def test_experts_larger_than_the_memory_are_imported(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         env=ONE_THREAD | {"HF_HUB_OFFLINE": "1"},
-        imported=LIBRARIES,
+        imported=programs.MODELS,
     )
     assert child.returncode == 0, child.stderr
     assert int(child.stdout) < 1.1 * (16 << 20) + (64 << 20)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,16 +40,6 @@ SIZES = {
     "initializer_range": 0.2,
 }
 IDS = torch.arange(5)[None]
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    threads, level = torch.get_num_threads(), transformers.logging.get_verbosity()
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    yield
-    torch.set_num_threads(threads)
-    transformers.logging.set_verbosity(level)
 
 
 @pytest.fixture

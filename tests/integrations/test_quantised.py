@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from transformers import (  # noqa: E402
     Qwen3MoeForCausalLM,
 )
 
+from tests.quick import quick  # noqa: E402
 from tiered import ManifestError, MisuseError, TieredStore, zero  # noqa: E402
 from tiered.cli.main import main  # noqa: E402
 from tiered.integrations.kept import opening_of  # noqa: E402
@@ -61,16 +63,6 @@ def gpt2() -> Any:
     return GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=64, n_layer=2, n_head=2, n_positions=32, initializer_range=0.2))
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    threads, level = torch.get_num_threads(), transformers.logging.get_verbosity()
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    yield
-    torch.set_num_threads(threads)
-    transformers.logging.set_verbosity(level)
-
-
 def saved(make: Callable[[], Any], folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     torch.manual_seed(0)
     make().to(dtype).save_pretrained(folder)
@@ -90,8 +82,13 @@ def in_memory(folder: Path, model: Any, dtype: torch.dtype) -> Any:
     return reference
 
 
-@pytest.mark.parametrize("quantize", ["int8", "int4"])
-@pytest.mark.parametrize("make", [llama, tied, experts, gpt2])
+@pytest.mark.parametrize(
+    ("make", "quantize"),
+    quick(
+        product([llama, tied, experts, gpt2], ["int8", "int4"]),
+        [(llama, "int4"), (tied, "int8"), (experts, "int4"), (gpt2, "int8")],
+    ),
+)
 def test_tokens_are_those_of_the_dequantised_weights(tmp_path: Path, make: Callable[[], Any], quantize: Any) -> None:
     folder = saved(make, tmp_path / "model")
     with TieredStore.open(tmp_path / "store", dram="2MiB") as store:

@@ -19,23 +19,13 @@ import datasets  # noqa: E402
 import tokenizers  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
+from tests.quick import quick  # noqa: E402
 from tiered import MisuseError, TieredStore, zero  # noqa: E402
 from tiered.integrations.transformers import CommitCheckpoints  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 TEXTS = ["the cat sat", "on a mat", "a dog ran far", "to the sea", "it rains", "we stay in", "read a book", "write a line"]
 SAVING = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "max_steps": 4}
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    threads, level = torch.get_num_threads(), transformers.logging.get_verbosity()
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    datasets.disable_progress_bars()
-    yield
-    torch.set_num_threads(threads)
-    transformers.logging.set_verbosity(level)
 
 
 @pytest.fixture
@@ -118,7 +108,7 @@ CASES: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick(CASES, ["SFT, LoRA", "DPO"]))
 def test_trl_computes_as_in_memory(case: str, tmp_path: Path, store: TieredStore) -> None:
     what, make, options = CASES[case]
     memory, model = make(), make()
@@ -148,7 +138,7 @@ def test_an_adapter_in_memory_over_a_paged_model_in_dpo(tmp_path: Path, store: T
     assert same(ours.model, reference.model)
 
 
-@pytest.mark.parametrize("what", ["SFT", "DPO"])
+@pytest.mark.parametrize("what", quick(["SFT", "DPO"], ["DPO"]))
 def test_checkpoints_of_trl_are_commits(what: str, tmp_path: Path) -> None:
     def more(ref: Any) -> dict[str, Any]:
         return {"ref_model": ref} if what == "DPO" else {}

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import tiered
+from tests.quick import quick
 from tiered import Machine, MisuseError, Numbers, TieredStore, zero
 from tiered.planning.dry_run import dry_run
 from tiered.planning.plan import Choice, Planner
@@ -21,7 +22,10 @@ from tiered.planning.timing import Timing, measure_operations
 from tiered.zero import Policy
 from tiered.zero.rules.exact import AdamWRule
 
-SMALL = Numbers(layers=3, width=64, heads=4, vocabulary=256)
+DEEP = Numbers(layers=3, width=64, heads=4, vocabulary=256)
+SMALL = Numbers(layers=2, width=64, heads=4, vocabulary=256)
+"""Parameters, gradients and states are twice the smallest budget."""
+ONE = Numbers(layers=1, width=64, heads=4, vocabulary=256)
 RATES: dict[str, Any] = {"read": 1e9, "write": 2e9, "dram": "1GiB"}
 ASKED: dict[str, Any] = {"batch": 2, "sequence": 32, "dram": "1MiB"}
 
@@ -55,9 +59,9 @@ def test_no_plan_goes_below_the_optimum() -> None:
     assert found.chosen.read + found.chosen.written >= found.chosen.optimum
 
 
-@pytest.mark.parametrize("update", ["on_fetch", "in_backward"])
+@pytest.mark.parametrize("update", quick(["on_fetch", "in_backward"], ["in_backward"]))
 def test_larger_chunks_in_a_rehearsal_move_as_many_bytes_in_the_same_time(update: Update) -> None:
-    subject = subject_of(SMALL, batch=2, sequence=32)
+    subject = subject_of(DEEP, batch=2, sequence=32)
     machine = Machine.of(RATES).but(read=1e8, write=1e8, lease=1e-7, transfer=1e-7)  # what a lease takes is that of each chunk
     rule = AdamWRule(1e-3, (0.9, 0.999), 1e-8, 0.01, False)
     whole, coarse = (Planner(subject, machine, rule, Policy(), 1, rehearsed=touches) for touches in (3000, 100))
@@ -126,19 +130,19 @@ def test_what_updates_whole_parameters_is_planned_where_none_is_divided() -> Non
 
 def test_what_does_not_fit_says_what_would() -> None:
     asked = {**ASKED, "batch": 1, "sequence": 4096, "update": "on_fetch", "activations": "memory"}
-    none = tiered.plan(SMALL, machine={**RATES, "dram": "64MiB", "base": 1 << 20}, **asked)
+    none = tiered.plan(DEEP, machine={**RATES, "dram": "64MiB", "base": 1 << 20}, **asked)
     assert [one for one in none.changes if one.startswith("more memory")], "no batch is small enough"
-    found = tiered.plan(SMALL, machine={**RATES, "dram": "80MiB", "base": 1 << 20}, **asked)
+    found = tiered.plan(DEEP, machine={**RATES, "dram": "80MiB", "base": 1 << 20}, **asked)
     assert not found.fits
     assert "activations" in (found.refused or "")
     assert any("smaller batch" in one for one in found.changes)
     assert not any("recompute" in one or "budget" in one for one in found.changes), "neither would be enough"
 
 
-@pytest.mark.parametrize(("room", "budget"), [(92 << 20, False), (169 << 19, True)])
+@pytest.mark.parametrize(("room", "budget"), quick([(92 << 20, False), (169 << 19, True)], [(169 << 19, True)]))
 def test_a_change_that_is_said_to_fit_does(room: int, budget: bool) -> None:
     machine, asked = {**RATES, "dram": room, "base": 1 << 20}, ASKED | {"batch": 64, "dram": "4MiB", "update": "on_fetch"}
-    found = tiered.plan(SMALL, machine=machine, activations="memory", **asked)
+    found = tiered.plan(DEEP, machine=machine, activations="memory", **asked)
     assert not found.fits
     told = found.changes[0]
     way, parts = re.match(r"activations='(\w+)'", told), re.match(r"micro_batch=(\d+)", told)
@@ -146,9 +150,9 @@ def test_a_change_that_is_said_to_fit_does(room: int, budget: bool) -> None:
     mode: Any = {"activations": way[1]} if way else {"activations": "memory", "micro_batch": int(parts[1])}  # type: ignore[index]
     assert ("dram=" in told) is budget
     if budget:
-        assert not tiered.plan(SMALL, machine=machine, **mode, **asked).fits
+        assert not tiered.plan(DEEP, machine=machine, **mode, **asked).fits
         asked["dram"] = int(told.partition("dram=")[2].rstrip(")"))
-    assert tiered.plan(SMALL, machine=machine, **mode, **asked).fits
+    assert tiered.plan(DEEP, machine=machine, **mode, **asked).fits
 
 
 def test_recomputing_takes_less_memory_and_more_time() -> None:
@@ -189,33 +193,31 @@ def test_a_plan_says_whether_the_drive_hides_activations() -> None:
     """On a drive that takes no time, and on one that takes longer than computing."""
     asked: dict[str, Any] = {"update": "on_fetch", "activations": "store", "dram": "4MiB", "batch": 8, "sequence": 64}
     machine = {**RATES, "lease": 0, "transfer": 0, "flops": 1e9}
-    quick, slow = (
-        tiered.plan(SMALL, machine={**machine, "read": rate, "write": rate}, **asked).chosen for rate in (1e12, 1e6)
-    )
-    assert quick is not None
+    fast, slow = (tiered.plan(SMALL, machine={**machine, "read": rate, "write": rate}, **asked).chosen for rate in (1e12, 1e6))
+    assert fast is not None
     assert slow is not None
-    assert quick.offloading is not None
+    assert fast.offloading is not None
     assert slow.offloading is not None
-    assert quick.offloading.stored == slow.offloading.stored > 0
-    assert quick.hides_activations is True
+    assert fast.offloading.stored == slow.offloading.stored > 0
+    assert fast.hides_activations is True
     assert slow.hides_activations is False
-    assert slow.offloading.waited > quick.offloading.waited
+    assert slow.offloading.waited > fast.offloading.waited
     memory = tiered.plan(SMALL, machine=RATES, **{**asked, "activations": "memory"}).chosen
     assert memory is not None
     assert memory.hides_activations is None
-    assert quick.memory.activations < memory.memory.activations
+    assert fast.memory.activations < memory.memory.activations
 
 
 def test_the_fastest_number_of_parts_that_fits_is_chosen() -> None:
-    asked: dict[str, Any] = {"update": "on_fetch", "dram": "4MiB", "batch": 32, "sequence": 64, "machine": RATES}
-    found = tiered.plan(SMALL, micro_batch=[4, 1], **asked)
+    asked: dict[str, Any] = {"update": "on_fetch", "dram": "4MiB", "batch": 8, "sequence": 64, "machine": RATES}
+    found = tiered.plan(ONE, micro_batch=[4, 1], **asked)
     assert found.chosen is not None
     assert found.chosen.choice.micro_batch == 1, "nothing is computed twice"
     divided = [one for one in found.others if one.choice.micro_batch == 4]
     assert len(divided) == 1
     assert divided[0].memory.activations < found.chosen.memory.activations
     room = (divided[0].memory.process + found.chosen.memory.process) // 2
-    less = tiered.plan(SMALL, micro_batch=[1, 4], activations="memory", **{**asked, "machine": {**RATES, "dram": room}})
+    less = tiered.plan(ONE, micro_batch=[1, 4], activations="memory", **{**asked, "machine": {**RATES, "dram": room}})
     assert less.fits
     assert less.chosen is not None
     assert less.chosen.choice.micro_batch == 4
@@ -339,18 +341,19 @@ def test_ranks_update_once_gradients_are_reduced(ranks: int, update: Update) -> 
         assert updated == {f"{unit.key}/grad" for unit in sizes if unit.gradient}
 
 
-@pytest.mark.parametrize("family", ["Llama", "GPT2"])
+@pytest.mark.parametrize("family", quick(["Llama", "GPT2"], ["Llama"]))
 def test_a_folder_of_transformers(tmp_path: Path, family: str) -> None:
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 256, "bos_token_id": 1}
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 256, "bos_token_id": 1}
     more = {"intermediate_size": 128} if family == "Llama" else {"n_positions": 64}
     config = getattr(transformers, f"{family}Config")(**sizes, **more, eos_token_id=2)
     config.save_pretrained(tmp_path)
     model = getattr(transformers, f"{family}LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")(config)
     before = transformers.masking_utils.find_packed_sequence_indices
-    for what in (tmp_path, model):  # the model itself is on the CPU
-        found = tiered.plan(what, update="on_fetch", machine=RATES, **ASKED)
+    ways = ("memory", "recompute", "store")
+    for what, asked in (tmp_path, {}), (model, {"activations": "recompute"}):  # the model itself is on the CPU
+        found = tiered.plan(what, update="on_fetch", machine=RATES, **asked, **ASKED)
         assert found.chosen is not None
         assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
-        assert {one.choice.activations for one in (found.chosen, *found.others)} == {"memory", "recompute", "store"}
+        assert {one.choice.activations for one in (found.chosen, *found.others)} == {*(asked.values() or ways)}
     assert transformers.masking_utils.find_packed_sequence_indices is before

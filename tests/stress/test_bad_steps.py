@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.quick import quick
 from tests.stress.contents import evict_all
 from tests.stress.tally import Tally, counts
 from tests.zero.harness import equal
@@ -359,7 +360,9 @@ def bad_step(trial: Trial, what: str, bad: Bad) -> None:
     raise AssertionError("reads fail, and no step does")
 
 
-@pytest.mark.parametrize("kind", ["plain", "checkpoint", "reentrant", "split", "stored as bf16", "narrow"])
+@pytest.mark.parametrize(
+    "kind", quick(["plain", "checkpoint", "reentrant", "split", "stored as bf16", "narrow"], ["plain", "split", "narrow"])
+)
 @counts(1, 45)
 def test_it_is_as_if_it_had_not_been(tmp_path: Path, kind: str, count: int, tally: Tally) -> None:
     """Half of them with the updates of the step before still pending."""
@@ -384,7 +387,7 @@ def test_it_is_as_if_it_had_not_been(tmp_path: Path, kind: str, count: int, tall
     trial.store.close()
 
 
-@pytest.mark.parametrize("kind", ["plain", "checkpoint", "stored as bf16"])
+@pytest.mark.parametrize("kind", quick(["plain", "checkpoint", "stored as bf16"], ["checkpoint"]))
 @counts(1, 30)
 def test_within_backward_it_is_rolled_back(tmp_path: Path, kind: str, count: int, tally: Tally) -> None:
     trial = Trial(tmp_path / "state", kind, count, "in_backward")

@@ -6,11 +6,13 @@ The extensions and the shimmed ring are built anew with -fsanitize, and the suit
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -85,12 +87,23 @@ def built(kind: str, folder: Path) -> dict[str, Path]:
     return made
 
 
-def passed(kind: str, folder: Path, suite: list[str]) -> int:
+@pytest.fixture(scope="module")
+def extensions(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Path]]:
+    """``built``, once for each sanitizer."""
+
+    @functools.cache
+    def made(kind: str) -> dict[str, Path]:
+        return built(kind, tmp_path_factory.mktemp(kind))
+
+    return made
+
+
+def passed(kind: str, extensions: Callable[[str], dict[str, Path]], suite: list[str]) -> int:
     """Run tests under the sanitizer and return how many passed. All have to, without a report."""
     library = runtime(kind)
-    extensions = [f"{module}={file}" for module, file in built(kind, folder).items()]
+    modules = [f"{module}={file}" for module, file in extensions(kind).items()]
     done = subprocess.run(
-        launch(kind, "-m", "tests.stress.sanitized", *extensions, "--", *suite),
+        launch(kind, "-m", "tests.stress.sanitized", *modules, "--", *suite),
         env={**environment(library, KINDS[kind][1]), "TIERED_RING_FLAGS": f"-fsanitize={kind} -fno-omit-frame-pointer"},
         cwd=ROOT,
         capture_output=True,
@@ -109,17 +122,17 @@ def passed(kind: str, folder: Path, suite: list[str]) -> int:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("suite", ["quick", pytest.param("whole", marks=pytest.mark.soak)])
-def test_the_native_suite(tmp_path: Path, kind: str, suite: str, tally: Tally) -> None:
+def test_the_native_suite(extensions: Callable[[str], dict[str, Path]], kind: str, suite: str, tally: Tally) -> None:
     if suite == "quick" and kind != "address":
         pytest.skip("the long run has all of them")
-    for _ in range(passed(kind, tmp_path, QUICK if suite == "quick" else SUITE)):
+    for _ in range(passed(kind, extensions, QUICK if suite == "quick" else SUITE)):
         tally.ran()
 
 
 @pytest.mark.parametrize("kind", ["address", "undefined"])
 @pytest.mark.parametrize("suite", ["quick", pytest.param("whole", marks=pytest.mark.soak)])
-def test_the_kernels(tmp_path: Path, kind: str, suite: str, tally: Tally) -> None:
+def test_the_kernels(extensions: Callable[[str], dict[str, Path]], kind: str, suite: str, tally: Tally) -> None:
     if suite == "quick" and kind != "address":
         pytest.skip("the long run has both of them")
-    for _ in range(passed(kind, tmp_path, QUICK_KERNELS if suite == "quick" else COPIES_AND_CODES)):
+    for _ in range(passed(kind, extensions, QUICK_KERNELS if suite == "quick" else COPIES_AND_CODES)):
         tally.ran()

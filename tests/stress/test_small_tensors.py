@@ -311,7 +311,7 @@ def state(small: SmallTensors) -> dict[str, bytes]:
     return {key: one.reshape(-1).view(torch.uint8).numpy().tobytes() for key, one in small.items()}
 
 
-@counts(25, 10_000)
+@counts(12, 10_000)
 @pytest.mark.parametrize("where_from", ["in memory", "on the disk", "pages to merge"])
 @pytest.mark.parametrize("name", WORKS)
 def test_struck_at_each_line(tmp_path: Path, name: str, where_from: str, count: int, tally: Tally) -> None:

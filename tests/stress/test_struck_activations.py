@@ -22,7 +22,7 @@ PROMISE = "20 (exceptions that strike a call)"
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
 
 
-@counts(10, 2000)
+@counts(5, 2000)
 def test_an_exception_at_any_line(count: int, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
     source, tally = random.Random(count), Tally(PROMISE)
     plain = Network()

@@ -65,7 +65,7 @@ def fill(table: Table, begin: str, values: torch.Tensor) -> None:
         assert len(table._places.placed.free) == (0 if begin == "buffer, full" else 12)
 
 
-@counts(20, 10_000)
+@counts(10, 10_000)
 @pytest.mark.parametrize("begin", ["filled", "unwritten", "on the disk", "buffer, half full", "buffer, full"])
 @pytest.mark.parametrize("name", WORKS)
 def test_struck_at_each_line(tmp_path: Path, name: str, begin: str, count: int, tally: Tally) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.quick import quick
 from tests.stress.children import forked
 from tests.stress.syscalls import Child
 from tests.stress.tally import Tally, counts
@@ -65,7 +66,7 @@ def training(folder: Path, kind: str, count: int) -> Callable[[Child], None]:
     return body
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", quick(KINDS, ["checkpoint", "in backward", "micro batch", "scaled"]))
 @counts(1, 80)
 def test_struck_at_random_moments(tmp_path: Path, kind: str, count: int, tally: Tally) -> None:
     with forked(training(tmp_path / "store", kind, count), patience=PATIENCE) as running:

@@ -16,7 +16,7 @@ from tests.zero.models import SIZES, Mixed, Tied, parameter_groups
 
 __all__ = ["STEPS", "Twin", "clipping", "equal", "in_memory", "train"]
 
-STEPS = 8
+STEPS = 6
 """From the fourth on an order of units is followed."""
 Clip = Callable[[float], torch.Tensor]
 

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from tests.quick import quick
 from tests.zero.harness import clipping, equal, train
 from tests.zero.ranks import averaged, on_ranks
 from tests.zero.test_rules import CUT, WHOLE, Experts, continued, groups, opened, same_states
@@ -390,7 +391,8 @@ def test_from_fp32_and_back(kind: str, store: TieredStore) -> None:
         zero.AdamW(model.parameters(), lr=1e-3).load_state_dict(ours.state_dict())
 
 
-@pytest.mark.parametrize("kind", [pytest.param("8bit", marks=pytest.mark.soak), "4bit"])
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["8bit", "4bit"])
 def test_experts_that_miss_steps(kind: str, tmp_path: Path) -> None:
     found = CASES[kind]
     torch.manual_seed(0)
@@ -837,7 +839,10 @@ def narrow_model() -> InBFloat16:
     return InBFloat16().to(torch.bfloat16)
 
 
-@pytest.mark.parametrize(("kind", "update"), [("bfloat16", "on_fetch"), ("8bit", "in_backward"), ("4bit", "on_fetch")])
+@pytest.mark.parametrize(
+    ("kind", "update"),
+    quick([("bfloat16", "on_fetch"), ("8bit", "in_backward"), ("4bit", "on_fetch")], [("8bit", "in_backward")]),
+)
 def test_rounding_by_chance(kind: str, update: str, tmp_path: Path) -> None:
     """No master is kept; a run that was committed, left, and taken up with other chunks has the bits of one in memory."""
     found, reference = CASES[kind], narrow_model()
@@ -904,6 +909,7 @@ def test_rounding_by_chance_in_c_and_torch() -> None:
         assert float(((made[0].double() - values.double()) / values.double().abs().clamp(1e-38)).abs().max()) < 2**-7
 
 
+@pytest.mark.soak
 def test_rounding_by_chance_of_experts_that_miss_steps(tmp_path: Path) -> None:
     class Narrow(Experts):
         def loss(self, number: int) -> torch.Tensor:

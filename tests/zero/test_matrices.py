@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.quick import quick
 from tests.zero.harness import clipping, equal, train
 from tests.zero.ranks import averaged, on_ranks
 from tests.zero.test_few_bytes import Small, built
@@ -49,8 +50,13 @@ def made(model: nn.Module, update: str = "on_fetch", **arguments: Any) -> zero.O
     return zero.Muon(model, lr=1e-2, adamw={"lr": 3e-3}, update=update, **arguments)
 
 
-@pytest.mark.parametrize("index", [0, 1])
-@pytest.mark.parametrize(("update", "dram"), [("on_fetch", CUT), ("on_fetch", WHOLE), ("in_backward", CUT)])
+@pytest.mark.parametrize(
+    ("update", "dram", "index"),
+    quick(
+        [(*way, index) for way in (("on_fetch", CUT), ("on_fetch", WHOLE), ("in_backward", CUT)) for index in (0, 1)],
+        [("on_fetch", CUT, 0), ("on_fetch", WHOLE, 1), ("in_backward", CUT, 1)],
+    ),
+)
 def test_muon_is_torchs_class(update: str, dram: str, index: int, tmp_path: Path) -> None:
     """Accumulated and clipped; in the smaller pool matrices are longer than a chunk, and begin and end within one."""
     fetched, reference, model = update == "on_fetch", built(), built()
@@ -69,7 +75,7 @@ def test_muon_is_torchs_class(update: str, dram: str, index: int, tmp_path: Path
         store.close()
 
 
-@pytest.mark.parametrize(("update", "dram"), [("on_fetch", CUT), ("in_backward", WHOLE)])
+@pytest.mark.parametrize(("update", "dram"), quick([("on_fetch", CUT), ("in_backward", WHOLE)], [("on_fetch", CUT)]))
 def test_a_momentum_in_bfloat16(update: str, dram: str, tmp_path: Path) -> None:
     reference, model = built(), built()
     theirs = Narrow(reference)

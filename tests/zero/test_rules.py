@@ -153,7 +153,7 @@ def test_a_rule_is_torchs_class(kind: str, tmp_path: Path) -> None:
     compare(tmp_path, kind, "on_fetch", CUT, 2, True, True)
 
 
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("kind", quick(CASES, list(CASES)[::3]))
 def test_a_rule_in_backward(kind: str, tmp_path: Path) -> None:
     compare(tmp_path, kind, "in_backward", CUT, 1, False, True)
 
@@ -254,7 +254,7 @@ def continued(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> Non
         optimizer.step()
 
 
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("kind", quick(CASES, list(CASES)[1::2]))
 def test_state_dicts_go_to_torch_and_back(kind: str, tmp_path: Path) -> None:
     found = CASES[kind]
     reference = built()
@@ -278,7 +278,7 @@ def test_state_dicts_go_to_torch_and_back(kind: str, tmp_path: Path) -> None:
         store.close()
 
 
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("kind", quick(CASES, list(CASES)[::2]))
 def test_states_of_parameters_in_memory(kind: str, tmp_path: Path) -> None:
     found = CASES[kind]
     reference, model = built(), built()

@@ -26,7 +26,10 @@ def options(**changes: Any) -> Options:
     return Options(**{name: default_of(name) for name in Options.__dataclass_fields__} | changes)
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in WITHOUT_REFERENCE])
+COMPARED = [name for name in OPTIMIZERS if name not in WITHOUT_REFERENCE]
+
+
+@pytest.mark.parametrize("name", quick(COMPARED, COMPARED[::2]))
 def test_same_numbers_as_in_memory(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()

@@ -153,6 +153,7 @@ def test_it_is_the_training_of_one_process_with_the_batch_of_all(
     assert losses(whole[0] / "many.json") == pytest.approx(losses(tmp_path / "one.json"), abs=1e-4)
 
 
+@pytest.mark.soak
 def test_a_rank_is_killed_and_torchrun_starts_all_again(
     whole: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import tiered
+from tests.quick import quick
 from tests.store.saved import nothing_is_left
 from tests.zero.harness import clipping, equal, in_memory, train
 from tests.zero.models import Mixed, Tied, parameter_groups
@@ -49,7 +51,12 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, clip: object) ->
     return train(model, optimizer, clip, steps=STEPS, loss=lambda n: model.loss(n, batch=8))  # type: ignore[arg-type, operator]
 
 
-@pytest.mark.parametrize("update", ["on_fetch", "in_backward"])
+@pytest.mark.parametrize(
+    ("activations", "update"),
+    quick(
+        product(["store", "recompute"], ["on_fetch", "in_backward"]), [("store", "in_backward"), ("recompute", "on_fetch")]
+    ),
+)
 def test_training_with_dropout_has_the_bits_of_memory(store: TieredStore, activations: str, update: str) -> None:
     reference, paged = language(), language()
     zero.page(paged, store, activations=activations)  # type: ignore[arg-type]
@@ -451,8 +458,10 @@ class Parts(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("update", ["on_fetch", "in_backward"])
-@pytest.mark.parametrize("make", [Last, Parts])
+@pytest.mark.parametrize(
+    ("make", "update"),
+    quick(product([Last, Parts], ["on_fetch", "in_backward"]), [(Last, "on_fetch"), (Parts, "in_backward")]),
+)
 def test_layers_without_a_head_or_a_call_of_their_own(tmp_path: Path, make: type[nn.Module], update: str) -> None:
     reference, paged = make(), make()
     with TieredStore.open(tmp_path / "layers", dram="1MiB") as store:

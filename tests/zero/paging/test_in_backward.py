@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.quick import quick
 from tests.zero.harness import STEPS, equal, train
 from tests.zero.models import SIZES, Mixed, Tied, parameter_groups
 from tests.zero.narrow import MasterAdamW, Narrow
@@ -52,7 +53,7 @@ def compare(store: TieredStore, reference: nn.Module, *, look: bool = False, ste
     return paged
 
 
-@pytest.mark.parametrize("mode", ["plain", "checkpoint", "reentrant"])
+@pytest.mark.parametrize("mode", quick(["plain", "checkpoint", "reentrant"], ["reentrant"]))
 def test_a_tied_transformer_in_the_smallest_budget(store: TieredStore, mode: str) -> None:
     torch.manual_seed(0)
     compare(store, Tied(*SIZES[mode], mode=mode), look=mode == "plain")
@@ -110,7 +111,7 @@ def traffic(statistics: StoreStatistics) -> int:
     return sum(link.up.bytes + link.down.bytes for link in statistics.links)
 
 
-@pytest.mark.parametrize(("dtype", "expected"), [(torch.float32, 28), (torch.bfloat16, 26)])
+@pytest.mark.parametrize(("dtype", "expected"), quick([(torch.float32, 28), (torch.bfloat16, 26)], [(torch.float32, 28)]))
 def test_bytes_of_a_step(tmp_path: Path, dtype: torch.dtype, expected: int) -> None:
     """16 read and 12 written an fp32 parameter, 14 and 12 a bf16 one, and what is left in the pool is not read."""
     with TieredStore.open(tmp_path / "bytes", dram="1MiB") as store:

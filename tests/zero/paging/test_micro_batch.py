@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.quick import quick
 from tests.zero.harness import clipping, equal, train
 from tests.zero.models import parameter_groups
 from tests.zero.paging.splitting import Language, split_in_memory
@@ -135,7 +136,7 @@ def test_several_backward_passes_and_graphs_at_once(store: TieredStore) -> None:
     assert any(p.grad is not None for p in reference.parameters())
 
 
-@pytest.mark.parametrize("kind", ["checkpoint", "reentrant", "autocast", "bfloat16"])
+@pytest.mark.parametrize("kind", quick(["checkpoint", "reentrant", "autocast", "bfloat16"], ["reentrant", "autocast"]))
 def test_what_else_a_model_may_do(store: TieredStore, kind: str) -> None:
     """Checkpoints of its own inside a split module; autocast; narrow parameters."""
     torch.manual_seed(0)
@@ -258,7 +259,7 @@ def test_a_gradient_is_the_sum_over_the_parts_the_last_one_first(store: TieredSt
     assert optimizer.clip_grad_norm_(1e9) == nn.utils.get_total_norm([backwards, weights.sum(0)])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", quick([torch.float32, torch.bfloat16], [torch.bfloat16]))
 def test_updates_within_backward_give_the_same_numbers(tmp_path: Path, dtype: torch.dtype) -> None:
     """Each gradient arrives once, as the sum over all parts: a unit's update need not know of them."""
     torch.manual_seed(0)

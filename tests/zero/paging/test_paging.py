@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.quick import quick
 from tests.zero.models import Mixed, Tied, parameter_groups
 from tiered import CapacityError, MisuseError, TieredStore, zero
 from tiered.zero.paging.tensors.gradients import StoredGradient
@@ -433,7 +434,7 @@ def test_a_checkpointed_function_that_reads_parameters_itself(store: TieredStore
             assert torch.equal(optimizer.grad(ours), theirs.grad)
 
 
-@pytest.mark.parametrize("update", ["on_fetch", "in_backward"])
+@pytest.mark.parametrize("update", quick(["on_fetch", "in_backward"], ["on_fetch"]))
 def test_a_checkpointed_block_may_be_larger_than_the_memory(tmp_path: Path, update: str) -> None:
     """What torch.utils.checkpoint keeps of a recomputation is not the block's parameters, which would pin all of the memory."""
 
@@ -533,7 +534,8 @@ class _Positions(nn.Module):
         return x
 
 
-def test_a_unit_and_its_gradient_have_room_beside_what_stays_in_use(tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", quick([4, 12], [4]))
+def test_a_unit_and_its_gradient_have_room_beside_what_stays_in_use(tmp_path: Path, steps: int) -> None:
     """Leased one after the other, the gradient came to lie where neither side of it had room for the unit."""
     with TieredStore.open(tmp_path / "store", dram="1MiB", durability="none", deadline=30) as store:
         found = []
@@ -545,7 +547,7 @@ def test_a_unit_and_its_gradient_have_room_beside_what_stays_in_use(tmp_path: Pa
                 optimizer: Any = zero.AdamW(model.parameters(), lr=1e-3)
             else:
                 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-            for step in range(12):
+            for step in range(steps):
                 x = torch.randn(2, 64, 136, generator=torch.Generator().manual_seed(step))
                 for _ in range(2):
                     model(x).square().mean().backward()

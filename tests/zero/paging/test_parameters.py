@@ -10,7 +10,7 @@ import pickle
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.quick import quick
 from tiered import CapacityError, MisuseError, TieredStore, zero
 
 Model = Any
@@ -52,7 +53,19 @@ def build() -> Layers:
     return Layers()
 
 
-@pytest.fixture(params=["disk", "three tiers", "no disk"])
+CHAINS = ("disk", "three tiers", "no disk")
+
+
+def named(cases: Collection[str]) -> pytest.MarkDecorator:
+    """Each case over one of the chains in every run, and over all of them in the long one."""
+    return pytest.mark.parametrize(
+        ("opened", "name"),
+        quick(product(CHAINS, cases), [(CHAINS[number % len(CHAINS)], name) for number, name in enumerate(cases)]),
+        indirect=["opened"],
+    )
+
+
+@pytest.fixture(params=CHAINS)
 def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TieredStore]:
     if request.param == "no disk":
         store = TieredStore.open(None, dram="1MiB")
@@ -214,7 +227,7 @@ def average(model: Model) -> list[torch.Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # in torch.autograd.forward_ad
-@pytest.mark.parametrize("name", READS)
+@named(READS)
 def test_a_read_gives_what_it_gives_in_memory(opened: TieredStore, name: str) -> None:
     Sides(opened).agree(READS[name])
 
@@ -264,7 +277,7 @@ def inside(model: Model) -> torch.Tensor:
         return (model.extra.square().mean() * model.scale).exp()
 
 
-@pytest.mark.parametrize("name", PENALTIES)
+@named(PENALTIES)
 def test_a_read_is_differentiable(opened: TieredStore, name: str) -> None:
     Sides(opened).agree(lambda model: model.scale, PENALTIES[name])
 
@@ -359,7 +372,7 @@ def numbers(model: Model) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("name", WRITES)
+@named(WRITES)
 def test_a_write_lands_in_the_store(opened: TieredStore, name: str) -> None:
     sides = Sides(opened)
     sides.agree(lambda model: (WRITES[name](model), [p.sum() for p in model.parameters()])[1])
@@ -409,8 +422,15 @@ SAVED_BEFORE = ("after the module", clamp)
 """torch refuses it in backward, because what was saved has changed."""
 
 
+WRITERS = (shrink, replace_row, clamp)
+
+
 @pytest.mark.parametrize(
-    ("moment", "write"), [pair for pair in product(MOMENTS, [shrink, clamp, replace_row]) if pair != SAVED_BEFORE]
+    ("moment", "write"),
+    quick(
+        [pair for pair in product(MOMENTS, WRITERS) if pair != SAVED_BEFORE],
+        [(moment, WRITERS[number % len(WRITERS)]) for number, moment in enumerate(sorted(MOMENTS))],
+    ),
 )
 def test_a_write_in_a_step_lands_in_the_store(store: TieredStore, moment: str, write: Callable[[nn.Parameter], None]) -> None:
     memory, paged = Chain(), zero.page(Chain(), store)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.quick import quick
 from tiered import MisuseError, TieredStore, zero
 
 DRAM = "16MiB"
@@ -255,12 +256,15 @@ def test_packed_sequences_and_wrong_numbers_are_refused(store: TieredStore) -> N
 
 @pytest.mark.parametrize(
     ("widths", "batch"),
-    [
-        ((512, 1024, 8), 2000),
-        ((512, 512, 300, 700, 100, 100), 64),
-        ((700, 256, 256, 700, 300, 256), 64),
-        ((64, 256, 512, 100, 700), 64),
-    ],
+    quick(
+        [
+            ((512, 1024, 8), 2000),
+            ((512, 512, 300, 700, 100, 100), 64),
+            ((700, 256, 256, 700, 300, 256), 64),
+            ((64, 256, 512, 100, 700), 64),
+        ],
+        [((512, 1024, 8), 2000), ((64, 256, 512, 100, 700), 64)],
+    ),
 )
 def test_the_smallest_budget_that_is_named_works(tmp_path: Path, widths: tuple[int, ...], batch: int) -> None:
     """Where each lies in memory is chance: these once had no room in one piece beside the unit in use."""

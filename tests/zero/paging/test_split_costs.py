@@ -17,7 +17,7 @@ from tiered import TieredStore, zero
 from tiered.engine.state import TransferQueues
 from tiered.types import Direction, Use
 
-LAYERS, WIDTH = 40, 160
+LAYERS, WIDTH = 32, 160
 
 
 class Reads:

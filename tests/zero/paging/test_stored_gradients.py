@@ -9,6 +9,7 @@ import pickle
 import weakref
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from tests.quick import quick
 from tests.zero.harness import Clip, equal, in_memory, train
 from tests.zero.models import Mixed, Tied, parameter_groups
 from tests.zero.narrow import MasterAdamW, Narrow
@@ -79,7 +81,7 @@ def alike(ours: nn.Module, theirs: nn.Module) -> bool:
     return all((a.grad is None) == (b.grad is None) and (b.grad is None or same_bits(a.grad.cpu(), b.grad)) for a, b in found)
 
 
-@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("foreach", quick([None, True, False], [None]))
 def test_training_that_torch_clips_is_that_of_memory(store: TieredStore, foreach: bool | None) -> None:
     twin = in_memory("tied")
     model = zero.page(copy.deepcopy(twin.untrained), store)
@@ -209,16 +211,29 @@ def compare_operations(ours: nn.Module, theirs: nn.Module, names: list[str]) -> 
     assert alike(ours, theirs), names
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    quick(product(DTYPES, OPERATIONS), [(DTYPES[number % 2], name) for number, name in enumerate(OPERATIONS)]),
+)
 def test_each_operation_is_that_of_memory(dtype: torch.dtype, name: str) -> None:
     with TieredStore.open(None, dram="1MiB") as store:
         compare_operations(*pair(store, dtype), ["scale", name, name])
 
 
-@pytest.mark.parametrize("order", [2.0, 1, 3, 0, INF, -1.0, -INF])
-@pytest.mark.parametrize("foreach", [None, True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+ORDERS: list[tuple[float, bool | None]] = [(2.0, None), (1, True), (3, False), (0, None), (INF, True), (-1.0, False)]
+ORDERS += [(-INF, None)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "foreach", "order"),
+    quick(
+        product(DTYPES, [None, True, False], [order for order, _ in ORDERS]),
+        [(DTYPES[number % 2], foreach, order) for number, (order, foreach) in enumerate(ORDERS)],
+    ),
+)
 def test_every_order_of_norm(order: float, foreach: bool | None, dtype: torch.dtype) -> None:
     with TieredStore.open(None, dram="1MiB") as store:
         ours, theirs = pair(store, dtype)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.quick import quick
 from tiered import TieredStore, zero
 
 MIB = 1 << 20
@@ -33,8 +34,13 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[[fl
     return numbers
 
 
-@pytest.mark.parametrize(("hbm", "updates"), [(None, "dram"), (MIB, "dram"), (MIB, "hbm")])
-@pytest.mark.parametrize("disk", ["disk", "no disk"])
+@pytest.mark.parametrize(
+    ("hbm", "updates", "disk"),
+    quick(
+        [(*chain, disk) for chain in ((None, "dram"), (MIB, "dram"), (MIB, "hbm")) for disk in ("disk", "no disk")],
+        [(None, "dram", "no disk"), (MIB, "dram", "disk"), (MIB, "hbm", "disk")],
+    ),
+)
 def test_training_is_identical_over_every_chain(
     tmp_path: Path, hbm: int | None, updates: Literal["dram", "hbm"], disk: str
 ) -> None:
