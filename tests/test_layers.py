@@ -25,7 +25,7 @@ TREE: dict[str, tuple[str, ...]] = {
     ),
     "io": ("posix", "aiofiles", "libaio", "probe"),
     "tiers": ("first_touch", "dram", "hbm", "nvme"),
-    "links": ("hashing", "disk", "cuda", "stand_in"),
+    "links": ("disk", "cuda", "stand_in"),
     "engine": (
         *("residency", "policy", "retention", "pool", "state", "workers", "scheduler", "background", "requests", "snapshot"),
         *("engine",),
@@ -156,7 +156,7 @@ LONG, SHORT = 600, 60
 EXTENSIONS = {"io._aio": "io", "packing._unpack": "packing", "tables._rows": "tables"}
 
 # Who must do without torch, so that crash trials start in milliseconds and I/O stays about bytes.
-WITHOUT_TORCH = ("", "format", "io", "engine", "tiers.nvme", "links.hashing", "links.disk", "links.stand_in")
+WITHOUT_TORCH = ("", "format", "io", "engine", "tiers.nvme", "links.disk", "links.stand_in")
 
 THREADS = ("threading", "_thread", "concurrent", "multiprocessing")
 MAY_THREAD = {
@@ -172,7 +172,6 @@ MAY_THREAD = {
     "small.tensors": "a lock, as a table has one",
     "store.readers": "closes a store at the end of a worker process, which collects no garbage",
     "zero.paging.pager": "asks which thread computes with a model, to refuse a second one",
-    "links.hashing": "threads that hash pieces while the engine's thread, which asked for it, hashes one, too",
     "io.aiofiles": "the private event loop and the pool that does its blocking calls; no other part sees them",
     "links.cuda": "one thread a direction sleeps until CUDA events pass, which have no descriptor to poll",
     "links.stand_in": "the stand-in's streams are stepped by a test and, in close, by the engine: these take turns",

@@ -3,7 +3,7 @@
 A transfer is cut into blocks. Blocks of all transfers share the backend's ring, the more urgent transfer's first, so the ring
 does not run empty where one tensor ends and the next begins. Every completion is matched by its tag to its block, and its
 result is compared with the request; every piece of a tensor is checksummed on its way down and verified on its way up. To keep
-the drive busy, pieces to be written next are hashed before the ring has room for them, and large pieces on several threads.
+the drive busy, pieces to be written next are hashed before the ring has room for them.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from __future__ import annotations
 import ctypes
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tiered.errors import CorruptionError, MisuseError, ReadError, ShortTransfer, TransferError, WriteError
 from tiered.format.data_file import digest
 from tiered.interfaces import IOBackend
-from tiered.links.hashing import LARGE, Hashing
 from tiered.types import (
     CHECKSUM_BYTES,
     PIECE_BYTES,
@@ -128,7 +127,6 @@ class DiskLink:
         self._flight = config.flight
         self._window, self._together = config.window, config.together
         self._depth = backend.depth
-        self._hashing = Hashing()
         self._jobs: dict[int, _Job] = {}  # by the transfer's tag
         self._queues = {(urgency, way): deque[_Job]() for urgency in Urgency for way in Operation}  # jobs with blocks to submit
         self._by_urgency = [
@@ -215,7 +213,6 @@ class DiskLink:
         """Wait for the blocks in flight and close the backend; blocks that were not submitted are dropped. Idempotent."""
         self._closed = True
         self._backend.close()
-        self._hashing.close()
         self._jobs.clear()
         self._blocks.clear()
         self._arrived.clear()
@@ -248,7 +245,7 @@ class DiskLink:
                             return
                         batch = []
                         while job.unhashed(job.cursor + size):
-                            job.digests.append(self._digest((job, len(job.digests))))
+                            self._hash_next(job)
                     batch.append(self._begin_block(job, size))
                 if job.cursor < job.length:
                     break
@@ -294,43 +291,14 @@ class DiskLink:
     # Checksums
 
     def _hash_some(self) -> bool:
-        """Verify pieces that have arrived, then hash pieces to be written, about one piece for each thread in all; return False
-        if there was none."""
-        pieces: list[tuple[_Job, int]] = []
-        sizes: list[int] = []
-        nbytes = 0
-        while self._arrived and nbytes < self._most_hashed(sizes):
-            pieces.append(self._arrived.popleft())
-            sizes.append(_piece_bytes(*pieces[-1]))
-            nbytes += sizes[-1]
-        arrived = len(pieces)
-        for unhashed in self._next_to_hash():
-            if nbytes >= self._most_hashed(sizes):
-                break
-            pieces.append(unhashed)
-            sizes.append(_piece_bytes(*unhashed))
-            nbytes += sizes[-1]
-        digests = self._hashing.digests(pieces, self._digest, sizes)
-        for (job, piece), found in zip(pieces[:arrived], digests[:arrived], strict=True):
-            self._check(job, piece, found)
-        for (job, _), found in zip(pieces[arrived:], digests[arrived:], strict=True):
-            job.digests.append(found)
-        return bool(pieces)
-
-    def _most_hashed(self, sizes: Sequence[int]) -> int:
-        """Return how many bytes are hashed before others get their turn: as many for each thread as long as all are large."""
-        return PIECE_BYTES * (self._hashing.threads if sizes and sizes[-1] >= LARGE else 1)
-
-    def _next_to_hash(self) -> Iterator[tuple[_Job, int]]:
-        """Yield the pieces to hash next; of a large tensor no more than the ring takes, because others wait."""
-        if self._to_hash() is None:
-            return
-        for job in self._unhashed:
-            if job.error is None:
-                end = min(job.cursor + self._flight, job.transfer.nbytes)
-                yield from ((job, piece) for piece in range(len(job.digests), -(-end // PIECE_BYTES)))
-                if end < job.transfer.nbytes:
-                    return
+        """Verify pieces that have arrived, then hash pieces to be written, about one piece in all; return False if there was
+        none."""
+        left = PIECE_BYTES
+        while left > 0 and self._arrived:
+            left -= self._check(*self._arrived.popleft())
+        while left > 0 and (job := self._to_hash()) is not None:
+            left -= self._hash_next(job)
+        return left < PIECE_BYTES
 
     def _to_hash(self) -> _Job | None:
         """Return the job whose pieces to hash next, if any; of a large one no more than the ring takes, because others wait."""
@@ -341,15 +309,20 @@ class DiskLink:
             self._unhashed.popleft()
         return None
 
-    def _check(self, job: _Job, piece: int, found: bytes) -> None:
+    def _check(self, job: _Job, piece: int) -> int:
         expected = job.transfer.checksums[piece * CHECKSUM_BYTES : (piece + 1) * CHECKSUM_BYTES]
-        if job.error is None and found != expected:
+        if job.error is None and self._digest(job, piece) != expected:
             self._fail(job, _corruption(job, piece))
         job.unchecked -= 1
         self._end_if_over(job)
+        return _piece_bytes(job, piece)
 
-    def _digest(self, which: tuple[_Job, int]) -> bytes:
-        job, piece = which
+    def _hash_next(self, job: _Job) -> int:
+        piece = len(job.digests)
+        job.digests.append(self._digest(job, piece))
+        return _piece_bytes(job, piece)
+
+    def _digest(self, job: _Job, piece: int) -> bytes:
         transfer = job.transfer
         offset = piece * PIECE_BYTES
         memory = (ctypes.c_char * _piece_bytes(job, piece)).from_address(job.memory + offset)
