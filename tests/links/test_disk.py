@@ -7,6 +7,7 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
@@ -110,7 +111,7 @@ class Fake(Desk):
         return [(r.operation.value, r.offset, r.nbytes) for r in self.backend.pending.values()]
 
 
-def manual(depth: int = 16, block: int = MIB, window: int = 32 * MIB, together: int = 1, **more: int) -> Fake:
+def manual(depth: int = 16, block: int = MIB, window: int = 32 * MIB, together: int = 1, **more: Any) -> Fake:
     """By default each transfer is submitted when it is started."""
     return Fake(ManualBackend(depth), DiskConfig(block, window=window, together=together), **more)
 
