@@ -23,6 +23,7 @@ def signed(body: bytes, version: int = 1, length: int | None = None) -> bytes:
 def change_manifest(folder: Path, change: Callable[[Any], None]) -> None:
     """Of the newest generation in a store's folder: ``change`` is given the payload, decoded, and alters it."""
     path = max(folder.glob("manifest.*"), key=lambda found: int(found.suffix[1:]))
-    document = json.loads(path.read_bytes()[44:])
+    data = path.read_bytes()
+    document = json.loads(data[44:])
     change(document)
-    path.write_bytes(signed(json.dumps(document).encode()))
+    path.write_bytes(signed(json.dumps(document).encode(), int.from_bytes(data[8:12], "little")))

@@ -20,7 +20,7 @@ TREE: dict[str, tuple[str, ...]] = {
     "": ("errors", "types", "interfaces", "telemetry", "system", "allocator"),
     "data": (),
     "format": (
-        *("folder", "locked_file", "data_file", "drives", "manifest", "pins", "generations", "direct_reader"),
+        *("folder", "locked_file", "data_file", "drives", "stripes", "manifest", "pins", "generations", "direct_reader"),
         *("safetensors", "safetensors_writer", "torch_file"),
     ),
     "io": ("posix", "aiofiles", "libaio", "probe"),

@@ -195,11 +195,15 @@ class Slot(NamedTuple):
 
 
 class Location(NamedTuple):
-    """Where a slot on the disk is: ``offset`` bytes into the file that ``fd`` is open on; errors call the file ``path``."""
+    """Where a slot on the disk is: ``offset`` bytes into the file that ``fd`` is open on; errors call the file ``path``.
+
+    ``parts``: of a striped slot, where its part in each file is; then this is where its first byte is.
+    """
 
     fd: int
     offset: int
     path: str
+    parts: tuple[Location, ...] = ()
 
 
 class Candidate(Protocol):

@@ -2,7 +2,8 @@
 
     python docs/examples/several_drives.py --drives /mnt/a /mnt/b
 
-Each tensor lies whole on one drive; tensors that are used one after the other lie on different drives.
+Each tensor lies whole on one drive; tensors that are used one after the other lie on different drives. Tensors of more than
+64 MiB are striped over all drives.
 """
 
 import argparse

@@ -34,6 +34,7 @@ from tiered.format.manifest import DataFile, Extent, Manifest, TensorRecord, dec
 from tiered.types import CHECKSUM_BYTES, PIECE_BYTES, TensorSpec
 
 ROOT = Path(__file__).resolve().parents[2]
+MIB = 1 << 20
 CAP_BYTES = 256 << 20
 QUICK_INPUTS = 2_500
 SOAK_INPUTS = 1_000_000
@@ -71,6 +72,16 @@ def sample(generation: int = 3) -> Manifest:
     )
 
 
+def striped_sample() -> Manifest:
+    """A tensor in each of two files, and one of 9 MiB that is striped over both: 5 MiB in one, 4 MiB in the other."""
+    striped = record("striped", 2, (9 << 18,), None, extent=Extent(2, MIB, 9 * MIB))
+    return msgspec.structs.replace(
+        sample(),
+        files=(DataFile("data.0", "ab" * 16, 0, 6 * MIB), DataFile("data.1", "cd" * 16, 1, 5 * MIB + 4096)),
+        tensors=(record("w", 0, (3,), 0), striped, record("x", 1, (3,), None, extent=Extent(1, 5 * MIB, 4096))),
+    )
+
+
 def body_of(manifest: Manifest) -> bytes:
     return encode(manifest)[44:]
 
@@ -100,9 +111,7 @@ json_value = st.recursive(
 )
 keys = st.one_of(
     st.text(max_size=40),
-    st.sampled_from(
-        ["", "/", "..", "../../etc/passwd", "\0", "a\0b", "manifest.1", "\U0001f600", '"', "\\", "k" * 100_000]
-    ),
+    st.sampled_from(["", "/", "..", "../../etc/passwd", "\0", "a\0b", "manifest.1", "\U0001f600", '"', "\\", "k" * 100_000]),
 )
 tensors = st.tuples(
     st.lists(st.integers(0, 9), max_size=5),
@@ -124,12 +133,12 @@ def manifests(draw: st.DrawFn) -> Manifest:
         extent = None
         if spec.nbytes:
             offset += gap * 4096
-            extent = Extent(0, offset, -(-spec.nbytes // 4096) * 4096)
+            extent = Extent(draw(st.integers(0, 2)), offset, -(-spec.nbytes // 4096) * 4096)
             offset += extent.nbytes
         sums = checksum * subject.pieces(spec.nbytes)
         written = draw(st.integers(1, generation))
         found.append(TensorRecord(name, tensor_id, dtype, spec.shape, itemsize, written, extent, sums))
-    files = (DataFile("data.0", "0f" * 16, 0, offset),)
+    files = (DataFile("data.0", "0f" * 16, 0, offset), DataFile("data.1", "1f" * 16, 1, offset))
     meta = draw(st.dictionaries(st.text(max_size=9), json_value, max_size=4))
     order = tuple(draw(st.permutations(found)))
     return Manifest("a0" * 16, generation, meta, files, max(ids, default=-1) + 1, order)
@@ -234,7 +243,7 @@ def test_every_other_length_is_noticed() -> None:
 
 
 def test_unknown_version_is_named() -> None:
-    with pytest.raises(ManifestError, match=r"version 4711; this release reads version 1"):
+    with pytest.raises(ManifestError, match=r"version 4711; this release reads versions 1 and 2"):
         decode(sign(body_of(sample()), version=4711))
 
 
@@ -300,6 +309,52 @@ def test_generation_must_be_the_file_names() -> None:
 def test_contradictions_are_named(path: str, value: object, says: str) -> None:
     with pytest.raises(ManifestError, match=re.escape(says)):
         decode(change(path, value))
+
+
+def test_striped_extents_have_a_version_of_their_own() -> None:
+    data = encode(striped_sample())
+    assert data == sign(data[44:], version=2)
+    assert decode(data) == striped_sample()
+    with pytest.raises(ManifestError, match="'striped' lies in data file 2; there are 2"):
+        decode(sign(data[44:]))
+    assert decode(sign(body_of(sample()), version=2)) == sample()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"files.0.nbytes": 6 * MIB - 4096}, "'striped' ends at byte 6291456 of a file of 6287360"),
+        ({"files.1.nbytes": 5 * MIB - 4096}, "'striped' ends at byte 5242880 of a file of 5238784"),
+        ({"tensors.0.extent.offset": MIB}, "'w' and 'striped' overlap at byte 1048576 of data file 0"),
+        ({"tensors.0.extent.offset": 6 * MIB - 4096}, "'striped' and 'w' overlap at byte 6287360 of data file 0"),
+        ({"tensors.2.extent.offset": 5 * MIB - 4096}, "'striped' and 'x' overlap at byte 5238784 of data file 1"),
+        ({"tensors.1.extent.file": 3}, "data file 3; there are 2"),
+        ({"tensors.1.extent.nbytes": 9 * MIB - 4096}, "has 9437184 bytes in an extent of 9433088"),
+        ({"tensors.1.extent.nbytes": 9 * MIB + 512}, "not aligned"),
+        ({"tensors.1.extent.offset": 512}, "not aligned"),
+        ({"tensors.1.extent.offset": 2**63 - 4096}, "of a file of"),
+        ({"tensors.1.extent.nbytes": 2**63 - 4096}, "of a file of"),
+        ({"files.1": None}, "files"),
+    ],
+)
+def test_contradictions_of_striped_extents_are_named(change: dict[str, object], says: str) -> None:
+    document = json.loads(body_of(striped_sample()))
+    for path, value in change.items():
+        *way, last = [int(step) if step.isdigit() else step for step in path.split(".")]
+        target = document
+        for step in way:
+            target = target[step]
+        target[last] = value
+    with pytest.raises(ManifestError, match=re.escape(says)):
+        decode(sign(json.dumps(document).encode(), version=2))
+
+
+def test_nothing_is_striped_over_one_file() -> None:
+    document = json.loads(body_of(striped_sample()))
+    del document["files"][1], document["tensors"][2]
+    document["tensors"][1]["extent"]["file"] = 1
+    with pytest.raises(ManifestError, match="data file 1; there are 1"):
+        decode(sign(json.dumps(document).encode(), version=2))
 
 
 def test_empty_tensor_with_a_huge_dimension_is_legal() -> None:
@@ -407,14 +462,14 @@ def mutate_bytes(rng: random.Random, body: bytes) -> bytes:
 
 
 def fuzz_input(rng: random.Random, whole: bytes) -> tuple[str, bytes]:
-    body = whole[44:]
+    body, version = whole[44:], whole[8]
     kind = rng.choice(["document", "document", "bytes", "header", "unsigned"])
     if kind == "document":
         document = json.loads(body)
         mutate_document(rng, document)
-        return kind, sign(json.dumps(document, ensure_ascii=rng.random() < 0.5).encode(errors="surrogatepass"))
+        return kind, sign(json.dumps(document, ensure_ascii=rng.random() < 0.5).encode(errors="surrogatepass"), version)
     if kind == "bytes":
-        return kind, sign(mutate_bytes(rng, body))
+        return kind, sign(mutate_bytes(rng, body), version)
     if kind == "header":
         length = rng.choice([None, 0, len(body) - 1, len(body) + 44, 2**32, 2**63, 2**64 - 1])
         return kind, sign(body, version=rng.choice([0, 1, 1, 2, 2**32 - 1]), length=length)
@@ -425,10 +480,10 @@ def fuzz_input(rng: random.Random, whole: bytes) -> tuple[str, bytes]:
 
 
 def fuzz(count: int, seed: int) -> Counter[str]:
-    rng, whole = random.Random(seed), encode(sample())
+    rng, samples = random.Random(seed), (encode(sample()), encode(striped_sample()))
     seen: Counter[str] = Counter()
     for _ in range(count):
-        kind, data = fuzz_input(rng, whole)
+        kind, data = fuzz_input(rng, rng.choice(samples))
         try:
             manifest = decode(data)
         except ManifestError:
@@ -603,9 +658,7 @@ def test_symbolic_links_and_odd_files_are_refused(tmp_path: Path) -> None:
         protocol.drop(folder, 4)
 
 
-@pytest.mark.parametrize(
-    "call", [protocol.load, protocol.generations, protocol.clean, lambda folder: protocol.drop(folder, 1)]
-)
+@pytest.mark.parametrize("call", [protocol.load, protocol.generations, protocol.clean, lambda folder: protocol.drop(folder, 1)])
 def test_missing_folder(tmp_path: Path, call: Callable[[Path], object]) -> None:
     with pytest.raises(ManifestError, match=rf"cannot open .*nowhere.*errno {errno.ENOENT}"):
         call(tmp_path / "nowhere")
@@ -615,9 +668,7 @@ def test_missing_folder(tmp_path: Path, call: Callable[[Path], object]) -> None:
 
 def test_file_size_limit_is_a_commit_error(tmp_path: Path) -> None:
     write(tmp_path, sample(1))
-    program = (
-        "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)); " + WRITE
-    )  # a short write, then EFBIG
+    program = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100)); " + WRITE  # a short write, then EFBIG
     ran = run_python("-c", program, str(tmp_path), "2")
     assert ran.stdout.startswith("CommitError cannot write"), ran.stdout + ran.stderr
     assert f"(errno {errno.EFBIG})" in ran.stdout
@@ -653,9 +704,7 @@ def test_order_of_a_write(tmp_path: Path) -> None:
     folder, log = tmp_path / "store", tmp_path / "log"
     folder.mkdir()
     calls = "openat,write,fsync,fdatasync,rename,renameat,renameat2,unlink,unlinkat"
-    ran = run_python(
-        "-c", WRITE, str(folder), "1", before=["strace", "-f", "-y", "-o", str(log), "-e", f"trace={calls}"]
-    )
+    ran = run_python("-c", WRITE, str(folder), "1", before=["strace", "-f", "-y", "-o", str(log), "-e", f"trace={calls}"])
     assert ran.stdout == "done\n", ran.stderr
     seen = [line.split(maxsplit=1)[1] for line in log.read_text().splitlines() if str(folder) in line]
     tmp = re.escape(f"{folder}/manifest.1.tmp")

@@ -7,6 +7,7 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import xxhash
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from tests.contracts.link import SIZES, LinkContract, Loop
 from tests.fakes import InstantBackend, ManualBackend
 from tiered.errors import CorruptionError, MisuseError, ReadError, ShortTransfer, TransferError, WriteError
+from tiered.format import stripes
 from tiered.interfaces import IOBackend
 from tiered.io.aiofiles import AiofilesBackend
 from tiered.io.posix import PosixBackend
@@ -55,7 +57,14 @@ class Fake(Desk):
 
     backend: ManualBackend
 
-    def __init__(self, backend: ManualBackend, config: DiskConfig, alignment: int = ALIGNMENT, room: int = 64 * MIB):
+    def __init__(
+        self,
+        backend: ManualBackend,
+        config: DiskConfig,
+        alignment: int = ALIGNMENT,
+        room: int = 64 * MIB,
+        locate: Callable[[Slot], Location] = lambda slot: Location(FD, slot.offset, "/s/data.0"),
+    ):
         self.backend = backend
         link_to = DramTier(DramConfig(room))
         lower = DramTier(DramConfig(room))  # only its offsets are used: the bytes are in backend.files
@@ -63,7 +72,7 @@ class Fake(Desk):
         link = DiskLink(
             backend,
             address=link_to.address,
-            locate=lambda slot: Location(FD, slot.offset, "/s/data.0"),
+            locate=locate,
             uuid=UUID,
             alignment=alignment,
             config=config,
@@ -102,7 +111,7 @@ class Fake(Desk):
         return [(r.operation.value, r.offset, r.nbytes) for r in self.backend.pending.values()]
 
 
-def manual(depth: int = 16, block: int = MIB, window: int = 32 * MIB, together: int = 1, **more: int) -> Fake:
+def manual(depth: int = 16, block: int = MIB, window: int = 32 * MIB, together: int = 1, **more: Any) -> Fake:
     """By default each transfer is submitted when it is started."""
     return Fake(ManualBackend(depth), DiskConfig(block, window=window, together=together), **more)
 
@@ -159,15 +168,15 @@ class TestContractOnDisk(LinkContract):
         down = loop.run(loop.transfer(Direction.DOWN, upper, lower, nbytes))
         assert isinstance(rig.lower, NvmeTier)
         rig.lower.sync()
-        place = rig.lower.locate(lower)
+        place = stripes.located(rig.lower.locate(lower), PIECE)
         with open(place.path, "r+b") as file:
-            file.seek(place.offset + PIECE + 5)
+            file.seek(place.offset + 5)
             was = file.read(1)[0]
-            file.seek(place.offset + PIECE + 5)
+            file.seek(place.offset + 5)
             file.write(bytes([was ^ 4]))
         up = loop.run(loop.transfer(Direction.UP, upper, lower, nbytes, checksums=down.checksums))
         assert isinstance(up.error, CorruptionError)
-        assert (up.error.path, up.error.offset) == (place.path, place.offset + PIECE)
+        assert (up.error.path, up.error.offset) == (place.path, place.offset)
 
     def test_a_file_that_was_cut_is_a_short_transfer(self, rig: Desk) -> None:
         loop = Loop(rig)
@@ -202,6 +211,70 @@ class TestContractOnTwoDrives(TestContractOnDisk):
             with open(place.path, "rb") as file:
                 file.seek(place.offset)
                 assert file.read(8192) == bytes([number + 1]) * 8192
+
+
+class TestContractOnStripes(TestContractOnDisk):
+    """With every slot striped over the drives."""
+
+    drives = 3
+
+    @pytest.fixture(autouse=True)
+    def lowered(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(stripes, "LARGEST_WHOLE", 0)
+
+    def test_each_stripe_is_written_to_its_own_file(self, rig: Desk) -> None:
+        loop = Loop(rig)
+        assert isinstance(rig.lower, NvmeTier)
+        data = random.Random(5).randbytes(13 * MIB + 5)
+        upper, lower = loop.slots(len(data))
+        rig.write_upper(upper, data)
+        assert loop.run(loop.transfer(Direction.DOWN, upper, lower, len(data))).error is None
+        rig.lower.sync()
+        for stripe, begin in enumerate(range(0, len(data), PIECE)):
+            part = rig.lower.locate(lower).parts[stripe % 3]
+            with open(part.path, "rb") as file:
+                file.seek(part.offset + stripe // 3 * PIECE)
+                piece = data[begin : begin + PIECE]
+                assert file.read(len(piece)) == piece
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+@pytest.mark.parametrize("block", [65536, 3 * MIB, PIECE, 5 * MIB + 5000])
+def test_blocks_of_a_striped_slot_end_where_stripes_do(nbytes: int, block: int) -> None:
+    def locate(slot: Slot) -> Location:
+        return stripes.striped([Location(FD + index, slot.offset, f"/{index}") for index in range(2)])
+
+    fake = Fake(InstantBackend(64), DiskConfig(block), locate=locate)
+    upper, lower, data, checksums = fake.store(nbytes)
+    at = 0
+    for request in fake.backend.submitted:
+        assert request.address == fake.upper.address + upper.offset + at
+        stripe, within = divmod(at, PIECE)
+        assert request.fd == FD + stripe % 2
+        assert request.offset == lower.offset + stripe // 2 * PIECE + within
+        assert request.nbytes <= min(block, PIECE - within)
+        at += request.nbytes
+    assert at == -(-nbytes // ALIGNMENT) * ALIGNMENT
+    fake.drive(fake.loop.transfer(Direction.UP, upper, lower, nbytes, checksums=checksums))
+    assert fake.read_upper(upper, nbytes) == data
+
+
+@pytest.mark.parametrize("stripe", range(3))
+@pytest.mark.parametrize("result", [-errno.EIO, 4096])
+def test_errors_name_the_file_of_the_block(stripe: int, result: int) -> None:
+    def locate(slot: Slot) -> Location:
+        return stripes.striped([Location(FD + index, slot.offset, f"/{index}") for index in range(2)])
+
+    fake = Fake(ManualBackend(16), DiskConfig(2 * MIB, together=1), locate=locate)
+    upper, lower = fake.pair(9 * MIB)
+    assert fake.link.start(fake.loop.transfer(Direction.UP, upper, lower, 9 * MIB))
+    where = (FD + stripe % 2, lower.offset + stripe // 2 * PIECE)
+    (tag,) = [tag for tag, request in fake.backend.pending.items() if (request.fd, request.offset) == where]
+    fake.backend.complete(tag, result)
+    fake.backend.complete_all()
+    (ended,) = fake.link.poll(0)
+    assert isinstance(ended.error, ReadError if result < 0 else ShortTransfer)
+    assert (ended.error.path, ended.error.offset) == (f"/{stripe % 2}", where[1])
 
 
 def test_a_fence_that_has_not_passed_is_our_bug() -> None:

@@ -11,11 +11,15 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.stress import syscalls
 from tests.stress.contents import content, evict_all, holds
 from tests.stress.syscalls import Child, Ended
 from tests.stress.tally import Tally, counts
+from tests.striping import lower_stripes
 from tiered import TieredStore
 from tiered.format.generations import generations
 
@@ -23,7 +27,21 @@ PROMISE = "1, 3 (a commit survives SIGKILL, and what follows it)"
 MIB = 1 << 20
 SIZES = [0, 1, 4096, 5000, 70_001, 200_000, 300_000, 450_000]
 ROUNDS = 3
+DRIVES: list[str] = []
+"""Folders of the data files, within the store's; none: the data file is in the store's own."""
 pytestmark = syscalls.needs_notifications
+
+
+@pytest.fixture(autouse=True, params=["whole", "striped"])
+def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a store on one drive, and of one on two with tensors that are striped over both."""
+    if request.param == "striped":
+        monkeypatch.setattr("tests.stress.test_kill.DRIVES", ["one", "two"])
+        lower_stripes(monkeypatch, 32 << 10, 100_000)
+
+
+def opened(folder: Path, **options: Any) -> TieredStore:
+    return TieredStore.open(folder, dram=MIB, paths=[folder / name for name in DRIVES] or None, **options)
 
 
 def of(number: int, version: int) -> int | None:
@@ -34,7 +52,7 @@ def of(number: int, version: int) -> int | None:
 
 def job(folder: Path, backend: str) -> Callable[[Child], None]:
     def body(child: Child) -> None:
-        with TieredStore.open(folder, dram=MIB, backend=backend) as store:  # type: ignore[arg-type]
+        with opened(folder, backend=backend) as store:
             for version in range(store.generation + 1, store.generation + 1 + ROUNDS):
                 for number, nbytes in enumerate(SIZES):
                     key, wanted = f"t{number}", of(number, version)
@@ -63,7 +81,7 @@ def check(folder: Path, ended: Ended, before: int, what: str) -> int:
     assert not ended.error, f"{what}: {ended.error}"
     acknowledged = max([before, *(int(words.split()[1]) for words in ended.said if words.startswith("committed"))])
     tried = max([acknowledged, *(int(words.split()[1]) for words in ended.said if words.startswith("committing"))])
-    with TieredStore.open(folder, dram=MIB) as store:
+    with opened(folder) as store:
         assert acknowledged <= store.generation <= tried, f"{what}: generation {store.generation} after {ended.said}"
         whole(store, store.generation, what)
         kept = generations(folder)
@@ -71,7 +89,7 @@ def check(folder: Path, ended: Ended, before: int, what: str) -> int:
         assert not [name for name in os.listdir(folder) if name.endswith(".tmp")], what
         store.close()
     if len(kept) > 1:
-        with TieredStore.open(folder, dram=MIB, generation=kept[0]) as store:
+        with opened(folder, generation=kept[0]) as store:
             whole(store, kept[0], what)
             store.close()
     return kept[-1] if kept else 0

@@ -23,8 +23,10 @@ from tests.stress.contents import content, evict_all, holds
 from tests.stress.powerloss import KINDS, Log, Machine, State, machine, mounted
 from tests.stress.syscalls import Child
 from tests.stress.tally import Tally, counts
+from tests.striping import lower_stripes
 from tiered import TieredError, TieredStore
-from tiered.format import generations
+from tiered.format import generations, stripes
+from tiered.format.data_file import DataFile
 from tiered.tiers.nvme import NvmeTier
 
 PROMISE = "2 (a commit survives power loss)"
@@ -32,6 +34,8 @@ MIB = 1 << 20
 DRIVE = 24 * MIB
 SIZES = [0, 1, 4096, 5000, 70_001, 200_000, 300_000, 450_000]
 KEEP = 2
+STRIPE, WHOLE = 32 << 10, 100_000
+"""Bytes of a stripe, and of the largest tensor that is not striped, where some are."""
 Mutation = Callable[[], contextlib.AbstractContextManager[object]]
 
 
@@ -83,6 +87,9 @@ def job(machine: Machine, backend: str, rounds: int) -> None:
                 mark(f"committed {version}")
                 scribble(store, version)
             evict_all(store)
+        assert store._parts.nvme is not None
+        lowered = stripes.LARGEST_WHOLE == WHOLE
+        assert store._parts.nvme.striped(store.generation) == (lowered and len(machine.folders) > 1)
         store.close()
 
 
@@ -167,11 +174,20 @@ def tried(log: Log, tmp_path: Path, seed: int, count: int) -> Iterator[tuple[Sta
             yield state, survives(log, state, tmp_path, images)
 
 
-@pytest.mark.parametrize("drives", [1, 2])
+@pytest.fixture
+def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The number of drives that the parameter says, "striped" for two with tensors that are striped over them."""
+    if request.param != "striped":
+        return int(request.param)
+    lower_stripes(monkeypatch, STRIPE, WHOLE)
+    return 2
+
+
+@pytest.mark.parametrize("layout", [1, 2, "striped"], indirect=True)
 @counts(16, 640)
-def test_power_is_lost_at_any_moment(tmp_path: Path, drives: int, count: int, tally: Tally) -> None:
+def test_power_is_lost_at_any_moment(tmp_path: Path, layout: int, count: int, tally: Tally) -> None:
     for part, backend in enumerate(["libaio", "posix"]):
-        log = recorded(tmp_path / backend, drives, backend, 12, contextlib.nullcontext)
+        log = recorded(tmp_path / backend, layout, backend, 12, contextlib.nullcontext)
         for state, wrong in tried(log, tmp_path, part, count // 2):
             assert not wrong, f"{state}: {wrong}"
             tally.count(state.kind, 1)
@@ -204,6 +220,18 @@ def no_sync_of_the_folder() -> Iterator[None]:
 @contextlib.contextmanager
 def no_sync_of_data() -> Iterator[None]:
     with mock.patch.object(NvmeTier, "sync"):
+        yield
+
+
+@contextlib.contextmanager
+def no_sync_of_the_second_drive() -> Iterator[None]:
+    sync = DataFile.sync
+
+    def first(file: DataFile) -> None:
+        if file.index == 0:
+            sync(file)
+
+    with mock.patch.object(DataFile, "sync", first):
         yield
 
 
@@ -243,22 +271,24 @@ def manifest_before_data() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("mutation", "drives"),
+    ("mutation", "layout"),
     [
         (no_sync_of_the_folder, 1),
         (no_sync_of_data, 2),  # with direct I/O on one drive, the flush that makes the manifest durable does it for the data
+        (no_sync_of_the_second_drive, "striped"),
         (old_manifest_unlinked_first, 1),
         (written_in_place, 1),
         (manifest_before_data, 2),  # as above
     ],
+    indirect=["layout"],
 )
 @counts(1, 100)
-def test_a_wrong_order_is_caught(tmp_path: Path, mutation: Mutation, drives: int, count: int, tally: Tally) -> None:
+def test_a_wrong_order_is_caught(tmp_path: Path, mutation: Mutation, layout: int, count: int, tally: Tally) -> None:
     """``count``: after so many states in which it is caught it is enough, or 4 times as many in all."""
     name = getattr(mutation, "__name__", "")
     seen = caught = 0
     example = ""
-    log = recorded(tmp_path / "machine", drives, "posix", 6, mutation)
+    log = recorded(tmp_path / "machine", layout, "posix", 6, mutation)
     for _, wrong in tried(log, tmp_path, 1, max(60, 4 * count)):
         seen, caught, example = seen + 1, caught + bool(wrong), wrong or example
         if caught == count:

@@ -23,6 +23,7 @@ from tests.stress.children import Running, forked
 from tests.stress.contents import content, evict_all
 from tests.stress.syscalls import Child
 from tests.stress.tally import Tally
+from tests.striping import lower_stripes
 from tiered import TieredStore, verify
 from tiered.format import generations as protocol
 from tiered.format.generations import dropped, generations
@@ -32,8 +33,14 @@ PROMISE = "22 (readers beside a writer)"
 MIB = 1 << 20
 SIZES = [0, 1, 4096, 5000, 70_001, 150_000, 200_000, 250_000, 300_000, 40_000]
 READERS = 3
+DRIVES: list[str] = []
+"""Folders of the data files, within the store's; none: the data file is in the store's own."""
 AT_ONCE = 10
 """Reads between two words of a reader, and changes between two looks of a writer at its pool."""
+
+
+def paths(folder: Path) -> list[Path] | None:
+    return [folder / name for name in DRIVES] or None
 
 
 def of(number: int, version: int) -> int | None:
@@ -51,7 +58,7 @@ def state(version: int) -> dict[str, tuple[int, int]]:
 def writer(folder: Path, seed: int) -> Callable[[Child], None]:
     def body(child: Child) -> None:
         source = random.Random(seed)
-        with TieredStore.open(folder, dram=MIB, keep=source.randint(1, 2)) as store:
+        with TieredStore.open(folder, dram=MIB, keep=source.randint(1, 2), paths=paths(folder)) as store:
             version = int(store.meta.get("version", 0))
             whole(store, version, list(state(version)))
             child.say("begun")
@@ -87,7 +94,7 @@ def reader(folder: Path, seed: int) -> Callable[[Child], None]:
         source = random.Random(seed)
         while True:
             chosen = generations(folder)[0] if source.random() < 0.2 else None
-            options: dict[str, Any] = {"dram": MIB, "access": "read"}
+            options: dict[str, Any] = {"dram": MIB, "access": "read", "paths": paths(folder)}
             try:
                 store = TieredStore.open(folder, generation=chosen, **options)
             except Exception as error:
@@ -169,6 +176,15 @@ class Crowd:
                 one.close()
 
 
+@pytest.fixture(params=["whole", "striped"])
+def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a store on one drive, and of one on two with tensors that are striped over both."""
+    if request.param == "striped":
+        monkeypatch.setattr("tests.stress.test_readers.DRIVES", ["one", "two"])
+        lower_stripes(monkeypatch, 32 << 10, 100_000)
+
+
+@pytest.mark.usefixtures("layout")
 @pytest.mark.parametrize(
     ("reads", "commits", "kill_each"), [(500, 20, 12), pytest.param(12_000, 250, 15, marks=pytest.mark.soak)]
 )
@@ -180,8 +196,8 @@ def test_readers_and_a_writer_that_are_killed(tmp_path: Path, reads: int, commit
         tally.ran()
     assert {"SIGKILL of a reader", "SIGKILL of a writer"} <= tally.kinds.keys()
     assert crowd.behind, "no reader was ever behind the writer"
-    assert verify(folder).sound
-    with TieredStore.open(folder, dram=MIB, keep=2) as store:
+    assert verify(folder, paths=paths(folder)).sound
+    with TieredStore.open(folder, dram=MIB, keep=2, paths=paths(folder)) as store:
         version = int(store.meta["version"])
         whole(store, version, list(state(version)))
         store.commit()
@@ -190,6 +206,7 @@ def test_readers_and_a_writer_that_are_killed(tmp_path: Path, reads: int, commit
         assert store._parts.nvme is not None
         most = sum(-(-nbytes // 4096) * 4096 + 4096 for nbytes in SIZES)
         assert store._parts.nvme.used <= 3 * most
+        assert store._parts.nvme.striped(store.generation) == bool(DRIVES)
         store.close()
 
 

@@ -22,11 +22,14 @@ import torch
 from tests.stress.contents import content
 from tests.stress.strikes import Strike, armed, interrupted_at, lines_of, struck_after_call, struck_at, struck_or_raise
 from tests.stress.tally import Tally, counts
+from tests.striping import lower_stripes
 from tiered import InterruptedStore, MisuseError, StoreClosed, TieredStore
 
 PROMISE = "20 (exceptions that strike a call)"
 MIB = 1 << 20
 KEYS = [f"t{number:02}" for number in range(14)]
+DRIVES: list[str] = []
+"""Folders of the data files, within the store's; none: the data file is in the store's own."""
 Contents = dict[str, int]
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
 """Python swallows an exception that strikes a finalizer, and says so."""
@@ -58,7 +61,8 @@ class Struck:
         self.store = self.open()
 
     def open(self) -> TieredStore:
-        return TieredStore.open(self.folder, dram=MIB, deadline=30.0)
+        paths = [self.folder / name for name in DRIVES] or None
+        return TieredStore.open(self.folder, dram=MIB, deadline=30.0, paths=paths)
 
     # -- calls: each returns what the store may hold after it was struck, besides what it held -----------------------------
 
@@ -210,6 +214,15 @@ class Struck:
         self.commit("")
 
 
+@pytest.fixture(params=["whole", "striped"])
+def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a store on one drive, and of one on two with tensors that are striped over both."""
+    if request.param == "striped":
+        monkeypatch.setattr("tests.stress.test_struck.DRIVES", ["one", "two"])
+        lower_stripes(monkeypatch, 16 << 10, 70_000)
+
+
+@pytest.mark.usefixtures("layout")
 @counts(24, 5_000)
 def test_real_signals(tmp_path: Path, count: int, tally: Tally) -> None:
     source = random.Random(count)
@@ -243,6 +256,7 @@ def test_real_signals(tmp_path: Path, count: int, tally: Tally) -> None:
     world.store.close()
 
 
+@pytest.mark.usefixtures("layout")
 @counts(9, 1_000_000)
 @pytest.mark.parametrize(
     "what", ["put", "put a new one", "get", "get from the disk", "read", "write", "delete", "commit", "rollback", "prefetch"]

@@ -143,6 +143,20 @@ class DataFile:
 
     # Extents
 
+    def starts(self, nbytes: int, end: int) -> list[tuple[int, int]]:
+        """Return the first and last offset of ``nbytes`` in each free range that has as many; a file that ended at ``end``
+        would have them."""
+        found = self._space.free_ranges()
+        tail = self._space.free_at_end
+        if end > self.nbytes:
+            del found[len(found) - bool(tail) :]
+            found.append((self.nbytes - tail, end - self.nbytes + tail))
+        return [(offset, offset + size - nbytes) for offset, size in found if size >= nbytes]
+
+    def grow(self, end: int, spare: int | None, share: int | None) -> bool:
+        """Return whether the file has ``end`` bytes, growing as for ``allocate`` where it has less."""
+        return end <= self.nbytes or self._grow(end, spare, share)
+
     def allocate(self, nbytes: int, spare: int | None, share: int | None) -> tuple[int, int] | None:
         """Return offset and size of an extent, growing the file if needed; None when it cannot grow.
 
@@ -164,11 +178,14 @@ class DataFile:
         """Set the allocated extents to exactly ``extents``, each an offset and a size."""
         self._space.restore([(0, self.alignment), *extents])
 
-    def claim(self, offset: int, nbytes: int) -> None:
-        """Take the extent that a manifest names. Raises ManifestError where it is not free."""
+    def refuse_claim(self, offset: int, nbytes: int) -> None:
+        """Raise ManifestError where the extent that a manifest names is not free."""
         if not self._space.is_free(offset, nbytes):
             why = "beyond its end" if offset + nbytes > self._space.capacity else "misaligned or named twice"
             raise ManifestError(f"{self.path}: the manifest names an extent of {nbytes} bytes at {offset}: {why}")
+
+    def claim(self, offset: int, nbytes: int) -> None:
+        """Take an extent that is free."""
         self._space.claim(offset, nbytes)
 
     def reserve(self, nbytes: int, spare: int | None, share: int | None) -> bool:

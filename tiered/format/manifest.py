@@ -1,7 +1,7 @@
 """The format of a manifest: which tensors a generation has, where their bytes lie, and the checksums of these bytes.
 
 One file ``manifest.G`` per generation G. A generation exists from the moment its manifest has its name and the folder is
-synced; there is no "latest" file, the highest number wins. Format version 1, integers little-endian::
+synced; there is no "latest" file, the highest number wins. Format versions 1 and 2, integers little-endian::
 
     offset  bytes
          0      8  b"TIEREDMF"
@@ -12,9 +12,9 @@ synced; there is no "latest" file, the highest number wins. Format version 1, in
         44      -  payload: UTF-8 JSON of exactly the fields that ``Manifest`` declares; bytes are base64
 
 Every version keeps these 44 bytes, so that a reader can always tell a newer format from damage; a change of the payload is a
-new version. Reading trusts nothing: sizes are limited before memory is taken, no field may be missing, unknown or of another
-type, no objects other than those declared below are made, and ``ManifestError`` is the only error for a file's contents. Needs
-no torch.
+new version. Version 2 may have striped extents, whose ``file`` is the number of data files; without any, version 1 is written.
+Reading trusts nothing: sizes are limited before memory is taken, no field may be missing, unknown or of another type, no
+objects other than those declared below are made, and ``ManifestError`` is the only error for a file's contents. Needs no torch.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import msgspec
 import xxhash
 
 from tiered.errors import ManifestError, MisuseError, shortened, shown
+from tiered.format import stripes
 from tiered.types import CHECKSUM_BYTES, LARGEST, PIECE_BYTES, Key, TensorSpec
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "MAX_BYTES",
     "MAX_META_BYTES",
     "MAX_META_DEPTH",
+    "STRIPED_VERSION",
     "DataFile",
     "Extent",
     "Head",
@@ -56,6 +58,8 @@ __all__ = [
 ]
 
 FORMAT_VERSION = 1
+STRIPED_VERSION = 2
+"""Format version of a manifest with striped extents."""
 ALIGNMENT = 4096
 """Bytes; extents start and end at multiples of this, whatever alignment the drive would allow."""
 MAX_BYTES = 256 << 20
@@ -91,7 +95,8 @@ class DataFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False
 
 
 class Extent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """A range of bytes in ``files[file]``; ``nbytes`` is the allocated size, padding included."""
+    """A range of bytes in ``files[file]``, or, with ``file`` one beyond the last, one that is striped over all of them
+    (``stripes``); ``nbytes`` is the allocated size, padding included."""
 
     file: _Count
     offset: _Count
@@ -170,7 +175,10 @@ def encode(manifest: Manifest, *, limit: int = MAX_BYTES) -> bytes:
     """
     meta = msgspec.Raw(encode_meta(manifest.meta))
     head = Head(manifest.store, manifest.generation, meta, manifest.files, manifest.next_tensor_id)
-    data = bytes(assemble(head, map(encode_tensor, manifest.tensors), limit=limit))
+    extents, files = (tensor.extent for tensor in manifest.tensors), len(manifest.files or ())
+    striped = any(extent is not None and stripes.is_striped(extent.file, files) for extent in extents)
+    version = STRIPED_VERSION if striped else FORMAT_VERSION
+    data = bytes(assemble(head, map(encode_tensor, manifest.tensors), version, limit=limit))
     decode(data, limit=limit)
     return data
 
@@ -221,12 +229,12 @@ def decode_tensor(data: bytes) -> TensorRecord:
         raise ManifestError(f"this is not what a manifest holds of a tensor: {_told(error)}") from None
 
 
-def assemble(head: Head, tensors: Iterable[bytes], *, limit: int = MAX_BYTES) -> bytearray:
+def assemble(head: Head, tensors: Iterable[bytes], version: int = FORMAT_VERSION, *, limit: int = MAX_BYTES) -> bytearray:
     """Assemble a manifest of ``head`` and encoded tensors (``encode_tensor``), without checking the latter again.
 
-    So the caller must ensure that no two tensors share a key, an id or a byte of a file, that each lies within its file, and
-    was written in this generation or before: ``decode`` checks all that. Raises ``ManifestError`` when ``head`` cannot be read
-    back, or the manifest would be larger than ``limit`` bytes.
+    So the caller must ensure that no two tensors share a key, an id or a byte of a file, that each lies within its file, was
+    written in this generation or before, and that ``version`` has what they need: ``decode`` checks all that. Raises
+    ``ManifestError`` when ``head`` cannot be read back, or the manifest would be larger than ``limit`` bytes.
     """
     try:
         data = _ENCODER.encode(head)
@@ -245,7 +253,7 @@ def assemble(head: Head, tensors: Iterable[bytes], *, limit: int = MAX_BYTES) ->
         raise ManifestError(f"the manifest would be {len(whole)} bytes; the limit is {limit}")
     with memoryview(whole) as view:
         digest = xxhash.xxh3_128_digest(view[HEADER_BYTES:])
-        _FIELDS.pack_into(view, 0, _MAGIC, FORMAT_VERSION, len(whole) - HEADER_BYTES, digest)
+        _FIELDS.pack_into(view, 0, _MAGIC, version, len(whole) - HEADER_BYTES, digest)
         _SEAL.pack_into(view, _FIELDS.size, xxhash.xxh3_64_intdigest(view[: _FIELDS.size]))
     return whole
 
@@ -264,20 +272,20 @@ def decode(data: bytes | bytearray, *, generation: int | None = None, limit: int
         raise ManifestError("not a manifest (it does not begin with TIEREDMF)")
     if _SEAL.unpack_from(data, _FIELDS.size)[0] != xxhash.xxh3_64_intdigest(data[: _FIELDS.size]):
         raise ManifestError("the header is damaged (its checksum does not match)")
-    if version != FORMAT_VERSION:
-        raise ManifestError(f"format version {version}; this release reads version {FORMAT_VERSION}")
+    if version not in (FORMAT_VERSION, STRIPED_VERSION):
+        raise ManifestError(f"format version {version}; this release reads versions {FORMAT_VERSION} and {STRIPED_VERSION}")
     if length != len(data) - HEADER_BYTES:
         raise ManifestError(f"the header says {length} bytes of payload, there are {len(data) - HEADER_BYTES}")
     body = memoryview(data)[HEADER_BYTES:]
     if xxhash.xxh3_128_digest(body) != digest:
         raise ManifestError("the payload is damaged (its checksum does not match)")
-    manifest = _parse(body)
+    manifest = _parse(body, version)
     if generation is not None and manifest.generation != generation:
         raise ManifestError(f"named generation {generation}, but inside it is {manifest.generation}")
     return manifest
 
 
-def _parse(body: bytes | memoryview) -> Manifest:
+def _parse(body: bytes | memoryview, version: int) -> Manifest:
     try:
         payload = _PAYLOAD_DECODER.decode(body)
         meta = decode_meta(bytes(payload.meta))
@@ -287,7 +295,7 @@ def _parse(body: bytes | memoryview) -> Manifest:
         raise ManifestError(f"decoding {len(body)} bytes of payload needs more memory than there is") from None
     manifest = Manifest(payload.store, payload.generation, meta, payload.files, payload.next_tensor_id, payload.tensors)
     _check_files(manifest.files)
-    _check_tensors(manifest)
+    _check_tensors(manifest, version)
     return manifest
 
 
@@ -345,8 +353,9 @@ def _check_files(files: tuple[DataFile, ...]) -> None:
             raise ManifestError(f"two data files have the {what} {_repeated(values)}")
 
 
-def _check_tensors(manifest: Manifest) -> None:
+def _check_tensors(manifest: Manifest, version: int) -> None:
     tensors, sizes = manifest.tensors, [file.nbytes for file in manifest.files]
+    files = len(sizes) if version == STRIPED_VERSION else 0  # none is striped over no file
     keys = [tensor.key for tensor in tensors]
     if len(set(keys)) != len(keys):
         raise ManifestError(f"two tensors are named {_short(_repeated(keys))}")
@@ -365,21 +374,23 @@ def _check_tensors(manifest: Manifest) -> None:
             problem = f"was written in generation {tensor.generation}, after this one ({manifest.generation})"
         elif extent is None:
             continue
-        elif extent.file >= len(sizes):
-            problem = f"lies in data file {extent.file}; there are {len(sizes)}"
-        elif extent.offset + extent.nbytes > sizes[extent.file]:
-            problem = f"ends at byte {extent.offset + extent.nbytes} of a file of {sizes[extent.file]}"
         else:
-            begin = _place(extent)
-            if begin in ends:
-                raise _overlap(tensors, begin)
-            ends[begin] = begin + extent.nbytes
+            for file, offset, nbytes in stripes.ranges(extent.file, extent.offset, extent.nbytes, files):
+                if file >= len(sizes):
+                    problem = f"lies in data file {file}; there are {len(sizes)}"
+                elif offset + nbytes > sizes[file]:
+                    problem = f"ends at byte {offset + nbytes} of a file of {sizes[file]}"
+                else:
+                    begin = file << 64 | offset
+                    if begin in ends:
+                        raise _overlap(tensors, begin, files)
+                    ends[begin] = begin + nbytes
         if problem:
             raise ManifestError(f"tensor {_short(tensor.key)} {problem}")
     last_end = 0
     for begin in sorted(ends):
         if begin < last_end:
-            raise _overlap(tensors, begin)
+            raise _overlap(tensors, begin, files)
         last_end = ends[begin]
 
 
@@ -403,17 +414,14 @@ def _own_problem(tensor: TensorRecord) -> str | None:
     return None
 
 
-def _place(extent: Extent) -> int:
-    """Return where the extent begins, as one number across all files."""
-    return extent.file << 64 | extent.offset
-
-
-def _overlap(tensors: Sequence[TensorRecord], begin: int) -> ManifestError:
-    """Return an error that names two tensors whose extents share the byte at ``begin``."""
+def _overlap(tensors: Sequence[TensorRecord], begin: int, files: int) -> ManifestError:
+    """Return an error that names two tensors whose extents share the byte at ``begin``: one number across all files."""
     both = [
-        (_place(tensor.extent), _short(tensor.key))
+        (file << 64 | offset, _short(tensor.key))
         for tensor in tensors
-        if tensor.extent is not None and _place(tensor.extent) <= begin < _place(tensor.extent) + tensor.extent.nbytes
+        if tensor.extent is not None
+        for file, offset, nbytes in stripes.ranges(tensor.extent.file, tensor.extent.offset, tensor.extent.nbytes, files)
+        if file << 64 | offset <= begin < (file << 64 | offset) + nbytes
     ]
     (_, one), (_, other), *_ = sorted(both, key=lambda found: found[0])
     return ManifestError(f"tensors {one} and {other} overlap at byte {begin & (1 << 64) - 1} of data file {begin >> 64}")

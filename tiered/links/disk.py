@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tiered.errors import CorruptionError, MisuseError, ReadError, ShortTransfer, TransferError, WriteError
+from tiered.format import stripes
 from tiered.format.data_file import digest
 from tiered.interfaces import IOBackend
 from tiered.types import (
@@ -234,6 +235,8 @@ class DiskLink:
             for job in queue:
                 while job.cursor < job.length:
                     size = min(self._block, job.length - job.cursor)
+                    if job.location.parts:  # a block is in one file
+                        size = min(size, stripes.rest(job.cursor))
                     in_flight = self._bytes_in_flight[_READ] + self._bytes_in_flight[_WRITE]
                     if len(self._blocks) == self._depth or (in_flight and in_flight + size > self._flight):
                         self._submit_batch(batch)
@@ -271,7 +274,12 @@ class DiskLink:
         self._bytes_in_flight[job.way] += size
         job.cursor += size
         job.in_flight += 1
-        return IORequest(job.way, job.location.fd, job.location.offset + at, job.memory + at, size, tag)
+        fd, offset, _, parts = job.location
+        if parts:
+            fd, offset, _, _ = stripes.located(job.location, at)
+        else:
+            offset += at
+        return IORequest(job.way, fd, offset, job.memory + at, size, tag)
 
     def _end_block(self, tag: int) -> tuple[_Job, int, int]:
         """Undo ``_begin_block``, but for the cursor; return job, offset and length."""
@@ -376,7 +384,7 @@ def _piece_bytes(job: _Job, piece: int) -> int:
 
 def _io_error(job: _Job, at: int, size: int, result: int) -> TransferError:
     transfer = job.transfer
-    path, offset = job.location.path, job.location.offset + at
+    _, offset, path, _ = stripes.located(job.location, at)
     verb = job.way.value
     if result >= 0:
         what = f"{verb} {result} instead of {size} bytes of"
@@ -387,5 +395,5 @@ def _io_error(job: _Job, at: int, size: int, result: int) -> TransferError:
 
 def _corruption(job: _Job, piece: int) -> CorruptionError:
     transfer = job.transfer
-    path, offset = job.location.path, job.location.offset + piece * PIECE_BYTES
+    _, offset, path, _ = stripes.located(job.location, piece * PIECE_BYTES)
     return CorruptionError("wrong checksum in", key=transfer.key, tier=DiskLink.dst, path=path, offset=offset, errno=None)

@@ -18,7 +18,7 @@ import torch
 from msgspec import structs
 
 from tiered.errors import CorruptionError, KeyNotFound, ManifestError, MisuseError, ReadError, StoreLocked, TieredError
-from tiered.format import generations
+from tiered.format import generations, stripes
 from tiered.format.data_file import digest, read_header
 from tiered.format.drives import LIST_FILE, folders_of
 from tiered.format.folder import SHORTAGES, OpenFolder
@@ -208,10 +208,13 @@ class StoreAtRest:
 
     def _piece(self, record: TensorRecord, begin: int, nbytes: int) -> torch.Tensor:
         assert record.extent is not None
-        fd, path = self.descriptors[record.extent.file], self.places[record.extent.file]
+        file, where = record.extent.file, record.extent.offset + begin
+        if stripes.is_striped(file, len(self.descriptors)):
+            file, within = stripes.place(begin, len(self.descriptors))
+            where = record.extent.offset + within
+        fd, path = self.descriptors[file], self.places[file]
         data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         view, done = data.numpy().data, 0
-        where = record.extent.offset + begin
         while done < nbytes:
             try:
                 count = os.preadv(fd, [view[done:]], where + done)

@@ -613,7 +613,8 @@ class _Draft:
         state, uuid = self._engine.state, self._nvme.uuid.hex()
         files = tuple(manifests.DataFile(f.name, f.uuid.hex(), f.index, f.nbytes) for f in self._nvme.files)
         head = manifests.Head(uuid, self._generation, msgspec.Raw(self._meta), files, state.directory.next_id)
-        self.data = manifests.assemble(head, self._tensors.values())  # a refused manifest is refused before it is a generation
+        version = manifests.STRIPED_VERSION if self._nvme.striped(self._generation) else manifests.FORMAT_VERSION
+        self.data = manifests.assemble(head, self._tensors.values(), version)  # what is refused becomes no generation
         self.made = _Generation(self._generation, self._meta, self._tensors)
         state.generation += 1
 

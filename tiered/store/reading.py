@@ -14,13 +14,14 @@ from tiered.engine.scheduler import Scheduler
 from tiered.engine.state import EngineState
 from tiered.engine.workers import Worker
 from tiered.errors import LeaseConflict, ManifestError, MisuseError, TieredError
+from tiered.format import stripes
 from tiered.format.data_file import read_header
 from tiered.format.locked_file import make_direct
 from tiered.format.manifest import TensorRecord
 from tiered.store.at_rest import StoreAtRest, Taken
 from tiered.store.commit import Commits, Generations
 from tiered.system import direct_io_alignment
-from tiered.tiers.nvme import FILE_BITS, NvmeTier
+from tiered.tiers.nvme import NvmeTier
 from tiered.types import Access, Location, Slot
 
 __all__ = ["DiskAtRest", "OneGeneration"]
@@ -37,6 +38,7 @@ class DiskAtRest(NvmeTier):
         self.folder = str(rest.folder.absolute())
         self.uuid = bytes.fromhex(rest.manifest.store)
         self.files, self.created = (), False
+        self.drive_count = len(rest.descriptors)
         opened = list(zip(rest.descriptors, rest.places, strict=True))
         self.alignment = max(read_header(fd, path, direct=False)[0] for fd, path in opened)
         self._direct = all(self.alignment % (direct_io_alignment(fd) or 1) == 0 and make_direct(fd) for fd, _ in opened)
@@ -92,15 +94,19 @@ class DiskAtRest(NvmeTier):
         return Slot(self._nowhere, self.alignment)
 
     def slot(self, index: int, offset: int, nbytes: int) -> Slot:
-        """Return the slot at ``offset`` of a data file. Raises ManifestError for a range outside the file."""
-        size = os.fstat(self._rest.descriptors[index]).st_size if index < len(self._rest.descriptors) else 0
-        if offset % self.alignment or nbytes % self.alignment or offset + nbytes > size:
-            raise ManifestError(f"{self.folder}: the manifest names {nbytes} bytes at {offset} of data file {index}: not there")
-        return Slot(index << FILE_BITS | offset, nbytes)
+        """Return the slot at ``offset`` of a data file, or of all. Raises ManifestError for a range outside its file."""
+        descriptors = self._rest.descriptors
+        for file, at, size in stripes.ranges(index, offset, nbytes, len(descriptors)):
+            end = os.fstat(descriptors[file]).st_size if file < len(descriptors) else 0
+            if at % self.alignment or size % self.alignment or at + size > end:
+                raise ManifestError(f"{self.folder}: the manifest names {size} bytes at {at} of data file {file}: not there")
+        return self.coded(index, offset, nbytes)
 
     def locate(self, slot: Slot) -> Location:
         index, offset = (0, 0) if slot.offset >= NOWHERE else self.extent(slot)
-        return Location(self._rest.descriptors[index], offset, self._rest.places[index])
+        places = zip(self._rest.descriptors, self._rest.places, strict=True)
+        locations = [Location(fd, offset, path) for fd, path in places]
+        return stripes.striped(locations) if stripes.is_striped(index, self.drive_count) else locations[index]
 
     @property
     def closed(self) -> bool:
@@ -258,4 +264,4 @@ def _same(entry: Entry, record: TensorRecord, nvme: DiskAtRest) -> bool:
         return False
     if extent is None:
         return True
-    return copy.checksums == record.checksums and copy.slot == Slot(extent.file << FILE_BITS | extent.offset, extent.nbytes)
+    return copy.checksums == record.checksums and copy.slot == nvme.coded(extent.file, extent.offset, extent.nbytes)

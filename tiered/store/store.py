@@ -129,9 +129,9 @@ class TieredStore(TensorMapping):
         raise. In a folder that cannot be written to, nothing is created, and readers and a writer exclude each other.
 
         ``paths`` are for several drives: a list of folders, one on each, which get one data file each; ``path`` then has the
-        manifests only. Each tensor is stored whole on the drive with the fewest bytes in use. To reopen, give the same folders,
-        in any order; the data files identify themselves, so the drives may be mounted elsewhere. Without ``paths`` the error
-        names the folders: no folder is opened because a file names it.
+        manifests only. A tensor is stored whole on the drive with the fewest bytes in use, one of more than 64 MiB in stripes
+        over all of them. To reopen, give the same folders, in any order; the data files identify themselves, so the drives may
+        be mounted elsewhere. Without ``paths`` the error names the folders: no folder is opened because a file names it.
 
         ``backend`` is "auto" (libaio, else posix), "libaio", "aiofiles", "posix", or makes an ``IOBackend``; ``eviction`` makes
         an ``EvictionPolicy`` and is called once for each tier. Warns where the filesystem has no O_DIRECT.

@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tiered.errors import ManifestError, MisuseError
-from tiered.format import generations
+from tiered.format import generations, stripes
 from tiered.format.data_file import MINIMUM_ALIGNMENT, digest, read_header
 from tiered.format.drives import DATA_FILE, DRIVE, LIST_FILE, Record, folders_of, read_record
 from tiered.format.folder import SHORTAGES, OpenFolder, cannot_open
 from tiered.format.locked_file import make_direct, open_to_lock, open_to_read
-from tiered.format.manifest import Manifest, TensorRecord
+from tiered.format.manifest import Extent, Manifest, TensorRecord
 from tiered.format.pins import Pin
 from tiered.store.at_rest import take
 from tiered.store.opening import open_backend
@@ -366,36 +366,42 @@ def _compare(folder: Path, files: Mapping[int, _File], listed: Record | None, ma
 
 @dataclass
 class _StoredTensor:
-    """A tensor with bytes as manifests describe it, and the generations whose manifests do so."""
+    """A tensor with bytes as manifests describe it, in a store with that many data ``files``, and the generations whose
+    manifests do so."""
 
     store: bytes
     record: TensorRecord
+    files: int
     numbers: list[int]
 
     @property
-    def file(self) -> int:
+    def extent(self) -> Extent:
         assert self.record.extent is not None
-        return self.record.extent.file
+        return self.record.extent
 
-    @property
-    def offset(self) -> int:
-        assert self.record.extent is not None
-        return self.record.extent.offset
+    def place(self, at: int) -> tuple[int, int]:
+        """Return the file of the tensor's byte ``at``, and its offset there."""
+        if not stripes.is_striped(self.extent.file, self.files):
+            return self.extent.file, self.extent.offset + at
+        file, within = stripes.place(at, self.files)
+        return file, self.extent.offset + within
 
-    @property
-    def end(self) -> int:
-        assert self.record.extent is not None
-        return self.record.extent.offset + self.record.extent.nbytes
+    def ends(self) -> Iterator[tuple[int, int]]:
+        """Yield where the extent ends in each file that has a part of it."""
+        extent = self.extent
+        for file, offset, nbytes in stripes.ranges(extent.file, extent.offset, extent.nbytes, self.files):
+            yield file, offset + nbytes
 
 
 def _stored_tensors(manifests: Sequence[Manifest]) -> list[_StoredTensor]:
     """Return each stored tensor once, whichever generations share it."""
-    found: dict[tuple[str, TensorRecord], _StoredTensor] = {}
+    found: dict[tuple[str, int, TensorRecord], _StoredTensor] = {}
     for manifest in manifests:
+        files = len(manifest.files)
         for record in manifest.tensors:
             if record.extent is not None:
-                tensor = _StoredTensor(bytes.fromhex(manifest.store), record, [])
-                found.setdefault((manifest.store, record), tensor).numbers.append(manifest.generation)
+                tensor = _StoredTensor(bytes.fromhex(manifest.store), record, files, [])
+                found.setdefault((manifest.store, files, record), tensor).numbers.append(manifest.generation)
     return list(found.values())
 
 
@@ -403,9 +409,10 @@ def _ends(files: Mapping[int, _File], tensors: Sequence[_StoredTensor]) -> dict[
     """Return where the last extent of each generation ends in each data file, by its path and the generation's number."""
     ends: dict[tuple[str, int], int] = {}
     for tensor in tensors:
-        for number in tensor.numbers if tensor.file in files else ():
-            where = files[tensor.file].path, number
-            ends[where] = max(ends.get(where, 0), tensor.end)
+        for file, end in tensor.ends():
+            for number in tensor.numbers if file in files else ():
+                where = files[file].path, number
+                ends[where] = max(ends.get(where, 0), end)
     return ends
 
 
@@ -414,24 +421,25 @@ def _ends(files: Mapping[int, _File], tensors: Sequence[_StoredTensor]) -> dict[
 
 @dataclass(frozen=True)
 class _Piece:
-    """A piece of a tensor: ``nbytes`` at ``offset`` in it; ``expected``: their checksum."""
+    """A piece of a tensor: ``nbytes`` at ``offset`` in it, and at ``where`` in its file; ``expected``: their checksum."""
 
     tensor: _StoredTensor
     offset: int
     nbytes: int
     expected: bytes
+    file: int
+    where: int
 
     def damage(self, path: str, what: str) -> Damage:
         record = self.tensor.record
-        where = self.tensor.offset + self.offset
-        return Damage(what, path, where, self.nbytes, record.key, tuple(sorted(self.tensor.numbers)), record.generation)
+        return Damage(what, path, self.where, self.nbytes, record.key, tuple(sorted(self.tensor.numbers)), record.generation)
 
 
 def _pieces_of(tensor: _StoredTensor) -> Iterator[_Piece]:
     nbytes, checksums = tensor.record.spec.nbytes, tensor.record.checksums
     for place, offset in enumerate(range(0, nbytes, PIECE_BYTES)):
         expected = checksums[place * CHECKSUM_BYTES : (place + 1) * CHECKSUM_BYTES]
-        yield _Piece(tensor, offset, min(PIECE_BYTES, nbytes - offset), expected)
+        yield _Piece(tensor, offset, min(PIECE_BYTES, nbytes - offset), expected, *tensor.place(offset))
 
 
 class _Reader:
@@ -441,7 +449,8 @@ class _Reader:
         self, files: Mapping[int, _File], tensors: Sequence[_StoredTensor], progress: Callable[[int, int], None]
     ) -> None:
         self._files, self._progress = files, progress
-        self._tensors = sorted(tensors, key=lambda tensor: (tensor.offset, tensor.file))  # by offset, all drives at once
+        by_offset = sorted(tensors, key=lambda tensor: (tensor.extent.offset, tensor.extent.file))  # all drives at once
+        self._tensors = by_offset
         self._total = sum(tensor.record.spec.nbytes for tensor in tensors)
         self._done = self.read = 0
 
@@ -455,16 +464,15 @@ class _Reader:
                 waiting = (piece for tensor in self._tensors for piece in _pieces_of(tensor))
                 while True:
                     while free and (piece := next(waiting, None)) is not None:
-                        file = self._files.get(piece.tensor.file)
+                        file = self._files.get(piece.file)
                         if file is None or file.problem is not None:
-                            path = file.path if file else f"drive.{piece.tensor.file}"
+                            path = file.path if file else f"drive.{piece.file}"
                             yield piece.damage(path, "the file is missing" if file is None else f"the file {file.problem}")
                             self._tell(piece, 0)
                             continue
                         address = free.pop()
                         under_way[address] = piece, _length(piece)
-                        offset = piece.tensor.offset + piece.offset
-                        request = IORequest(Operation.READ, file.fd, offset, address, _length(piece), address)
+                        request = IORequest(Operation.READ, file.fd, piece.where, address, _length(piece), address)
                         assert ring.submit([request]) == 1, "no more are submitted than the ring holds"
                     if not under_way:
                         return
@@ -473,7 +481,7 @@ class _Reader:
                         what = _wrong(piece, length, completion.result, completion.tag)
                         free.append(completion.tag)
                         if what is not None:
-                            yield piece.damage(self._files[piece.tensor.file].path, what)
+                            yield piece.damage(self._files[piece.file].path, what)
                         self._tell(piece, max(0, min(piece.nbytes, completion.result)))
         finally:
             dram.close()
@@ -486,8 +494,7 @@ class _Reader:
 
 def _length(piece: _Piece) -> int:
     """Return the bytes to read for a piece: extents are padded to the alignment."""
-    assert piece.tensor.record.extent is not None
-    return min(PIECE_BYTES, piece.tensor.record.extent.nbytes - piece.offset)
+    return min(PIECE_BYTES, piece.tensor.extent.nbytes - piece.offset)
 
 
 def _wrong(piece: _Piece, length: int, result: int, address: int) -> str | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from tiered.errors import CapacityError, ManifestError, MisuseError
+from tiered.format import stripes
 from tiered.format.data_file import MINIMUM_ALIGNMENT, DataFile
 from tiered.format.drives import DATA_FILE, IGNORED, LIST_FILE, MANIFEST, Drives, folders_of, open_drives
 from tiered.format.folder import OpenFolder
@@ -17,7 +18,8 @@ from tiered.types import Location, Slot, format_size
 __all__ = ["NvmeConfig", "NvmeTier"]
 
 FILE_BITS = 48
-"""Bits of a slot's offset that are the offset in its data file; the bits above are the file's index."""
+"""Bits of a slot's offset that are the offset in its data file; the bits above are the file's index. From the index one beyond
+the last on are striped slots, with the offset in the files times their number: so no two slots overlap."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,9 @@ class NvmeTier:
     """The extents of the data files, with the references of the store and of committed generations to them.
 
     With several files each new extent goes to the drive that has the fewest bytes in use; so tensors that are stored one after
-    the other lie on different drives, and reads of them use several drives. A tensor is never divided between drives: its
-    extent is one range of one file.
+    the other lie on different drives, and reads of them use several drives. An extent for more than ``stripes.LARGEST_WHOLE``
+    bytes is striped: it has a part at the same offset of every file. Where the files have no such range in common, and cannot
+    grow to have one, it is one range of one file as all others.
 
     An extent is in use while the store or a retained generation references it. ``free`` ends the store's reference, ``release``
     a generation's.
@@ -55,6 +58,8 @@ class NvmeTier:
     """The store's UUID, 16 bytes; every checksum covers it."""
     why_besides: Callable[[], str] = staticmethod(lambda: "")
     """Returns what takes room besides the store and the generations that it keeps, in words; empty where nothing does."""
+    drive_count: int
+    """Number of data files."""
     alignment: int
     """Alignment in bytes of every extent's offset and size: what direct I/O requires here, at least 4096."""
 
@@ -97,6 +102,7 @@ class NvmeTier:
         drives: Drives | None,
     ) -> None:
         self.files, self.created = files, created
+        self.drive_count = len(files)
         self.folder, self.uuid = str(folder), uuid
         self.alignment = files[0].alignment
         self._drives = drives
@@ -183,6 +189,10 @@ class NvmeTier:
     def allocate(self, nbytes: int) -> Slot | None:
         """Return an extent, growing a file if needed; None when none can grow (``refusal`` says why)."""
         files: Sequence[DataFile] = self.files
+        if len(files) > 1 and nbytes > stripes.LARGEST_WHOLE:
+            slot = self._allocate_striped(-(-nbytes // self.alignment) * self.alignment)
+            if slot is not None:
+                return slot
         if len(files) > 1:  # full ones last: asking them takes system calls
             files = sorted(files, key=lambda file: (file.full, file.used))
         spare = share = None
@@ -201,6 +211,41 @@ class NvmeTier:
             used_up = f"the capacity of {format_size(self._limit)} in {self.folder} is used up: {largest} in one piece is left"
         self._refusal = "; ".join(dict.fromkeys(file.refusal or used_up for file in self.files))
         return None
+
+    def _allocate_striped(self, nbytes: int) -> Slot | None:
+        """Return a striped extent; None where the files have no range in common, and cannot grow to have one."""
+        count = len(self.files)
+        parts = [(self.files[index], part) for index, _, part in stripes.ranges(count, 0, nbytes, count)]
+        offset = stripes.tightest([file.starts(part, file.nbytes) for file, part in parts])
+        if offset is None:
+            offset = self._grow_together(parts)
+        if offset is None:
+            return None
+        for file, part in parts:
+            file.claim(offset, part)
+        self._refusal = None
+        slot = self.slot(count, offset, nbytes)
+        self._live.add(slot)
+        return slot
+
+    def _grow_together(self, parts: Sequence[tuple[DataFile, int]]) -> int | None:
+        """Grow files until each has its part free at the same offset, and return that; None where not all can grow."""
+        offset = stripes.lowest([file.starts(part, 1 << FILE_BITS) for file, part in parts])
+        if offset is None:
+            return None
+        missing = [max(0, offset + part - file.nbytes) for file, part in parts]
+        if any(file.full and more for (file, _), more in zip(parts, missing, strict=True)):
+            return None
+        for place, (file, part) in enumerate(parts):
+            spare = share = None
+            if self._limit is not None:  # what the files after this one miss is not its to take
+                spare = self._limit - sum(file.extents for file in self.files) - sum(missing[place + 1 :])
+                share = self._limit // len(self.files)
+                if missing[place] > spare:
+                    return None
+            if not file.grow(offset + part, spare, share):
+                return None
+        return offset
 
     def reserve(self, nbytes: int) -> bool:
         """Return whether ``nbytes`` of extents are available in pieces of any size; if not, ``refusal`` says why.
@@ -240,9 +285,12 @@ class NvmeTier:
             for slot in self._retained[generation] - given:
                 self._freed_with[generation][slot.offset] = slot.nbytes
             given |= self._retained[generation]
+        extents: list[list[tuple[int, int]]] = [[] for _ in self.files]
+        for slot in given:
+            for index, offset, nbytes in self.ranges(slot):
+                extents[index].append((offset, nbytes))
         for file in self.files:
-            extents = (slot for slot in given if slot.offset >> FILE_BITS == file.index)
-            file.restore([(self.extent(slot)[1], slot.nbytes) for slot in extents])
+            file.restore(extents[file.index])
 
     def claim(self, slot: Slot) -> None:
         """Take the extent that a manifest names: from the free space, or from retained generations that share it.
@@ -253,28 +301,54 @@ class NvmeTier:
         """
         last = self._last(slot)
         if slot in self._live or last is None:
-            index, offset = self.extent(slot)
-            if not 0 <= index < len(self.files):
-                raise ManifestError(f"{self.folder}: the manifest names data file {index}; there are {len(self.files)}")
-            self.files[index].claim(offset, slot.nbytes)
+            found = self.ranges(slot)
+            if not all(0 <= index < len(self.files) for index, _, _ in found):
+                raise ManifestError(f"{self.folder}: the manifest names data file {found[0][0]}; there are {len(self.files)}")
+            for index, offset, nbytes in found:
+                self.files[index].refuse_claim(offset, nbytes)
+            for index, offset, nbytes in found:
+                self.files[index].claim(offset, nbytes)
         else:
             del self._freed_with[last][slot.offset]
         self._live.add(slot)
 
     def slot(self, index: int, offset: int, nbytes: int) -> Slot:
-        """Return the slot at ``offset`` of a data file. Raises ManifestError for an offset that no file can have."""
+        """Return the slot at ``offset`` of a data file, or of all with the index one beyond the last. Raises ManifestError for
+        an offset that no file can have."""
         if offset >> FILE_BITS:
-            raise ManifestError(f"{self.files[index].path}: an extent of {nbytes} bytes at {offset}: beyond its end")
-        return Slot(index << FILE_BITS | offset, nbytes)
+            path = self.files[index].path if index < len(self.files) else self.folder
+            raise ManifestError(f"{path}: an extent of {nbytes} bytes at {offset}: beyond its end")
+        return self.coded(index, offset, nbytes)
+
+    def coded(self, index: int, offset: int, nbytes: int) -> Slot:
+        """Return the slot at ``offset`` of a data file, unchecked."""
+        times = self.drive_count if stripes.is_striped(index, self.drive_count) else 1
+        return Slot((index << FILE_BITS) + offset * times, nbytes)
 
     def extent(self, slot: Slot) -> tuple[int, int]:
-        """Return the index of the data file that ``slot`` is in, and the offset there."""
-        return slot.offset >> FILE_BITS, slot.offset & (1 << FILE_BITS) - 1
+        """Return the index of the data file that ``slot`` is in, and the offset there; the index of a striped one is one beyond
+        the last."""
+        count, index = self.drive_count, slot.offset >> FILE_BITS
+        if count > 1 and index >= count:
+            return count, (slot.offset - (count << FILE_BITS)) // count
+        return index, slot.offset & (1 << FILE_BITS) - 1
+
+    def ranges(self, slot: Slot) -> list[tuple[int, int, int]]:
+        """Return where ``slot`` is: the index of a data file, the offset there, and bytes, for each file that has some."""
+        return stripes.ranges(*self.extent(slot), slot.nbytes, self.drive_count)
 
     def locate(self, slot: Slot) -> Location:
-        """Return the file, offset and path of ``slot``, for the link."""
-        file = self.files[slot.offset >> FILE_BITS]
-        return Location(file.fd, slot.offset & (1 << FILE_BITS) - 1, file.path)
+        """Return the file, offset and path of ``slot``, for the link; of a striped one those of all parts."""
+        index, offset = self.extent(slot)
+        if stripes.is_striped(index, self.drive_count):
+            return stripes.striped([Location(file.fd, offset, file.path) for file in self.files])
+        file = self.files[index]
+        return Location(file.fd, offset, file.path)
+
+    def striped(self, generation: int) -> bool:
+        """Return whether a retained generation references striped extents."""
+        first = self.drive_count << FILE_BITS
+        return self.drive_count > 1 and any(slot.offset >= first for slot in self._retained[generation])
 
     def _last(self, slot: Slot) -> int | None:
         """Return the last generation, in order of ``retain``, that references the slot; None where none does."""
@@ -295,9 +369,12 @@ class NvmeTier:
         if len(self.files) == 1:
             self.files[0].free(slots)  # a slot's offset is that in the file
             return
+        extents: list[dict[int, int]] = [{} for _ in self.files]
+        for slot in slots.items():
+            for index, offset, nbytes in self.ranges(Slot(*slot)):
+                extents[index][offset] = nbytes
         for file in self.files:
-            base = file.index << FILE_BITS
-            file.free({offset - base: nbytes for offset, nbytes in slots.items() if offset >> FILE_BITS == file.index})
+            file.free(extents[file.index])
 
     def retain(self, generation: int, slots: Iterable[Slot]) -> None:
         """Pin the extents of a committed generation. The store must hold each, and each is named once, so no two overlap."""
