@@ -768,3 +768,11 @@ def test_killed_at_any_step(tmp_path: Path, kill: str, left: int) -> None:
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]))
+
+
+def test_more_data_files_than_drives_a_store_can_have() -> None:
+    """Each tensor could be striped over all of them: a small file would need much memory."""
+    files = tuple(DataFile(f"drive.{index}", f"{index:032x}", index, 4096) for index in range(65))
+    with pytest.raises(ManifestError, match="65 data files; a store has at most 64"):
+        encode(Manifest("ab" * 16, 1, {}, files, 1, ()))
+    encode(Manifest("ab" * 16, 1, {}, files[:64], 1, ()))

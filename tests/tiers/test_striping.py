@@ -223,6 +223,17 @@ class TestFullDisks:
         assert is_striped(tier, take(tier, 4 * MIB))
         tier.close()
 
+    def test_no_drive_grows_in_vain(self, disks: list[Path], folder: Path, tmp_path: Path) -> None:
+        """A part on the second drive would take of the budget what the whole tensor needs on the first one."""
+        (tmp_path / "z").mkdir()
+        with small_ext4(tmp_path / "z", 8 * MIB) as last:
+            tier = NvmeTier.open(NvmeConfig(folder, 12 * MIB, growth=MIB, paths=[disks[1], disks[0], last]))
+            fill(last)
+            slot = take(tier, 11 * MIB)
+            assert not is_striped(tier, slot)
+            assert [file.extents for file in tier.files[1:]] == [0, 0]
+            tier.close()
+
     @pytest.mark.parametrize("order", [1, -1])
     def test_drives_of_different_sizes_are_used_to_the_end(self, disks: list[Path], folder: Path, order: int) -> None:
         tier = NvmeTier.open(NvmeConfig(folder, growth=MIB, paths=disks[::order]))

@@ -30,6 +30,7 @@ import xxhash
 
 from tiered.errors import ManifestError, MisuseError, shortened, shown
 from tiered.format import stripes
+from tiered.format.drives import MOST_DRIVES
 from tiered.types import CHECKSUM_BYTES, LARGEST, PIECE_BYTES, Key, TensorSpec
 
 __all__ = [
@@ -295,7 +296,11 @@ def _parse(body: bytes | memoryview, version: int) -> Manifest:
         raise ManifestError(f"decoding {len(body)} bytes of payload needs more memory than there is") from None
     manifest = Manifest(payload.store, payload.generation, meta, payload.files, payload.next_tensor_id, payload.tensors)
     _check_files(manifest.files)
-    _check_tensors(manifest, version)
+    try:
+        _check_tensors(manifest, version)
+    except MemoryError:
+        what = f"comparing the extents of {len(manifest.tensors)} tensors"
+        raise ManifestError(f"{what} needs more memory than there is") from None
     return manifest
 
 
@@ -345,6 +350,8 @@ def _meta_problem(meta: object) -> str | None:
 
 
 def _check_files(files: tuple[DataFile, ...]) -> None:
+    if len(files) > MOST_DRIVES:
+        raise ManifestError(f"it names {len(files)} data files; a store has at most {MOST_DRIVES}")
     for place, file in enumerate(files):
         if file.index != place:
             raise ManifestError(f"data file {file.name} has index {file.index} at place {place}")

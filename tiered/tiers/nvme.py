@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -234,8 +235,14 @@ class NvmeTier:
         if offset is None:
             return None
         missing = [max(0, offset + part - file.nbytes) for file, part in parts]
-        if any(file.full and more for (file, _), more in zip(parts, missing, strict=True)):
-            return None
+        wanted, left = Counter[int](), dict[int, int]()
+        for (file, _), more in zip(parts, missing, strict=True):
+            if file.full and more:
+                return None
+            wanted[file.device] += more
+            left[file.device] = file.free_on_device() - file.leaves()
+        if any(more > left[device] for device, more in wanted.items()):
+            return None  # before one of them grows, because files never shrink, and what they grow by counts for the limit
         for place, (file, part) in enumerate(parts):
             spare = share = None
             if self._limit is not None:  # what the files after this one miss is not its to take
