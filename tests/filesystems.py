@@ -40,6 +40,15 @@ def small_ext4(tmp_path: Path, nbytes: int) -> Iterator[Path]:
         yield disk
 
 
+@contextmanager
+def two_ext4(tmp_path: Path, first: int, second: int) -> Iterator[list[Path]]:
+    """Two ext4 filesystems of ``first`` and ``second`` bytes."""
+    for name in "xy":
+        (tmp_path / name).mkdir()
+    with small_ext4(tmp_path / "x", first) as x, small_ext4(tmp_path / "y", second) as y:
+        yield [x, y]
+
+
 def fill(disk: Path) -> None:
     """A neighbour takes all the space that is left."""
     with (disk / "neighbour").open("wb", buffering=0) as file:

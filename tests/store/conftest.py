@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +35,36 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "state"
 
 
-@pytest.fixture
-def open_store(folder: Path, backend: Backend) -> Iterator[Open]:
+@contextmanager
+def opening(folder: Path, **usual: Any) -> Iterator[Open]:
+    """Open stores with options that are ``usual``; close all of them."""
     opened: list[TieredStore] = []
 
-    def opening(**options: Any) -> TieredStore:
-        opened.append(TieredStore.open(folder, **{"dram": MIB, "backend": backend, **options}))
+    def one(**options: Any) -> TieredStore:
+        opened.append(TieredStore.open(folder, **{"dram": MIB, **usual, **options}))
         return opened[-1]
 
-    yield opening
+    yield one
     for store in opened:
         store.close()
+
+
+@pytest.fixture
+def open_store(folder: Path, backend: Backend) -> Iterator[Open]:
+    with opening(folder, backend=backend) as found:
+        yield found
+
+
+@pytest.fixture(params=[2, 3])
+def paths(request: pytest.FixtureRequest, tmp_path: Path) -> list[Path]:
+    """Folders for the data files of a store on several drives."""
+    return [tmp_path / name for name in "abc"[: request.param]]
+
+
+@pytest.fixture
+def open_on_drives(folder: Path, paths: list[Path]) -> Iterator[Open]:
+    with opening(folder, paths=paths) as found:
+        yield found
 
 
 @pytest.fixture

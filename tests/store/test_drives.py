@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests import programs
-from tests.filesystems import fill, root, small_ext4
+from tests.filesystems import fill, root, two_ext4
 from tests.store.chains import MIB, numbers, same
 from tiered import CapacityError, CommitError, CorruptionError, ManifestError, MisuseError, StoreLocked, TieredStore
 from tiered.format.generations import generations, load
@@ -25,26 +25,8 @@ Open = Callable[..., TieredStore]
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "state"
-
-
-@pytest.fixture(params=[2, 3])
-def paths(request: pytest.FixtureRequest, tmp_path: Path) -> list[Path]:
-    return [tmp_path / name for name in "abc"[: request.param]]
-
-
-@pytest.fixture
-def open_store(folder: Path, paths: list[Path]) -> Iterator[Open]:
-    opened: list[TieredStore] = []
-
-    def opening(**options: Any) -> TieredStore:
-        opened.append(TieredStore.open(folder, **{"dram": MIB, "paths": paths, **options}))
-        return opened[-1]
-
-    yield opening
-    for store in opened:
-        store.close()
+def open_store(open_on_drives: Open) -> Open:
+    return open_on_drives
 
 
 def put_some(store: TieredStore, count: int = 12, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -382,10 +364,8 @@ def test_killed_in_a_commit(tmp_path: Path, call: str, number: int) -> None:
 @pytest.fixture
 def disks(tmp_path: Path) -> Iterator[list[Path]]:
     """Two ext4 filesystems of 16 MiB."""
-    for name in "xy":
-        (tmp_path / name).mkdir()
-    with small_ext4(tmp_path / "x", 16 * MIB) as x, small_ext4(tmp_path / "y", 16 * MIB) as y:
-        yield [x, y]
+    with two_ext4(tmp_path, 16 * MIB, 16 * MIB) as found:
+        yield found
 
 
 @root

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests import forged
-from tests.filesystems import fill, root, small_ext4
+from tests.filesystems import fill, root, two_ext4
 from tests.store.chains import MIB, numbers, same
 from tests.striping import lower_stripes
 from tiered import CorruptionError, ManifestError, ReadError, ShortTransfer, TieredStore, TransferError, WriteError, verify
@@ -36,26 +36,8 @@ def lowered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "state"
-
-
-@pytest.fixture(params=[2, 3])
-def paths(request: pytest.FixtureRequest, tmp_path: Path) -> list[Path]:
-    return [tmp_path / name for name in "abc"[: request.param]]
-
-
-@pytest.fixture
-def open_store(folder: Path, paths: list[Path]) -> Iterator[Open]:
-    opened: list[TieredStore] = []
-
-    def opening(**options: Any) -> TieredStore:
-        opened.append(TieredStore.open(folder, **{"dram": MIB, "paths": paths, **options}))
-        return opened[-1]
-
-    yield opening
-    for store in opened:
-        store.close()
+def open_store(open_on_drives: Open) -> Open:
+    return open_on_drives
 
 
 def put_some(store: TieredStore, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -458,10 +440,8 @@ class Faulty(PosixBackend):
 @pytest.fixture
 def disks(tmp_path: Path) -> Iterator[list[Path]]:
     """Two ext4 filesystems, of 16 and of 24 MiB."""
-    for name in "xy":
-        (tmp_path / name).mkdir()
-    with small_ext4(tmp_path / "x", 16 * MIB) as x, small_ext4(tmp_path / "y", 24 * MIB) as y:
-        yield [x, y]
+    with two_ext4(tmp_path, 16 * MIB, 24 * MIB) as found:
+        yield found
 
 
 @root

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.contracts.tier import OpenTier, TierContract
 from tests.fakes import in_child
-from tests.filesystems import fill, root, small_ext4
+from tests.filesystems import fill, root, two_ext4
 from tiered.errors import ManifestError, MisuseError, StoreLocked, TieredError
 from tiered.tiers.nvme import NvmeConfig, NvmeTier
 from tiered.types import Slot
@@ -449,10 +449,8 @@ class TestRemove:
 @pytest.fixture
 def disks(tmp_path: Path) -> Iterator[list[Path]]:
     """Two ext4 filesystems of 16 MiB."""
-    for name in "xy":
-        (tmp_path / name).mkdir()
-    with small_ext4(tmp_path / "x", 16 * MIB) as x, small_ext4(tmp_path / "y", 16 * MIB) as y:
-        yield [x, y]
+    with two_ext4(tmp_path, 16 * MIB, 16 * MIB) as found:
+        yield found
 
 
 @root

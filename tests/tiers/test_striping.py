@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from tests.filesystems import fill, root, small_ext4
+from tests.filesystems import fill, root, small_ext4, two_ext4
 from tests.striping import lower_stripes
 from tiered.errors import ManifestError
 from tiered.format import stripes
@@ -203,10 +203,8 @@ class TestReopening:
 @pytest.fixture
 def disks(tmp_path: Path) -> Iterator[list[Path]]:
     """Two ext4 filesystems, of 16 and of 32 MiB."""
-    for name in "xy":
-        (tmp_path / name).mkdir()
-    with small_ext4(tmp_path / "x", 16 * MIB) as x, small_ext4(tmp_path / "y", 32 * MIB) as y:
-        yield [x, y]
+    with two_ext4(tmp_path, 16 * MIB, 32 * MIB) as found:
+        yield found
 
 
 @root
