@@ -104,9 +104,10 @@ class DiskAtRest(NvmeTier):
 
     def locate(self, slot: Slot) -> Location:
         index, offset = (0, 0) if slot.offset >= NOWHERE else self.extent(slot)
-        places = zip(self._rest.descriptors, self._rest.places, strict=True)
-        locations = [Location(fd, offset, path) for fd, path in places]
-        return stripes.striped(locations) if stripes.is_striped(index, self.drive_count) else locations[index]
+        descriptors, places = self._rest.descriptors, self._rest.places
+        if stripes.is_striped(index, self.drive_count):
+            return stripes.striped([Location(fd, offset, path) for fd, path in zip(descriptors, places, strict=True)])
+        return Location(descriptors[index], offset, places[index])
 
     @property
     def closed(self) -> bool:
