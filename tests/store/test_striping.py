@@ -454,7 +454,7 @@ class TestFullDrives:
             tensors = put_some(store)
             store.commit()
             fill(disks[0])
-            for number in range(16):  # 4 MB
+            for number in range(40):  # 10 MB: more than what the full drive's file has left
                 tensors[f"m{number}"] = numbers(250_000, 500 + number, torch.uint8)
                 store.put(f"m{number}", tensors[f"m{number}"])
             store.commit()

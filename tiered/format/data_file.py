@@ -52,6 +52,8 @@ FORMAT_VERSION = 1
 MINIMUM_ALIGNMENT = 4096
 _FIELDS = struct.Struct("<8sII16sI")  # magic, version, alignment (= header size), UUID, file index
 _DIGEST_BYTES = 16
+LEAST_GROWTH, GROWTH_SHARE = 4 << 20, 8
+"""A file grows by an eighth of its size, but at least by 4 MiB: what it has in vain is a small part of it."""
 
 
 class DataFile:
@@ -199,7 +201,7 @@ class DataFile:
         most = None if spare is None else old + spare - spare % self.alignment
         if most is not None and need > most:
             return False
-        step = old + self._growth
+        step = old + min(self._growth, max(LEAST_GROWTH, old // GROWTH_SHARE))
         for end in (most, None if share is None else self.alignment + share):
             step = step if end is None else min(step, end)
         return self._grow_to(max(need, step - step % self.alignment)) or self._grow_to(need)

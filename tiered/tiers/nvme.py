@@ -28,8 +28,8 @@ class NvmeConfig:
     """Configuration: ``path`` is the store's folder, ``paths`` folders for the data files, one in each (none: the store's
     folder).
 
-    ``capacity``: most bytes of extents, None for all that the devices have. ``growth``: bytes by which a data file is extended
-    at a time.
+    ``capacity``: most bytes of extents, None for all that the devices have. ``growth``: most bytes by which a data file is
+    extended at a time; a small file grows by less.
     """
 
     path: str | os.PathLike[str]
