@@ -21,7 +21,7 @@ from tiered.types import Access, Fence, Key, Slot, TensorSpec, Urgency, Use
 __all__ = ["Delete", "Install", "Lease", "Offload", "Prefetch", "Request", "RequestQueue", "Room", "Work", "why_stuck"]
 
 
-_NBYTES = operator.attrgetter("nbytes")
+_NBYTES, _IN_FLIGHT = operator.attrgetter("nbytes"), operator.attrgetter("in_flight")
 
 AT_A_TIME = 256
 """Tensors of an offload that are looked at in each attempt: a look at all of thousands would take longer than a transfer."""
@@ -98,7 +98,7 @@ class Lease(Request, LeaseHold):
         entries = state.directory.leasable(self.keys, self.access)
         if self._missing(state, entries):
             return False
-        if self.access is Access.WRITE and (state.snapshot is not None or any(entry.in_flight for entry in entries)):
+        if self.access is Access.WRITE and (state.snapshot is not None or any(map(_IN_FLIGHT, entries))):
             return False
         self._grant(state, entries)
         return True

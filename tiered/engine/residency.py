@@ -233,7 +233,7 @@ class Entry:
     @property
     def in_flight(self) -> bool:
         for copy in self.copies:  # noqa: SIM110 - a generator takes thrice as long, and this is on the path of every lease
-            if copy is not None and copy.in_flight:
+            if copy is not None and (copy._state in _IN_FLIGHT or copy.reads_from):
                 return True
         return False
 
@@ -424,7 +424,7 @@ class Directory:
             for other in entry.copies:
                 if other is not None and other is not copy:
                     self._vacate(entry, other)
-            if copy.state is _CLEAN and tier < self.depth - 1:
+            if copy._state is _CLEAN and tier < self.depth - 1:
                 copy.become(_DIRTY)
             copy.checksums = copy.record = b""
             copy.writers += 1

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any, Literal
 
@@ -81,11 +82,11 @@ class Layout:
     buffer_rows: int = 0
     segment_rows: int = 0
 
-    @property
+    @cached_property
     def row_nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 
-    @property
+    @cached_property
     def block_nbytes(self) -> int:
         return self.block_rows * self.row_nbytes
 
@@ -104,7 +105,7 @@ class Layout:
         """Return the bytes that the row buffer takes of the pool, with its head."""
         return self.buffer_rows // max(1, self.segment_rows) * self.segment_room + 8 * self.buffer_rows
 
-    @property
+    @cached_property
     def blocks(self) -> int:
         """Return the number of blocks that the table has when all of them exist."""
         return -(-self.rows // self.block_rows)

@@ -118,7 +118,10 @@ class Places:
         self.tight = 8 * layout.buffer_room > 3 * budget
         """Whether the pool is smaller than that for which the buffer was made, so that not all of it can be leased together."""
         self.lock = threading.RLock()
+        self.head_key = buffer_key(name)
+        """Key of the head of the buffer, if the table has one."""
         self._prefix, self._dtype_name = block_prefix(name), str(layout.dtype).removeprefix("torch.")
+        self._last, self._shape = layout.blocks - 1, layout.shape_of(0)  # of all blocks but the last
         self._blank: torch.Tensor | None = None
         self._cache, self._number = cache, cache.number(layout.rows, layout.row_nbytes)
         self._watched: Callable[[], int] | None = None
@@ -155,7 +158,7 @@ class Places:
         if self._number is None:
             return None
         if self._watched is None:
-            self._watched = self.store._watch((self._prefix, buffer_key(self.name)))
+            self._watched = self.store._watch((self._prefix, self.head_key))
             self._own = self._watched()
         elif self._watched() != self._own:
             self.forget_all()
@@ -238,9 +241,8 @@ class Places:
 
     def current(self) -> Placed:
         """Return what is known of the buffer. It may be old: whoever leases by it compares the stamps."""
-        key = buffer_key(self.name)
-        if self.placed.stamp is None and self.layout.buffer_rows and key in self.store:
-            head = self.store.get(key)
+        if self.placed.stamp is None and self.layout.buffer_rows and self.head_key in self.store:
+            head = self.store.get(self.head_key)
             stamp_at(self.name, self.layout, head.data_ptr(), spec_of(head))
             self.placed = read_head(self.name, self.layout, head.data_ptr())
         return self.placed
@@ -249,7 +251,7 @@ class Places:
         """Return the address of the head of the buffer, the next one of ``leased``; 0 where there is none. Raises MovedError
         where ``placed`` is not what the head says."""
         if placed.stamp is None:
-            if buffer_key(self.name) in self.store:
+            if self.head_key in self.store:
                 if not self.layout.buffer_rows:
                     raise MisuseError(f"table {self.name!r} was deleted and made anew: open it again")
                 raise MovedError
@@ -277,7 +279,7 @@ class Places:
             if Layout.decoded(self.name, self.store.get(record_key(self.name))) != layout:
                 raise MisuseError(f"table {self.name!r} was deleted and made anew: open it again")
             head = blank(layout)
-            self.put(buffer_key(self.name), head)
+            self.put(self.head_key, head)
             self.placed = read_head(self.name, layout, head.data_ptr())
             raise MovedError
         if len(rows) > len(placed.free):
@@ -410,7 +412,8 @@ class Places:
 
     def refuse_other(self, spec: TensorSpec, block: int) -> None:
         """Raise MisuseError where a tensor of ``spec`` is not a block of this layout."""
-        if spec.dtype != self._dtype_name or spec.shape != self.layout.shape_of(block):
+        shape = self._shape if 0 <= block < self._last else self.layout.shape_of(block)
+        if spec.shape != shape or spec.dtype != self._dtype_name:
             raise MisuseError(f"{self.key(block)!r} is no block of table {self.name!r} as it was opened: open the table again")
 
 
@@ -429,9 +432,11 @@ def leased(
     store = wanted[0].table.store
     missing: set[Key] = set()
     while True:
-        heads = [buffer_key(some.table.name) for some in wanted if some.placed.stamp is not None]
+        heads = [some.table.head_key for some in wanted if some.placed.stamp is not None]
         keys = [some.table.key(block) for some in wanted for block in some.blocks]
-        there = [key for key in (*heads, *keys, *also) if key not in missing]
+        there = [*heads, *keys, *also]
+        if missing:
+            there = [key for key in there if key not in missing]
         try:
             with store._lease_addresses(there, access) as granted:
                 for some in wanted if access is Access.WRITE else ():
@@ -444,7 +449,7 @@ def leased(
             if any(key not in store for key in also):
                 raise
             for some in wanted:
-                if some.placed.stamp is not None and buffer_key(some.table.name) not in store:
+                if some.placed.stamp is not None and some.table.head_key not in store:
                     some.table.placed = absent  # the store went back to a time before there was one
                     raise MovedError from None
             lacking = [(some.table, block) for some in wanted for block in some.blocks if some.table.key(block) not in store]
@@ -506,6 +511,9 @@ def _segments(slots: torch.Tensor, layout: Layout) -> list[int]:
 
 
 def numbers(begin: int, count: int) -> torch.Tensor:
+    """Return the whole numbers from ``begin`` on, int64 of shape (count,)."""
+    if count == 1:  # in a third of the time
+        return torch.full((1,), begin, dtype=torch.int64, device="cpu")
     return torch.arange(begin, begin + count, device="cpu")
 
 

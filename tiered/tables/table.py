@@ -311,6 +311,9 @@ class Table:
     def _ring(self, begin: int, count: int) -> tuple[list[Run], list[int]]:
         """Return where ``count`` rows go after ``begin`` others, as far as the blocks are leased together; and these blocks."""
         layout, start = self._layout, begin % self._layout.rows
+        block, place = divmod(start, layout.block_rows)
+        if place + count <= layout.rows_in(block):
+            return [Run(block, place, count)], [block]
         most = self._places.most
         until, after = min(layout.rows, start + count), max(0, start + count - layout.rows)
         runs, blocks = [], dict[int, None]()
@@ -375,7 +378,7 @@ class Table:
             raise MisuseError(f"table {self.name!r}: values have the shape {(*shape, *row)}, or {row} for all, not {found}")
         plain = values.device.type == "cpu" and not (values.is_conj() or values.is_neg())
         if plain and found == (*shape, *row) and values.is_contiguous():  # the same, in a fifth of the calls of torch
-            return values.detach().view((math.prod(shape), *row))
+            return values.detach() if len(shape) == 1 else values.detach().view((math.prod(shape), *row))
         given = values.detach().resolve_conj().resolve_neg().to("cpu")
         return given.expand((*shape, *row)).reshape((math.prod(shape), *row)).contiguous()
 
