@@ -510,9 +510,9 @@ class Unit:
         """Return what the next ``hold`` will lease, in order."""
         if self.pending is None:
             return [self.key]
-        chunks = self.states.chunks(self.pending.updates)[self.pending.chunks_done :]
+        chunks = self.states.plan(self.pending.updates)[self.pending.chunks_done :]
         gradients = [self.gradients.key] if self.pending.graded else []
-        return [self.key, *gradients, *(key for _, keys in chunks for key in keys)]
+        return [self.key, *gradients, *(key for chunk in chunks for key in chunk.keys)]
 
     def apply_update(self) -> None:
         """Apply the pending update, chunk by chunk. An error leaves what is not yet updated pending."""

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -28,7 +29,7 @@ from tiered.zero.paging.units import Placement
 from tiered.zero.rules.forms import Kept
 from tiered.zero.rules.rule import SMALLEST_BLOCK, WHOLE, UpdateRule, chance_of, rounds_by_chance
 
-__all__ = ["Missed", "Pending", "States", "Update", "all_finite", "flat_view", "join", "split"]
+__all__ = ["Chunk", "Missed", "Pending", "States", "Update", "all_finite", "flat_view", "join", "split"]
 
 
 def join(high: torch.Tensor, low: torch.Tensor, out: torch.Tensor, spare: torch.Tensor) -> None:
@@ -175,6 +176,26 @@ class Pending:
         self._place = self._place[0] + 1, 0
 
 
+class _Piece(NamedTuple):
+    """Elements of a parameter that are updated together. ``forms``: its states and their forms; ``spans``: for each of them,
+    and for what is kept of a master, the number of its tensor in the chunk, and where in that its values are."""
+
+    placement: Placement
+    elements: range
+    forms: Mapping[str, Kept]
+    spans: Mapping[str, tuple[int, slice]]
+
+
+class Chunk(NamedTuple):
+    """One chunk, as an update of some parameters goes through it: its ``number``, the ``keys`` of its tensors, the ``pieces``
+    in order, and ``most``: how large each tensor is once all of the unit's parameters have states."""
+
+    number: int
+    keys: list[str]
+    pieces: list[_Piece]
+    most: list[int]
+
+
 class States:
     """Optimizer states of one unit's parameters. A chunk is one tensor per kind of state, over the same elements of the unit:
     over ``chunk_elements``, and where a state belongs to blocks, over all of a block whose first element is among these. Of a
@@ -211,6 +232,7 @@ class States:
         self._usual: dict[str, Kept] = {"m": Kept(self.wide), "v": Kept(self.wide)}
         self.used: dict[str, dict[str, Kept]] = {}
         self._before: dict[tuple[int, int, int], dict[Placement, int]] = {}
+        self._planned: tuple[tuple[Placement, ...], list[Chunk]] | None = None
         self.gather: Callable[[Placement, torch.Tensor, str], torch.Tensor] | None = None
         """Returns all of a parameter, or of a tensor like it, of which ranks have parts; all call it together."""
         for name, states in (used or {}).items():
@@ -219,6 +241,7 @@ class States:
     def use(self, name: str, states: Mapping[str, Kept]) -> None:
         """Have the parameter of this name keep ``states``: forms by name. Raises what ``refuse`` raises."""
         self.refuse(name, states)
+        self._planned = None
         if dict(states) == self._usual:
             self.used.pop(name, None)
         else:
@@ -288,6 +311,29 @@ class States:
             for index, (states, beside) in sorted(found.items())
         ]
 
+    def plan(self, placements: Iterable[Placement]) -> list[Chunk]:
+        """Return how an update of ``placements`` goes through their chunks. What is returned is kept, because the next step
+        mostly updates the same parameters."""
+        wanted = tuple(placements)
+        if self._planned is None or self._planned[0] != wanted:
+            self._planned = wanted, [self._chunk(index, keys, wanted) for index, keys in self.chunks(wanted)]
+        return self._planned[1]
+
+    def _chunk(self, index: int, keys: list[str], placements: Sequence[Placement]) -> Chunk:
+        pieces = []
+        for placement, elements in self._pieces(placements, index):
+            forms = self._stored_of(placement)
+            kept = {**forms, **self._masters_of(placement)}
+            spans = {
+                kind: (number, self._span(placement, index, kept[kind], elements))
+                for number, kind in enumerate(map(_kind, keys))
+                if kind in kept
+            }
+            pieces.append(_Piece(placement, elements, forms, spans))
+        everybody = {*placements, *self._placements}
+        most = [max(self._size(_kind(key), index, placement) for placement in everybody) for key in keys]
+        return Chunk(index, keys, pieces, most)
+
     def _within(self, placement: Placement, index: int, block: int = 0) -> range:
         """Return which elements of a parameter chunk number ``index`` has: those of the blocks (of ``block`` elements, or as
         its states say) that begin there."""
@@ -350,11 +396,10 @@ class States:
         smaller."""
         needing = {*placements, *(p for p in self._placements if p.parameter.requires_grad)}
         for key in reversed(keys):  # the first tells that all are there
-            size, form = max(self._size(_kind(key), index, placement) for placement in needing), self.form_of(key)
-            found = self.store.spec(key).shape[0] if key in self.store else 0
+            size, dtype = max(self._size(_kind(key), index, placement) for placement in needing), self.form_of(key).dtype
+            found = self._length(key)
             if found >= size:
                 continue
-            dtype = form.dtype
             if found:  # a parameter was unfrozen since
                 grown = torch.zeros(size, dtype=dtype, device="cpu")
                 grown[:found] = self.store.get(key)[:found]
@@ -364,6 +409,10 @@ class States:
             with self.store.lease(key, access=Access.WRITE) as chunk:
                 chunk.zero_()
             del chunk
+
+    def _length(self, key: str) -> int:
+        """Return how many values the tensor of this key has; 0 where there is none."""
+        return self.store.spec(key).shape[0] if key in self.store else 0
 
     # -- the update --------------------------------------------------------------------------------------------------------
 
@@ -377,29 +426,26 @@ class States:
         scratch = _Scratch(unit.device)
         first = min((part.of.element for part in self._placements), default=math.inf)
         self._help([placement for placement in pending.elsewhere if placement.element < first])
-        for index, keys in self.chunks(pending.updates)[pending.chunks_done :]:
-            self._create(index, keys, pending.updates)
+        for index, keys, pieces, most in self.plan(pending.updates)[pending.chunks_done :]:
+            if any(self._length(key) < size for key, size in zip(keys, most, strict=True)):
+                self._create(index, keys, pending.updates)
             with (
                 self._lease(keys) as chunk,
                 without_grad(),
                 self.store.span("update", f"{self.key}#{index}"),
             ):
                 began = time.perf_counter()
-                for placement, piece in self._pieces(pending.updates, index)[pending.pieces_done :]:
-                    kept = {**self._stored_of(placement), **self._masters_of(placement)}
-                    state = {
-                        _kind(key): whole[self._span(placement, index, kept[_kind(key)], piece)]
-                        for key, whole in zip(keys, chunk, strict=True)
-                        if _kind(key) in kept
-                    }
+                for piece in pieces[pending.pieces_done :]:
+                    placement, (start, stop) = piece.placement, (piece.elements.start, piece.elements.stop)
+                    state = {kind: chunk[number][span] for kind, (number, span) in piece.spans.items()}
                     update = pending.updates[placement]
-                    param, grad = placement.stored_flat(unit, piece.start, piece.stop), None
+                    param, grad = placement.stored_flat(unit, start, stop), None
                     if update.graded:
                         assert gradient is not None
-                        grad = placement.flat(gradient, piece.start, piece.stop)
+                        grad = placement.flat(gradient, start, stop)
                     pending.begin()
                     try:
-                        self._update_piece(placement, update, param, grad, state, scratch, piece.start)
+                        self._update_piece(piece, update, param, grad, state, scratch)
                     except MisuseError:
                         pending.as_it_was()
                         raise
@@ -442,17 +488,15 @@ class States:
 
     def _update_piece(
         self,
-        placement: Placement,
+        piece: _Piece,
         update: Update,
         param: torch.Tensor,
         grad: torch.Tensor | None,
         state: dict[str, torch.Tensor],
         scratch: _Scratch,
-        begin: int,
     ) -> None:
-        """Update one piece, which begins at element ``begin``. All tensors are flat, and those that are not of blocks of one
-        length. ``grad``: None is zero."""
-        size = param.numel()
+        """Update one piece. All tensors are flat, and those that are not of blocks of one length. ``grad``: None is zero."""
+        placement, forms, size = piece.placement, piece.forms, param.numel()
         if grad is None:
             grad = scratch.take("scaled", placement.dtype, size).zero_()
         if update.step == 1:  # of a fresh optimizer, whatever an earlier one left here
@@ -462,7 +506,6 @@ class States:
         stale = placement in self.stale_masters
         for scale in update.scales:
             grad = torch.mul(grad, scale, out=scratch.take("scaled", grad.dtype, size))
-        forms = self._stored_of(placement)
         moments = {name: state[name] for name in forms}
         matrix = (placement, forms) if any(form.block == WHOLE for form in forms.values()) else None
         if param.dtype not in _NARROW:
@@ -474,7 +517,7 @@ class States:
         for scale in update.wide_scales:
             wide.mul_(scale)
         if rounds_by_chance(update.rule):
-            self._round(placement, update, param, wide, moments, scratch, begin)
+            self._round(placement, update, param, wide, moments, scratch, piece.elements.start)
             return
         if param.dtype is torch.float16:
             master = state["master"]
