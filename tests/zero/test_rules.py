@@ -417,6 +417,22 @@ def test_a_rule_keeps_its_states(store: TieredStore) -> None:
         continued(model, nadam, range(1))
 
 
+@pytest.mark.parametrize("update", ["on_fetch", "in_backward"])
+def test_another_optimizer_with_other_states_takes_over(tmp_path: Path, update: str) -> None:
+    """The way through the chunks of a unit was kept for the states of the optimizer before."""
+    reference, model = built(), built()
+    with opened(tmp_path / "store", CUT) as store:
+        zero.page(model, store)
+        for kind in ("adamw", "rmsprop_centered", "sgd_momentum", "adamw"):
+            found = CASES[kind]
+            theirs = found.theirs(groups(reference, False), **{**found.arguments, **found.extra})
+            ours = found.ours(groups(model, False), **found.arguments, update=update)
+            assert train(model, ours, steps=2, batches=1) == train(reference, theirs, steps=2, batches=1)
+            ours.flush()
+        assert equal(model.state_dict(), reference.state_dict())
+        store.close()
+
+
 def test_a_commit_of_another_rule(tmp_path: Path) -> None:
     with opened(tmp_path / "store", CUT) as store:
         model = zero.page(built(), store, name="m")
