@@ -235,7 +235,7 @@ class LeaseOfAddresses(_Held[tuple[int, TensorSpec]]):
         if self._access is Access.WRITE:
             for copy in request.copies:
                 if isinstance(copy.witness, torch.Tensor):  # autograd may have saved a tensor of an earlier lease
-                    copy.witness.detach().zero_()  # it has no elements: that counts as a change, and is none
+                    torch.autograd.graph.increment_version(copy.witness)
         return [(address + copy.slot.offset, spec) for copy, spec in zip(request.copies, request.specs, strict=True)]
 
     def __enter__(self) -> list[tuple[int, TensorSpec]]:
