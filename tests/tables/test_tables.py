@@ -7,7 +7,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -401,9 +401,41 @@ def test_deleted_and_made_anew(on_disk: TieredStore) -> None:
         table.update([0], torch.ones(1, 3))
     assert other[0].eq(1).all()
     other.delete()
+    for gone in (table, other):
+        gone.delete()
+        with pytest.raises(KeyNotFound, match="was deleted from"):
+            gone.update([0], torch.ones(1, *gone.row_shape))
     on_disk.put("t/block7", torch.ones(1))
     with pytest.raises(MisuseError, match="of no table"):
         on_disk.table("t", 100, 3)
+
+
+@pytest.mark.parametrize("rows", [50, 3000])
+def test_made_anew_with_another_number_of_rows(on_disk: TieredStore, rows: int) -> None:
+    """Its blocks look the same."""
+    table = on_disk.table("t", 1000, 4, block="256B")
+    table.append(torch.ones(20, 4))
+    table.delete()
+    other = on_disk.table("t", rows, 4, block="256B")
+    other.append(torch.full((30, 4), 2.0))
+    calls: list[Callable[[], object]] = [
+        lambda: table.append(torch.ones(4)),
+        lambda: table.update([40, 900], torch.ones(4)),
+        lambda: table.look_up([0]),
+        lambda: table[:4],
+        lambda: table.appended,
+        lambda: table.delete(),
+    ]
+    for call in calls:
+        with pytest.raises(MisuseError, match="made anew: open the table again"):
+            call()
+    assert other.appended == 30
+    assert other[:30].eq(2).all()
+    same = on_disk.table("t", rows, 4)
+    other.delete()
+    on_disk.table("t", rows, 4, block="256B").append(torch.full((4,), 3.0))
+    assert same.appended == 1, "it is the same table to all who look"
+    assert same[0].eq(3).all()
 
 
 def test_damaged_records(on_disk: TieredStore) -> None:
@@ -693,10 +725,10 @@ def test_a_table_that_was_made_anew_with_a_buffer(tmp_path: Path) -> None:
             assert table._places.placed.stamp is not None
             calls = lambda: before.look_up([5]), lambda: before.update([5], rows[:1]), lambda: before.append(rows[:1])
             for call in calls:
-                with pytest.raises(MisuseError, match="open it again"):
+                with pytest.raises(MisuseError, match="open the table again"):
                     call()
             store.rollback()
-            with pytest.raises(MisuseError, match="open it again"):
+            with pytest.raises(MisuseError, match="open the table again"):
                 table.update([8], torch.ones(1, 64))
             assert "t/table.buffer" not in store
             store.table("t").delete()
@@ -704,7 +736,7 @@ def test_a_table_that_was_made_anew_with_a_buffer(tmp_path: Path) -> None:
             table[:] = rows
             table.update([5], torch.ones(1, 64))
         reader.refresh()
-        with pytest.raises(MisuseError, match="open it again"):
+        with pytest.raises(MisuseError, match="open the table again"):
             old.look_up([5])
         assert reader.table("t").look_up([5]).eq(1).all()
 

@@ -126,6 +126,8 @@ class Places:
         self._cache, self._number = cache, cache.number(layout.rows, layout.row_nbytes)
         self._watched: Callable[[], int] | None = None
         self._own = 0
+        self._anew = store._watch((record_key(name),))
+        self._opened = self._anew()
 
     # -- rows --------------------------------------------------------------------------------------------------------------
 
@@ -348,14 +350,26 @@ class Places:
 
     def turn(self) -> threading.RLock:
         """Return the lock, for a ``with``. Raises MisuseError where this thread has it: a signal handler interrupted a call;
-        StoreClosed, and ForkedStore in a child, whose parent may hold the lock."""
+        StoreClosed, and ForkedStore in a child, whose parent may hold the lock; and what ``refuse_another`` raises."""
         self.store._running()
         if self.lock._is_owned():  # type: ignore[attr-defined]
             raise MisuseError(
                 f"a signal handler interrupted a call of table {self.name!r} and calls it, too: have the handler set a flag or "
                 "raise, and use the table after that"
             )
+        self.refuse_another()
         return self.lock
+
+    def refuse_another(self) -> None:
+        """Raise KeyNotFound where the table was deleted since it was opened, and MisuseError where another one has its name."""
+        changes = self._anew()
+        if changes == self._opened:
+            return
+        if record_key(self.name) not in self.store:
+            raise KeyNotFound(f"table {self.name!r} was deleted from {self.store}: store.table(name, rows, columns) makes one")
+        if Layout.decoded(self.name, self.store.get(record_key(self.name))) != self.layout:
+            raise MisuseError(f"table {self.name!r} was deleted and made anew: open the table again")
+        self._opened = changes
 
     def part(self, wanted: torch.Tensor, row: torch.Tensor | None = None, placed: Placed = absent) -> Part:
         """Return the rows ``wanted`` as one part, with its segments and its blocks in order: where they lie as ``placed`` has

@@ -79,6 +79,7 @@ class Table:
     @property
     def appended(self) -> int:
         """How many rows were appended so far, those included that newer ones have replaced."""
+        self._places.refuse_another()
         counter = self._store.get(appended_key(self.name))
         return self._counted((counter.data_ptr(), spec_of(counter)))
 
@@ -330,6 +331,8 @@ class Table:
     def delete(self) -> None:
         """Delete the table's tensors from the store. A call that was cut off is completed by another one. Raises as
         ``TieredStore.delete``."""
+        if record_key(self.name) not in self._store:
+            return  # the record goes last
         with self._places.turn():
             prefixes = block_prefix(self.name), buffer_key(self.name)
             blocks = [key for key in self._store if any(_is_block(key, prefix) for prefix in prefixes)]
