@@ -8,16 +8,17 @@ import gc
 import os
 import pickle
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
 
 from bench.rehearsal import MovablePlaces, Places
-from tests.rig import Rig, evicted, fill, where
+from tests.rig import WRITE, Rig, evicted, fill, where
 from tiered import CapacityError, CommitError, CorruptionError, LeaseConflict, MisuseError, ReadError, TieredError, TieredStore
 from tiered.engine.background import ReadAhead
-from tiered.engine.policy import LRU, NextUse, Plan, Touch
+from tiered.engine.policy import LRU, Candidate, NextUse, Plan, Touch
 from tiered.engine.residency import Entry, State
 from tiered.engine.scheduler import Scheduler
 from tiered.engine.state import EngineState, FollowedOrder
@@ -293,3 +294,36 @@ def test_what_is_not_in_the_order_leaves_by_its_last_use(tmp_path: Path) -> None
             assert tensor.eq(ord("b")).all()
             del tensor
         assert store.statistics().misses == misses + 1
+
+
+@pytest.mark.parametrize("sizes", [(10,), (10, 7, 12)])
+def test_what_leaves_for_many_is_chosen_once(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> None:
+    """All that is in memory has to be written first. Each choice looks at every copy: for each tensor and each transfer that
+    ended, that took a second for a hundred tensors."""
+    asked, victims = [0], LRU.victims
+
+    def counted(self: LRU, nbytes: int, among: Mapping[str, Candidate]) -> list[str] | None:
+        asked[0] += 1
+        return victims(self, nbytes, among)
+
+    rig = Rig(640, 1 << 20, reserve=0.0)
+    wanted = [f"w{number}" for number in range(40)]
+    for number, key in enumerate(wanted):
+        fill(rig, key, nbytes=sizes[number % len(sizes)])
+    for number in range(56):
+        rig.put(f"dirty {number}", bytes([number]) * 10)
+        rig.settle()
+    rig.turn()
+    evicted(rig, *[key for key in wanted if where(rig, key)[0] is not None])
+    monkeypatch.setattr(LRU, "victims", counted)
+    lease = rig.lease(*wanted, access=WRITE)
+    for _ in range(1000):
+        while rig.turn():
+            pass
+        if lease.done:
+            break
+        link = rig.links[0]
+        link.complete(next(iter(link.pending)))
+    assert lease.done
+    assert lease.error is None
+    assert asked[0] < 2 * len(wanted)

@@ -7,7 +7,7 @@ allocated, the residency edge is taken, and the transfer stands in its link's qu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from tiered.engine.pool import MOVED
@@ -27,6 +27,7 @@ PACK_ATTEMPTS = 4
 
 
 _FILLING, _CLEAN, _UP = State.FILLING, Evictability.CLEAN, Direction.UP  # see residency
+_LEAVING = frozenset({Evictability.CLEAN, Evictability.WRITING_BACK})
 _PREFETCH, _SPECULATIVE = Urgency.PREFETCH, Urgency.SPECULATIVE
 
 
@@ -263,6 +264,8 @@ class Scheduler:
             return None
         if (slot := self._take_next(tier, nbytes, ticket)) is not None:
             return slot
+        if ticket.leaving and tier + 1 == state.bottom and self._lacks_more(nbytes, ticket):
+            return None  # what was chosen for all of the request is on its way out
         acceptable = self._acceptable(tier, ticket)
         planned = state.order is not None and state.order.plans(tier)
         chosen: list[Copy] | None = None
@@ -312,24 +315,61 @@ class Scheduler:
 
     def _take_next(self, tier: int, nbytes: int, ticket: Ticket) -> Slot | None:
         """Evict the next of the copies that the policy chose for the whole of ``ticket``, and return its room, if that is as
-        large as ``nbytes`` need. None: the policy has to be asked for this tensor alone.
+        large as ``nbytes`` need. None: the policy has to be asked for this tensor alone, or ``ticket.leaving`` has copies.
 
         (To ask it for each of hundreds of tensors would take longer than all the rest of their fetches.)
         """
-        state = self.state
-        asked = state.asked
-        if asked is None or asked.ticket is not ticket or state.order is not None or ticket.lacking <= nbytes:
+        if not self._lacks_more(nbytes, ticket):
             return None
-        pool = state.pools[tier]
+        state = self.state
+        pool, asked = state.pools[tier], state.asked
+        assert asked is not None
         if (leaving := asked.leaving.get(tier)) is None:
-            acceptable = self._acceptable(tier, ticket)
-            leaving = asked.leaving[tier] = pool.next_victims(ticket.lacking, _clean(acceptable))[::-1]
+            leaving = asked.leaving[tier] = self._leaving(tier, ticket)[::-1]
         size = pool.rounded(nbytes)
         while leaving:
             copy = leaving.pop()
-            if copy.slot.nbytes == size and copy.evictability is _CLEAN:
+            if copy.evictability is not _CLEAN:
+                continue
+            if copy.slot.nbytes == size:
                 return self._evict_for_its_slot(copy)
+            if ticket.wrote:  # all of them leave, for one tensor of the request or for another
+                self.evict(copy)
+                if (slot := pool.allocate(nbytes, 0)) is not None:
+                    return slot
         return None
+
+    def _lacks_more(self, nbytes: int, ticket: Ticket) -> bool:
+        """Whether ``ticket``, which is attempted now, lacks others beside a tensor of ``nbytes``, and no order is followed."""
+        asked = self.state.asked
+        return asked is not None and asked.ticket is ticket and self.state.order is None and ticket.lacking > nbytes
+
+    def _leaving(self, tier: int, ticket: Ticket) -> list[Copy]:
+        """Return the clean ones among the policy's first victims for all that ``ticket`` lacks. Above the disk, a demand has
+        the dirty ones written back, all at once: they are chosen again only when the last of them has been."""
+        state = self.state
+        pool, acceptable = state.pools[tier], self._acceptable(tier, ticket)
+        if tier + 1 < state.bottom or ticket.urgency.ahead:
+            return pool.next_victims(ticket.lacking, _clean(acceptable))
+        chosen = [copy for copy in ticket.leaving if copy.evictability in _LEAVING and acceptable(copy)]
+        if not chosen:
+            missing = ticket.lacking - (0 if ticket.wrote else pool.free)  # which lies apart, perhaps
+            chosen = pool.first(missing, lambda copy: copy.evictability is not Evictability.FRESH and acceptable(copy))
+            unsaved = self._write_out_all([copy for copy in chosen if copy.dirty], ticket)
+            if unsaved:
+                ticket.wrote = True
+                ticket.push(tier, unsaved, pool.tier.capacity)
+        ticket.leaving = [copy for copy in chosen if copy.evictability is Evictability.WRITING_BACK]
+        return [copy for copy in chosen if copy.evictability is _CLEAN]
+
+    def _write_out_all(self, copies: Sequence[Copy], ticket: Ticket) -> list[Copy]:
+        """Have ``copies`` written back for ``ticket``, as far as the tier below has room; return those that are."""
+        for count, copy in enumerate(copies):
+            try:
+                self._write_out(copy, ticket)
+            except CapacityError:  # who asks for one tensor alone says why
+                return list(copies[:count])
+        return list(copies)
 
     def _nothing_new(self, tier: int, nbytes: int, ticket: Ticket) -> bool:
         """Whether copies that were pushed out for ``ticket`` are still under way, and the rest is too little.

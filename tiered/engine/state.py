@@ -182,6 +182,8 @@ class Ticket:
         self.progress = 0  # whenever this changes the request has come closer, and the deadline counts anew
         self._pushed: dict[int, list[Copy]] = {}  # by tier, the copies that are written back for the request, the first last
         self._pushed_bytes, self._least = 0, math.inf
+        self.leaving: list[Copy] = []  # written back now, chosen to leave for all that the request lacks
+        self.wrote = False  # whether copies were written back for all of it
         self.pack_attempts: list[frozenset[Slot]] = []  # the neighbours among which the request's own copies were evicted
         self.replaces = False  # whether the request does away with the tensor that it waits for
         self.needed_at: int | None = None  # the position in a known order that the request fetches for
