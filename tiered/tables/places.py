@@ -361,12 +361,14 @@ class Places:
         return self.lock
 
     def refuse_another(self) -> None:
-        """Raise KeyNotFound where the table was deleted since it was opened, and MisuseError where another one has its name."""
+        """Raise KeyNotFound where the store does not have the table any more, and MisuseError where another one has its name."""
         changes = self._anew()
         if changes == self._opened:
             return
         if record_key(self.name) not in self.store:
-            raise KeyNotFound(f"table {self.name!r} was deleted from {self.store}: store.table(name, rows, columns) makes one")
+            raise KeyNotFound(
+                f"there is no table {self.name!r} in {self.store} any more: store.table(name, rows, columns) makes one"
+            )
         if Layout.decoded(self.name, self.store.get(record_key(self.name))) != self.layout:
             raise MisuseError(f"table {self.name!r} was deleted and made anew: open the table again")
         self._opened = changes
