@@ -361,7 +361,7 @@ class Places:
         return self.lock
 
     def refuse_another(self) -> None:
-        """Raise KeyNotFound where the store does not have the table any more, and MisuseError where another one has its name."""
+        """Raise KeyNotFound where the store has the table no longer, and MisuseError where another one has its name."""
         changes = self._anew()
         if changes == self._opened:
             return
