@@ -19,8 +19,9 @@ examines the rows instead: in memory twice a row must show the same, and with ot
     python -m bench.compatibility --tier hbm --json hbm.json
 
 With ``--tier hbm`` the store has HBM, for which host memory stands; with ``--tier "fake device"`` both sides are on a device
-that torch takes for another one than the CPU. What the file of ``--json`` has of other rows stays in it, and comes into the
-page of ``--write``.
+that torch takes for another one than the CPU, and with ``--tier cuda`` on a CUDA device, where parameters are updated, too,
+and a row may have 8 GiB of host memory. What the file of ``--json`` has of other rows stays in it, and comes into the page of
+``--write``.
 """
 
 from __future__ import annotations
@@ -78,6 +79,11 @@ ELSEWHERE = {
     "fake device": (
         "A device of its own",
         "The same rows on a device that torch takes for another one than the CPU, both sides (`--tier 'fake device'`). "
+        "A row that is not valid fails there in memory, too.",
+    ),
+    "cuda": (
+        "A CUDA device",
+        "The same rows on a GPU, both sides (`--tier cuda`), with `update_tier=\"hbm\"` and torch's deterministic algorithms. "
         "A row that is not valid fails there in memory, too.",
     ),
 }
@@ -270,8 +276,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     options = _parsed(arguments)
     torch.set_num_threads(1)
-    on_device = options.tier == "fake device"
+    on_device = options.tier in ("fake device", "cuda")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # of products that are the same each time
     rows = rows_of(options.group or (GROUPS if options.tier == TIERS[0] else DEVICE_GROUPS), options.row)
+    part, parts = options.part
+    rows = rows[part - 1 :: parts]
     if options.list:
         print("\n".join(f"{row.group}: {row.name}" for row in rows))
         return 0
@@ -279,7 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("no row has such a name: --list shows them", file=sys.stderr)
         return 2
     commit()  # as it is now
-    with fake_device() if on_device else nullcontext():
+    with fake_device() if options.tier == "fake device" else nullcontext():
         found = run(rows, options)
     print(counts(found))
     print(versions())
@@ -312,6 +321,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--group", action="append", choices=GROUPS, help="rows of this group only; may be given several times")
     parser.add_argument("--row", default="*", metavar="GLOB", help="rows whose name matches, as a shell does")
+    parser.add_argument("--part", default="1/1", metavar="K/N", help="every Nth of the rows, from the Kth on: for N processes")
     parser.add_argument("--list", action="store_true", help="print the names of the rows, and run none")
     parser.add_argument("--check", action="store_true", help="examine the rows themselves, in memory")
     parser.add_argument("--tier", choices=TIERS, default=TIERS[0], help="where paged parameters compute (default: %(default)s)")
@@ -320,7 +330,15 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", metavar="FILE", help="write the outcomes into it, with traces of those that failed")
     parser.add_argument("--write", metavar="FILE", help="write the page of documentation")
     parser.add_argument("--verbose", action="store_true", help="print a line for each row as it ends, and traces")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    try:
+        part, parts = map(int, options.part.split("/"))
+    except ValueError:
+        part = parts = 0
+    if not 1 <= part <= parts:
+        parser.error(f"--part {options.part} is no part: --part 2/8 is the second of eight")
+    options.part = part, parts
+    return options
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 OUT=${OUT:-bench/results} DIR=${DIR:-.} LIMIT=${LIMIT:-530} VENV=build/gpu-venv
-NEEDED="numpy psutil aiofiles xxhash msgspec rich pytest hypothesis"
+NEEDED="numpy psutil aiofiles xxhash msgspec rich shtab pytest hypothesis safetensors"
 export PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 SECONDS=0
 mkdir -p "$OUT" build || exit 1

@@ -35,6 +35,8 @@ MISSING = "not installed"
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_MEMORY = 2 << 30
+ON_CUDA = 8 << 30
+"""Bytes, with what the driver and its libraries take."""
 READ_ONLY = "assignment destination is read-only"
 """What NumPy says."""
 WIDEST = 240
@@ -67,7 +69,7 @@ def judge(row: Row, *, timeout: float, check: bool = False, folder: str | None =
     limit = timeout * row.slow
     child = _forked(row, here, check, tier)
     try:
-        why = _waited(child, limit)
+        why = _waited(child, limit, ON_CUDA if tier == "cuda" else MOST_MEMORY)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)
@@ -112,7 +114,7 @@ def _forked(row: Row, here: Path, check: bool, tier: str) -> int:
         os._exit(0)
 
 
-def _waited(child: int, limit: float) -> str:
+def _waited(child: int, limit: float, memory: int) -> str:
     """Wait for ``child`` and return why there may be no outcome."""
     deadline = time.monotonic() + limit
     while True:
@@ -125,8 +127,8 @@ def _waited(child: int, limit: float) -> str:
             time.sleep(0.2)
             return f"no result after {limit:g} s"
         with suppress(psutil.Error):
-            if psutil.Process(child).memory_info().rss > MOST_MEMORY:
-                return f"took more than {MOST_MEMORY >> 30} GiB"
+            if psutil.Process(child).memory_info().rss > memory:
+                return f"took more than {memory >> 30} GiB"
         time.sleep(0.02)
 
 

@@ -22,8 +22,9 @@ from tiered import CapacityError, TieredStore, zero
 
 __all__ = ["ROWS", "TIERS", "Dense", "Row", "Side", "Toy", "row"]
 
-TIERS = ("dram", "hbm", "fake device")
-"""Where parameters compute: in DRAM; in HBM, for which host memory stands; in HBM that torch takes for another device."""
+TIERS = ("dram", "hbm", "fake device", "cuda")
+"""Where parameters compute: in DRAM; in HBM, for which host memory stands; in HBM that torch takes for another device; on a
+CUDA device, where they are also updated, because the same kernels give the same bits only there."""
 
 BUDGET = 1 << 20
 """Bytes of DRAM that a paged model has, unless it needs more."""
@@ -101,6 +102,8 @@ class Side:
         self._plant(model)
         if not self.paged:
             return model.to(self.device) if self.device.type != "cpu" else model
+        if self.tier == "cuda":
+            options.setdefault("update_tier", "hbm")
         return self._in_smallest(BUDGET, lambda budget: zero.page(model, self._opened(budget), **options))
 
     def answering(self, model: Any, **options: Any) -> Any:
@@ -216,6 +219,9 @@ class Side:
 
 
 def _device(tier: str) -> torch.device:
+    if tier == "cuda":
+        torch.use_deterministic_algorithms(True, warn_only=True)  # sums by atomic additions differ from one call to the next
+        return torch.device("cuda", 0)
     if tier != "fake device":
         return torch.device("cpu")
     from tests import fake_device  # a device that is built on demand, for tests

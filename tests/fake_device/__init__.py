@@ -1,6 +1,6 @@
 """A device of torch's that is none: its memory is the host's. Unlike HBM's stand-in, ``device="cpu"``, torch itself takes it
 for another device: operands that lie apart raise, and backward runs in the device's own thread. ``device.cpp`` is built on
-demand.
+demand. Where ``TIERED_TEST_DEVICE`` names a CUDA device, that one is taken.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from torch.utils import cpp_extension
 
 from tiered.tiers import hbm
 
-__all__ = ["NAME", "installed"]
+__all__ = ["NAME", "REAL", "installed"]
 
-NAME = "hpu"
+REAL = os.environ.get("TIERED_TEST_DEVICE", "").startswith("cuda")
+NAME = "cuda" if REAL else "hpu"
 HERE = Path(__file__).parent
 
 
 @functools.cache
 def built() -> ModuleType | str:
-    """What a compiler says where it cannot."""
+    """Build and load it. What a compiler says where it cannot."""
+    assert not REAL, "nothing is built for a CUDA device"
     source = HERE / "device.cpp"
     stamp = hashlib.sha256(source.read_bytes() + torch.__version__.encode() + sysconfig.get_config_var("SOABI").encode())
     target = HERE.parents[1] / "build" / f"fake_device-{stamp.hexdigest()[:16]}" / "_fake_device.so"
@@ -88,6 +90,8 @@ class _Module(ModuleType):
 
 def installed(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """Until the end of the test ``TieredStore.open(device=NAME)`` keeps its HBM there."""
+    if REAL:
+        return torch.device(NAME, 0)
     module, here = built(), torch.device(NAME, 0)
     if isinstance(module, str):
         pytest.fail(f"the fake device cannot be built:\n{module[:2000]}", pytrace=False)

@@ -2,8 +2,8 @@
 
     python -m tests.gpu [options of pytest]
 
-Runs the contract suites on the device and the tests of this folder. Without a device it says so in one line and exits 0; where
-there is one that this torch cannot use, it exits 1.
+Runs the contract suites on the device, the tests of this folder, and on CUDA those of training on a device. Without a device it
+says so in one line and exits 0; where there is one that this torch cannot use, it exits 1.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import os
 import sys
 
 WHAT = ["tests/gpu", "tests/tiers/test_hbm.py", "tests/links/test_cuda.py"]
+ON_CUDA = ["tests/zero/on_device.py"]
+"""Which on a CPU is run by ``tests/zero/test_device.py``, with a device that is none."""
 # Another torch, another Python: their news are shown and fail nothing. What our own threads and finalizers raise does.
 WARNINGS = ["default", "error::pytest.PytestUnraisableExceptionWarning", "error::pytest.PytestUnhandledThreadExceptionWarning"]
 
@@ -25,13 +27,17 @@ def main(arguments: list[str]) -> int:
         mend = "; an NVIDIA driver is here: make setup TORCH=... with a torch that has CUDA" if usable else ""
         print(f"test-gpu: nothing was run: {why}{mend}")
         return int(usable)
+    what = [*WHAT]
+    if NAME.startswith("cuda"):
+        os.environ["TIERED_TEST_DEVICE"] = NAME
+        what += ON_CUDA
     os.environ.setdefault("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # of plugins that happen to be installed beside torch
     import pytest
     import torch
 
     name = torch.cuda.get_device_name(NAME) if NAME != "cpu" else "the stand-in"
     print(f"test-gpu: {name}, torch {torch.__version__}, CUDA {torch.version.cuda}", flush=True)
-    return pytest.main(["-q", *(word for rule in WARNINGS for word in ("-W", rule)), *WHAT, *arguments])
+    return pytest.main(["-q", *(word for rule in WARNINGS for word in ("-W", rule)), *what, *arguments])
 
 
 if __name__ == "__main__":
