@@ -135,7 +135,7 @@ class HbmTier:
 class _Range:
     """Memory of a CUDA device in a form that torch adopts without a copy (numba's CUDA array interface, version 2)."""
 
-    __slots__ = ("__cuda_array_interface__", "_arena", "claim")
+    __slots__ = ("__cuda_array_interface__", "__weakref__", "_arena", "claim")
 
     def __init__(self, arena: torch.Tensor, offset: int, nbytes: int) -> None:
         self._arena = arena
