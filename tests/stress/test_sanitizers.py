@@ -53,7 +53,11 @@ def runtime(kind: str) -> str:
 
 
 def environment(library: str, options: dict[str, str]) -> dict[str, str]:
-    return {**os.environ, **options, "LD_PRELOAD": os.path.realpath(library), "OMP_NUM_THREADS": "1"}
+    """With C++'s library loaded as well: else the sanitizer does not find how to throw, and ends at torch's first exception."""
+    asked = ["gcc", "-print-file-name=libstdc++.so.6"]
+    thrower = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    preloaded = f"{os.path.realpath(library)} {os.path.realpath(thrower)}"
+    return {**os.environ, **options, "LD_PRELOAD": preloaded, "OMP_NUM_THREADS": "1"}
 
 
 def launch(kind: str, *words: str) -> list[str]:
@@ -101,17 +105,20 @@ def extensions(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict
 def passed(kind: str, extensions: Callable[[str], dict[str, Path]], suite: list[str]) -> int:
     """Run tests under the sanitizer and return how many passed. All have to, without a report."""
     library = runtime(kind)
-    modules = [f"{module}={file}" for module, file in extensions(kind).items()]
+    files = extensions(kind)
+    modules = [f"{module}={file}" for module, file in files.items()]
+    options, reports = KINDS[kind][1], next(iter(files.values())).parent / "report"
+    options = {key: f"{value}:log_path={reports}" for key, value in options.items()}  # else they go where pytest puts output
     done = subprocess.run(
         launch(kind, "-m", "tests.stress.sanitized", *modules, "--", *suite),
-        env={**environment(library, KINDS[kind][1]), "TIERED_RING_FLAGS": f"-fsanitize={kind} -fno-omit-frame-pointer"},
+        env={**environment(library, options), "TIERED_RING_FLAGS": f"-fsanitize={kind} -fno-omit-frame-pointer"},
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=3600,
         check=False,
     )
-    output = done.stdout + done.stderr
+    output = done.stdout + done.stderr + "".join(file.read_text() for file in sorted(reports.parent.glob("report.*")))
     assert "Sanitizer" not in output, output[-20_000:]
     assert "runtime error" not in output, output[-20_000:]
     assert done.returncode == 0, output[-20_000:]
