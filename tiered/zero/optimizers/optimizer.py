@@ -28,6 +28,7 @@ from tiered.zero.optimizers.resident import Resident
 from tiered.zero.paging.pager import Pager, name_of, owner_of, placement_of, placements_of
 from tiered.zero.paging.saved_tensors import without_grad
 from tiered.zero.paging.sharding import Stage, Stage1
+from tiered.zero.paging.storage import host
 from tiered.zero.paging.tensors.compiling import traced
 from tiered.zero.paging.tensors.gradients import SpentGradient, whole_norms
 from tiered.zero.paging.tensors.states import StateView
@@ -363,8 +364,9 @@ class Optimizer(TorchOptimizer):
         if not graded:
             return torch.tensor(0.0, device="cpu")
         graded.sort(key=lambda found: found[2].index)
-        norms = whole_norms(graded, order)
-        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), order)
+        device = graded[0][2].parameter.device
+        norms = torch.stack(whole_norms(graded, order, listed=device.type != "cpu"))  # what torch takes on a device
+        total: torch.Tensor = host(torch.linalg.vector_norm(norms.to(device), order))
         if error_if_nonfinite and not bool(torch.isfinite(total)):
             raise RuntimeError(f"The total norm of order {norm_type} of the gradients is not finite: {total.item()}")
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)

@@ -11,7 +11,7 @@ import math
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -22,7 +22,21 @@ from tiered.zero.paging.tensors.gradients import SpentGradient, StoredGradient
 from tiered.zero.paging.units import Placement, UnitPlan
 from tiered.zero.paging.update import all_finite
 
-__all__ = ["Arriving", "GradientState", "LocalGradients", "UnitGradients"]
+__all__ = ["Arriving", "GradientState", "LocalGradients", "Norm", "UnitGradients"]
+
+class Norm(NamedTuple):
+    """A norm of ``order``; ``listed``: as ``torch._foreach_norm`` computes it, which on CUDA has other last bits than
+    ``vector_norm``, and is what ``clip_grad_norm_`` takes there unless it is told otherwise."""
+
+    order: float
+    listed: bool = False
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the norm of ``tensor``, 0-d, in host memory."""
+        if self.listed:
+            return host(torch._foreach_norm([tensor], self.order)[0])
+        return host(torch.linalg.vector_norm(tensor, self.order))
+
 
 @dataclass(eq=False)
 class GradientState:
@@ -31,7 +45,7 @@ class GradientState:
     ``marker``: what ``parameter.grad`` shows, or showed last; another one (None: not made yet) for each gradient, so that what
     was kept of a former one is not taken for it. ``scales``: factors that the stored gradient has yet to be multiplied by;
     then, as fp32 where its type is narrower, by ``wide_scales``, which a scaled loss leaves once it was unscaled. ``norms``:
-    its known norms, by order. ``orders``: those that were asked for before, which are computed while a gradient is at hand;
+    its known norms. ``orders``: those that were asked for before, which are computed while a gradient is at hand;
     they will be asked for when it has been multiplied by ``expected``, if it is as last time. ``finite``: whether the stored
     gradient, as it is, has neither NaN nor infinity. ``accumulate``: the next gradient is added to it. ``spent``: an update
     within backward used it up, and ``optimizer.step()`` was not called since. ``adding``: the stored gradient is not in
@@ -44,8 +58,8 @@ class GradientState:
     scales: list[torch.Tensor] = field(default_factory=list)
     wide_scales: list[torch.Tensor] = field(default_factory=list)
     expected: torch.Tensor | None = None
-    norms: dict[float, torch.Tensor] = field(default_factory=dict)
-    orders: set[float] = field(default_factory=set)
+    norms: dict[Norm, torch.Tensor] = field(default_factory=dict)
+    orders: set[Norm] = field(default_factory=set)
     accumulate: bool = False
     finite: bool = True
     spent: bool = False
@@ -239,7 +253,7 @@ class UnitGradients:
         state.wide_scales.clear()
         if state.orders:
             ready = target if state.expected is None else _widened(target).mul(state.expected)
-            state.norms = {order: host(torch.linalg.vector_norm(ready, order)) for order in state.orders}
+            state.norms = {norm: norm.of(ready) for norm in state.orders}
         state.finite = _has_finite_norm(state) or all_finite(target)
 
     def prepare(self) -> None:
@@ -304,11 +318,10 @@ class UnitGradients:
             wide.mul_(scale)
         return wide.to(placement.dtype)
 
-    def norm(self, placement: Placement, order: float) -> torch.Tensor:
-        """Return ``vector_norm`` of the part of the gradient that this process stores, from when it arrived where it is known.
-        """
-        state = self.states[placement]
-        state.orders.add(order)
+    def norm(self, placement: Placement, order: float, listed: bool = False) -> torch.Tensor:
+        """Return the ``Norm`` of the part of the gradient that this process stores, from when it arrived where it is known."""
+        state, norm = self.states[placement], Norm(order, listed)
+        state.orders.add(norm)
         self.collect(placement)
         self.close()
         if state.expected is not None and not state.wide_scales:
@@ -317,12 +330,12 @@ class UnitGradients:
         part = self.parts.get(placement)
         if part is None:
             return _scaled(torch.zeros((), dtype=placement.dtype, device="cpu"), state)
-        if order not in state.norms:
+        if norm not in state.norms:
             with self.store.lease(self.key) as stored:
                 whole = _scaled(part.view(stored), state)
-                state.norms[order] = host(torch.linalg.vector_norm(whole, order))
+                state.norms[norm] = norm.of(whole)
             del stored, whole
-        return state.norms[order]
+        return state.norms[norm]
 
     def scaled(self, placement: Placement, factor: torch.Tensor) -> Callable[[], None]:
         """Return what has the gradient multiplied by ``factor`` (0-d) at its next use, when it is called, once or twice."""
@@ -452,8 +465,8 @@ class UnitGradients:
                 "scales": list(state.scales),
                 "wide_scales": list(state.wide_scales),
                 "expected": state.expected,
-                "norms": state.norms,
-                "orders": sorted(state.orders),
+                "norms": {norm.order: value for norm, value in state.norms.items() if not norm.listed},
+                "orders": sorted(norm.order for norm in state.orders if not norm.listed),
                 "finite": state.finite,
             }
         self.close()
@@ -464,7 +477,9 @@ class UnitGradients:
         for placement, state in self.states.items():
             kept = record[placement.name]
             state.scales, state.wide_scales = list(kept["scales"]), list(kept["wide_scales"])
-            state.expected, state.norms, state.orders = kept["expected"], dict(kept["norms"]), set(kept["orders"])
+            state.expected = kept["expected"]
+            state.norms = {Norm(order): value for order, value in kept["norms"].items()}
+            state.orders = set(map(Norm, kept["orders"]))
             state.finite, state.spent, state.accumulate = kept["finite"], False, kept["there"]
             state.adding = state.unreduced = False
             state.marker = placement.parameter.grad = None
@@ -493,7 +508,7 @@ def _forget_whole(placement: Placement) -> None:
 def _has_finite_norm(state: GradientState) -> bool:
     """Return whether a finite norm is known, which tells of all elements: from order 1 on, one NaN or infinity makes it NaN or
     infinite."""
-    return any(order >= 1 and math.isfinite(norm) for order, norm in state.norms.items())
+    return any(norm.order >= 1 and math.isfinite(value) for norm, value in state.norms.items())
 
 
 def _is_finite(state: GradientState) -> bool:

@@ -50,7 +50,7 @@ class Stored(Protocol):
 
     def refuse_interrupted(self, placement: Placement) -> None: ...
 
-    def norm(self, placement: Placement, order: float) -> torch.Tensor: ...
+    def norm(self, placement: Placement, order: float, listed: bool = False) -> torch.Tensor: ...
 
     def scaled(self, placement: Placement, factor: torch.Tensor) -> Callable[[], None]: ...
 
@@ -127,12 +127,13 @@ def synchronised(models: Iterable[PagedModel]) -> None:
             )
 
 
-def whole_norms(graded: Sequence[Graded], order: float) -> list[torch.Tensor]:
-    """Return the norm of each whole gradient, 0-d. With ranks all call it together; it takes one collective for each model."""
+def whole_norms(graded: Sequence[Graded], order: float, *, listed: bool) -> list[torch.Tensor]:
+    """Return the norm of each whole gradient, 0-d; ``listed``: by torch's kernel for lists of tensors. With ranks all call it
+    together; it takes one collective for each model."""
     norms: list[torch.Tensor | None] = [None] * len(graded)
     for model in dict.fromkeys(model for model, _, _ in graded):
         mine = [index for index, (home, _, _) in enumerate(graded) if home is model]
-        here = [graded[index][1].gradients.norm(graded[index][2], order) for index in mine]
+        here = [graded[index][1].gradients.norm(graded[index][2], order, listed) for index in mine]
         if model.partition.shares > 1:
             whole = model.gradient_sync.norms(torch.stack([norm.double() for norm in here]), order)
             here = [norm.to(part.dtype) for norm, part in zip(whole, here, strict=True)]
@@ -465,7 +466,7 @@ def _one_at_a_time(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> An
 def _norms(func: Any, tensors: Sequence[torch.Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
     if dtype is not None or not all(one.is_whole() for one in tensors if isinstance(one, StoredGradient)):
         return _one_at_a_time(func, (tensors, ord, dtype), {})  # type: ignore[no-any-return]
-    found = iter(_known([one for one in tensors if isinstance(one, StoredGradient)], float(ord)))
+    found = iter(_known([one for one in tensors if isinstance(one, StoredGradient)], float(ord), listed=True))
     return [next(found) if isinstance(one, StoredGradient) else func([one], ord)[0] for one in tensors]
 
 
@@ -481,12 +482,12 @@ def _norm(
     whole = not dim or sorted(one % stored.dim() for one in dim) == list(range(stored.dim()))
     if keepdim or dtype is not None or not whole or not stored.is_whole():
         return _compute(func, (stored, ord, dim, keepdim), {"dtype": dtype})
-    return _known([stored], float(ord))[0]
+    return _known([stored], float(ord), listed=False)[0]
 
 
-def _known(stored: Sequence[StoredGradient], order: float) -> list[torch.Tensor]:
+def _known(stored: Sequence[StoredGradient], order: float, *, listed: bool) -> list[torch.Tensor]:
     """Return the norms of whole gradients, which need not be read where they were asked for before."""
-    norms = whole_norms([one._found() for one in stored], order)
+    norms = whole_norms([one._found() for one in stored], order, listed=listed)
     return [norm.to(one.device, copy=True) for norm, one in zip(norms, stored, strict=True)]
 
 
