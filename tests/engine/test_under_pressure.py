@@ -19,7 +19,7 @@ from tests.rig import WRITE, Rig, evicted, fill, where
 from tiered import CapacityError, CommitError, CorruptionError, LeaseConflict, MisuseError, ReadError, TieredError, TieredStore
 from tiered.engine.background import ReadAhead
 from tiered.engine.policy import LRU, Candidate, NextUse, Plan, Touch
-from tiered.engine.residency import Entry, State
+from tiered.engine.residency import Copy, Entry, Evictability, State
 from tiered.engine.scheduler import Scheduler
 from tiered.engine.state import EngineState, FollowedOrder
 from tiered.format.generations import generations
@@ -327,3 +327,88 @@ def test_what_leaves_for_many_is_chosen_once(monkeypatch: pytest.MonkeyPatch, si
     assert lease.done
     assert lease.error is None
     assert asked[0] < 2 * len(wanted)
+
+
+def one_by_one(rig: Rig) -> None:
+    """Transfers end one at a time, the oldest first, until nothing is left to move."""
+    for _ in range(100):
+        rig.run()
+        pending = rig.links[0].pending
+        if not pending:
+            return
+        rig.complete(0, next(iter(pending)))
+    raise AssertionError("transfers without end")
+
+
+def test_nothing_leaves_in_vain_for_many() -> None:
+    """Neither lease can be granted before a third one ends. What the second one has fetched is too little for the first one,
+    which had it evicted all the same, and the second one fetched it again: for ever."""
+    rig = Rig(20, 4000, reserve=0.0)
+    for key, nbytes in (("a", 10), ("b", 9), ("small", 1), ("c", 9), ("held", 12)):
+        fill(rig, key, nbytes=nbytes)
+    held = rig.lease("held")
+    rig.settle()
+    evicted(rig, *[key for key in ("a", "b", "small", "c") if where(rig, key)[0] is not None])
+    for number in range(8):
+        rig.put(f"dirty {number}", b"-")
+        rig.settle()
+    first, second = rig.lease("a", "b"), rig.lease("small", "c")
+    one_by_one(rig)
+    assert where(rig, "small")[0] is State.CLEAN
+    rig.end(held)
+    one_by_one(rig)
+    assert first.done
+    assert first.error is None
+    rig.end(first)
+    rig.wind_down()
+    assert second.done
+    assert second.error is None
+
+
+def test_what_was_to_leave_for_many_is_deleted_by_a_call_that_is_struck(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine counts anew after it, and the lease that waits must not evict the copy that is no more."""
+    rig = Rig(40, 4000, reserve=0.0)
+    fill(rig, "a", "b", nbytes=18)
+    evicted(rig, *[key for key in "ab" if where(rig, key)[0] is not None])
+    for number in range(40):
+        rig.put(f"dirty {number}", b"-")
+        rig.settle()
+    lease = rig.lease("a", "b")
+    rig.run()
+    tag, transfer = next(iter(rig.links[0].pending.items()))
+    rig.complete(0, tag)
+    rig.turn()
+    assert where(rig, transfer.key)[0] is State.CLEAN
+
+    def struck(copy: Copy, evictability: Evictability) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as strike:
+        strike.setattr(rig.state.directory, "_tell", struck)
+        with pytest.raises(KeyboardInterrupt):
+            rig.delete(transfer.key)
+    assert rig.state.changing
+    del rig.newest[transfer.key]
+    one_by_one(rig)
+    assert lease.done
+    assert lease.error is None
+    rig.wind_down()
+
+
+def test_a_small_tensor_on_the_device_stays_where_copies_in_dram_are_written_back() -> None:
+    """A copy as large as what comes leaves instead."""
+    rig = Rig(41, 60, 4000, reserve=0.0)
+    for key, nbytes in (("a", 10), ("b", 10), ("small", 1), ("c", 10), ("d", 10), ("e", 10), ("f", 10)):
+        fill(rig, key, nbytes=nbytes)
+        for copy in rig.state.directory.entry(key).copies[int(key not in "ab") : 2]:
+            if copy is not None:
+                rig.engine.scheduler.evict(copy)
+    for number in range(12):
+        rig.put(f"dirty {number}", b"-----", tier=1)
+        rig.settle()
+    assert [pool.free for pool in rig.state.pools[:2]] == [0, 0]
+    lease = rig.lease("a", "b")
+    rig.settle()
+    assert lease.done
+    assert where(rig, "small")[0] is State.CLEAN
+    rig.wind_down()

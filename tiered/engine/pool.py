@@ -311,6 +311,16 @@ class Pool:
             needed = copies[least * each : (least + 1) * each] + needed
         return needed
 
+    def suffice(self, nbytes: int, copies: Sequence[Copy]) -> bool:
+        """Whether ``nbytes`` fit in one piece once all of ``copies`` have left."""
+        if self.free + sum(copy.slot.nbytes for copy in copies) < nbytes:
+            return False
+        leaving, movable = {copy.slot.offset for copy in copies}, self._movable()
+        if Sliding(self._slots, self.tier.capacity, nbytes, movable, MOVED * nbytes).without(leaving):
+            return True
+        staying = [slot for slot in self._slots if slot.offset not in leaving]
+        return moves(staying, self.tier.capacity, nbytes, movable, MOVED * nbytes, any_way=True) is not None
+
     def large_victim(self, nbytes: int, accept: Callable[[Copy], bool]) -> Copy | None:
         """Return the policy's first victim whose slot has ``nbytes``, if those before it have at most ``SMALL`` times as many
         together: they stay, because to look for moves takes a hundred times as long."""

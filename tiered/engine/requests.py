@@ -431,7 +431,7 @@ class RequestQueue:
         if request.done:
             return True
         request.full_tiers = ()
-        self._state.asked = Asked(request, {}, {})
+        self._state.asked = Asked(request, {}, {}, {})
         try:
             request.done = request.attempt(self._scheduler)
         except TieredError as error:

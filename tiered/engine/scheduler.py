@@ -27,7 +27,8 @@ PACK_ATTEMPTS = 4
 
 
 _FILLING, _CLEAN, _UP = State.FILLING, Evictability.CLEAN, Direction.UP  # see residency
-_LEAVING = frozenset({Evictability.CLEAN, Evictability.WRITING_BACK})
+_WRITING = Evictability.WRITING_BACK
+_LEAVING = frozenset({_CLEAN, _WRITING})
 _PREFETCH, _SPECULATIVE = Urgency.PREFETCH, Urgency.SPECULATIVE
 
 
@@ -305,13 +306,7 @@ class Scheduler:
         if unsaved:
             ticket.push(tier, unsaved, pool.tier.capacity)
             return None
-        slot = pool.allocate(nbytes)
-        while chosen and slot is None:
-            self.evict(chosen.pop(0))
-            slot = pool.allocate(nbytes)
-        slot = slot or pool.allocate(nbytes, math.inf)
-        assert slot is not None
-        return slot
+        return self._evict_for_room(tier, nbytes, chosen)
 
     def _take_next(self, tier: int, nbytes: int, ticket: Ticket) -> Slot | None:
         """Evict the next of the copies that the policy chose for the whole of ``ticket``, and return its room, if that is as
@@ -326,18 +321,25 @@ class Scheduler:
         assert asked is not None
         if (leaving := asked.leaving.get(tier)) is None:
             leaving = asked.leaving[tier] = self._leaving(tier, ticket)[::-1]
-        size = pool.rounded(nbytes)
+        if nbytes >= asked.vain.get(tier, math.inf):
+            return None
+        size, wrote = pool.rounded(nbytes), ticket.wrote and tier + 1 == state.bottom
+        others: list[Copy] = []
         while leaving:
             copy = leaving.pop()
             if copy.evictability is not _CLEAN:
                 continue
             if copy.slot.nbytes == size:
+                leaving += reversed(others)
                 return self._evict_for_its_slot(copy)
-            if ticket.wrote:  # all of them leave, for one tensor of the request or for another
-                self.evict(copy)
-                if (slot := pool.allocate(nbytes, 0)) is not None:
-                    return slot
-        return None
+            if wrote:
+                others.append(copy)
+        # All that were chosen to be written leave, for one tensor of the request or for another; but none in vain.
+        slot = self._evict_for_room(tier, nbytes, others) if others and pool.suffice(nbytes, others) else None
+        leaving += reversed(others)
+        if wrote and slot is None:
+            asked.vain[tier] = nbytes
+        return slot
 
     def _lacks_more(self, nbytes: int, ticket: Ticket) -> bool:
         """Whether ``ticket``, which is attempted now, lacks others beside a tensor of ``nbytes``, and no order is followed."""
@@ -351,15 +353,16 @@ class Scheduler:
         pool, acceptable = state.pools[tier], self._acceptable(tier, ticket)
         if tier + 1 < state.bottom or ticket.urgency.ahead:
             return pool.next_victims(ticket.lacking, _clean(acceptable))
-        chosen = [copy for copy in ticket.leaving if copy.evictability in _LEAVING and acceptable(copy)]
-        if not chosen:
+        there = [copy for copy in ticket.leaving if pool.evictable.get(copy.key) is copy]  # an exception may have struck since
+        chosen = [copy for copy in there if copy.evictability in _LEAVING and acceptable(copy)]
+        if not any(copy.evictability is _WRITING for copy in chosen):
             missing = ticket.lacking - (0 if ticket.wrote else pool.free)  # which lies apart, perhaps
             chosen = pool.first(missing, lambda copy: copy.evictability is not Evictability.FRESH and acceptable(copy))
             unsaved = self._write_out_all([copy for copy in chosen if copy.dirty], ticket)
             if unsaved:
                 ticket.wrote = True
                 ticket.push(tier, unsaved, pool.tier.capacity)
-        ticket.leaving = [copy for copy in chosen if copy.evictability is Evictability.WRITING_BACK]
+        ticket.leaving = chosen if any(copy.evictability is _WRITING for copy in chosen) else []
         return [copy for copy in chosen if copy.evictability is _CLEAN]
 
     def _write_out_all(self, copies: Sequence[Copy], ticket: Ticket) -> list[Copy]:
@@ -461,6 +464,17 @@ class Scheduler:
             for copy in failed:
                 copy.failure = None  # a later request tries again
             raise failure
+
+    def _evict_for_room(self, tier: int, nbytes: int, chosen: list[Copy]) -> Slot:
+        """Evict as many of ``chosen``, which are clean and enough for ``nbytes``, as it takes, and return their room."""
+        pool = self.state.pools[tier]
+        slot = pool.allocate(nbytes)
+        while chosen and slot is None:
+            self.evict(chosen.pop(0))
+            slot = pool.allocate(nbytes)
+        slot = slot or pool.allocate(nbytes, math.inf)
+        assert slot is not None
+        return slot
 
     def _evict_for_its_slot(self, copy: Copy) -> Slot:
         """Evict ``copy`` and return its slot, which stays allocated: what comes instead is as large."""

@@ -182,7 +182,7 @@ class Ticket:
         self.progress = 0  # whenever this changes the request has come closer, and the deadline counts anew
         self._pushed: dict[int, list[Copy]] = {}  # by tier, the copies that are written back for the request, the first last
         self._pushed_bytes, self._least = 0, math.inf
-        self.leaving: list[Copy] = []  # written back now, chosen to leave for all that the request lacks
+        self.leaving: list[Copy] = []  # chosen to leave for all that the request lacks, while any of them is written back
         self.wrote = False  # whether copies were written back for all of it
         self.pack_attempts: list[frozenset[Slot]] = []  # the neighbours among which the request's own copies were evicted
         self.replaces = False  # whether the request does away with the tensor that it waits for
@@ -485,12 +485,14 @@ class Asked:
     """The request that is attempted now, and what was found for it since.
 
     ``wanted`` is what ``EngineState.wanted`` answered: until something is evicted, that stays so. ``leaving`` are the clean
-    copies of each tier that its policy evicts next for the rest of the request, the first of them last.
+    copies of each tier that its policy evicts next for the rest of the request, the first of them last; ``vain`` the fewest
+    bytes, by tier, for which they were too little.
     """
 
     ticket: Ticket
     wanted: dict[tuple[int, bool], set[Key]]
     leaving: dict[int, list[Copy]]
+    vain: dict[int, int]
 
 
 # -- everything --------------------------------------------------------------------------------------------------------------
