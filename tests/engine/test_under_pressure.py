@@ -365,6 +365,27 @@ def test_nothing_leaves_in_vain_for_many() -> None:
     assert second.error is None
 
 
+def test_two_leases_do_not_take_turns_at_evicting_what_they_have() -> None:
+    """Neither can be granted before a third one ends. The first one evicts its own copies to fit better; what the second one
+    fetches into the room lies at another place each time."""
+    rig = Rig(19, 4000, reserve=0.0)
+    for key, nbytes in (("a", 5), ("b", 5), ("c", 4), ("d", 9), ("held", 10)):
+        fill(rig, key, nbytes=nbytes)
+    held = rig.lease("held")
+    rig.settle()
+    evicted(rig, *[key for key in "abcd" if where(rig, key)[0] is not None])
+    first, second = rig.lease("a", "b"), rig.lease("c", "d")
+    one_by_one(rig)
+    rig.end(held)
+    one_by_one(rig)
+    assert first.done
+    assert first.error is None
+    rig.end(first)
+    rig.wind_down()
+    assert second.done
+    assert second.error is None
+
+
 def test_what_was_to_leave_for_many_is_deleted_by_a_call_that_is_struck(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine counts anew after it, and the lease that waits must not evict the copy that is no more."""
     rig = Rig(40, 4000, reserve=0.0)

@@ -25,6 +25,10 @@ admitted alone costs a turn of the engine, which takes longer than the transfer 
 PACK_ATTEMPTS = 4
 """How often a request may evict its own copies, to fit better among the same neighbours."""
 
+ALL_PACK_ATTEMPTS = 16
+"""How often it may while others' tensors are on their way to the tier. Where these leave for the request and come back to other
+places, the neighbours change each time: two requests could take turns at it for ever."""
+
 
 _FILLING, _CLEAN, _UP = State.FILLING, Evictability.CLEAN, Direction.UP  # see residency
 _WRITING = Evictability.WRITING_BACK
@@ -422,10 +426,10 @@ class Scheduler:
         if any(copy.dirty for copy in (*others_too, *own)):
             return [*others_too, *own]  # they are written back first
         neighbours = pool.neighbours([*others_too, *own])
-        tried = ticket.pack_attempts.count(neighbours)
-        if tried >= PACK_ATTEMPTS:
+        tried, moving = ticket.pack_attempts.count(neighbours), state.transfers.inbound[tier].transfers
+        if tried >= PACK_ATTEMPTS or (moving and len(ticket.pack_attempts) >= ALL_PACK_ATTEMPTS):
             return None
-        ticket.pack_attempts = [neighbours] * (tried + 1)
+        ticket.pack_attempts.append(neighbours)
         for copy in own:
             self.evict(copy)
         if tried == 0:
