@@ -1,11 +1,69 @@
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Container, Sequence
+
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tiered.allocator import FreeSpace
+from tiered.allocator import FreeSpace, Sliding
+from tiered.types import Slot
+
+
+def slides(
+    slots: Sequence[Slot], capacity: int, wanted: int, movable: Container[int], most: float, gone: Container[int]
+) -> bool:
+    """What ``Sliding`` answers, by a walk over the slots."""
+    free = moved = hole = end = 0
+    window: deque[tuple[int, int]] = deque()  # each hole, with the bytes of the slot above it
+    for slot in (*slots, Slot(capacity, 0)):
+        hole, end = hole + slot.offset - end, slot.offset + slot.nbytes
+        if slot.offset in gone:
+            hole += slot.nbytes
+            continue
+        if free + hole >= wanted:
+            return True
+        window.append((hole, slot.nbytes))
+        free, moved, hole = free + hole, moved + slot.nbytes, 0
+        if slot.offset not in movable:
+            window.clear()
+            free = moved = 0
+        while moved > most:
+            before, nbytes = window.popleft()
+            free, moved = free - before, moved - nbytes
+    return False
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[list[Slot], int]:
+    """Slots, and the capacity of the space that they are in."""
+    slots: list[Slot] = []
+    end = 0
+    for gap, nbytes in draw(st.lists(st.tuples(st.sampled_from([0, 0, 1, 3]), st.integers(1, 9)), max_size=14)):
+        slots.append(Slot(end + gap, nbytes))
+        end += gap + nbytes
+    return slots, end + draw(st.sampled_from([0, 0, 2, 5]))
+
+
+@settings(max_examples=500, deadline=None)
+@given(layouts(), st.integers(1, 20), st.sampled_from([0, 3, 20, 320, float("inf")]), st.data())
+def test_sliding_finds_room_where_there_is_some(
+    layout: tuple[list[Slot], int], wanted: int, most: float, data: st.DataObject
+) -> None:
+    slots, capacity = layout
+    offsets = [slot.offset for slot in slots]
+    movable = set(data.draw(st.lists(st.sampled_from(offsets), unique=True))) if offsets else set()
+    gone = data.draw(st.lists(st.sampled_from(offsets), unique=True)) if offsets else []
+    found = Sliding(slots, capacity, wanted, movable, most).without(gone)
+    assert (found is not None) == slides(slots, capacity, wanted, movable, most, gone)
+    if found is not None:  # the room is in there, and so is what slides
+        staying = [slot for slot in slots if slot.offset in found and slot.offset not in gone]
+        moved = sum(slot.nbytes for slot in staying)
+        assert all(slot.offset in movable and slot.offset + slot.nbytes <= found.stop for slot in staying)
+        assert moved <= most
+        assert len(found) - moved >= wanted
 
 
 def test_best_fit_and_the_lowest_address_among_equals() -> None:

@@ -14,11 +14,12 @@ scarcer.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, islice
 from math import isinf
 from typing import NamedTuple
+
+import numpy as np
 
 from tiered.types import Slot
 
@@ -222,40 +223,37 @@ def moves(
 
 class Sliding:
     """Whether ``nbytes`` would be free in one piece if some slots were gone, and others slid together. Asked for many sets of
-    slots, so the layout is read once. Arguments as of ``moves``; no slot moves to a hole elsewhere, so the answer may be no
-    where ``moves`` finds a plan."""
+    slots, so the layout is read once, into arrays. Arguments as of ``moves``; no slot moves to a hole elsewhere, so the answer
+    may be no where ``moves`` finds a plan."""
 
     def __init__(self, slots: Sequence[Slot], capacity: int, nbytes: int, movable: Container[int], most: float) -> None:
-        self._nbytes, self._most = nbytes, most
-        ends = (0, *(slot.offset + slot.nbytes for slot in slots))
-        self._rows = [
-            (slot.offset - end, slot.nbytes, slot.offset, slot.offset in movable)
-            for slot, end in zip(slots, ends, strict=False)
-        ]
-        self._rows.append((capacity - ends[-1], 0, capacity, False))
+        self._wanted, self._most, self._capacity = nbytes, most, capacity
+        self._offsets = np.fromiter((slot.offset for slot in slots), np.int64, len(slots))
+        self._sizes = np.fromiter((slot.nbytes for slot in slots), np.int64, len(slots))
+        self._fixed = np.fromiter((slot.offset not in movable for slot in slots), np.bool_, len(slots))
 
-    def without(self, leaving: Container[int]) -> bool:
-        """Return whether there is room without the slots at the offsets ``leaving``."""
-        wanted, most = self._nbytes, self._most
-        free = between = hole = 0  # of a window: its free bytes, those of its slots, and the hole at its end
-        window: deque[tuple[int, int]] = deque()  # each hole, with the slot behind it
-        for gap, nbytes, offset, movable in self._rows:
-            hole += gap
-            if offset in leaving:
-                hole += nbytes
-                continue
-            if free + hole >= wanted:
-                return True
-            if not movable:
-                free = between = hole = 0
-                window.clear()
-                continue
-            window.append((hole, nbytes))
-            free, between, hole = free + hole, between + nbytes, 0
-            while between > most:
-                before, slot = window.popleft()
-                free, between = free - before, between - slot
-        return False
+    def without(self, leaving: Collection[int]) -> range | None:
+        """Return the offsets that the room and what slides out of its way lie in, once the slots at the offsets ``leaving`` are
+        gone; None: there is no room.
+
+        Holes are numbered by the slot above them that stays. The slots between two holes join these and all holes between them:
+        for each hole, as the upper one, the lowest is taken that leaves ``most`` bytes or fewer to be moved, and no slot that
+        cannot be.
+        """
+        stays = np.ones(len(self._offsets), np.bool_)
+        stays[np.searchsorted(self._offsets, np.fromiter(leaving, np.int64, len(leaving)))] = False
+        used = np.concatenate(([0], np.cumsum(self._sizes[stays])))  # below each hole, in slots
+        free = np.append(self._offsets[stays], self._capacity) - used  # up to the end of each hole
+        lowest = np.searchsorted(used, used - self._most)
+        above_fixed = np.where(self._fixed[stays], np.arange(1, len(used)), 0)
+        lowest[1:] = np.maximum(lowest[1:], np.maximum.accumulate(above_fixed))
+        before = np.concatenate(([0], free[:-1]))  # up to the beginning of each hole
+        found = np.flatnonzero(free - before[lowest] >= self._wanted)
+        if not len(found):
+            return None
+        high, low = int(found[0]), int(lowest[found[0]])
+        begin = used[low] + before[low]  # the end of the slot below the lowest hole
+        return range(int(begin), int(used[high] + free[high]))
 
 
 class _Window(NamedTuple):

@@ -7,8 +7,9 @@ import errno
 import gc
 import os
 import pickle
+import random
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 from bench.rehearsal import MovablePlaces, Places
 from tests.rig import WRITE, Rig, evicted, fill, where
 from tiered import CapacityError, CommitError, CorruptionError, LeaseConflict, MisuseError, ReadError, TieredError, TieredStore
+from tiered.allocator import Sliding
 from tiered.engine.background import ReadAhead
 from tiered.engine.policy import LRU, Candidate, NextUse, Plan, Touch
 from tiered.engine.residency import Copy, Entry, Evictability, State
@@ -338,6 +340,32 @@ def one_by_one(rig: Rig) -> None:
             return
         rig.complete(0, next(iter(pending)))
     raise AssertionError("transfers without end")
+
+
+def test_many_small_copies_leave_for_a_large_one_after_few_questions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copies that were used long ago lie all over the tier; which of them leave is not asked one by one."""
+    with TieredStore.open(tmp_path / "state", dram=4 * MIB) as store:
+        order = list(range(1024))
+        for number in order:
+            store.put(f"w{number}", torch.full((4096,), number % 251, dtype=torch.uint8))
+        store.commit()
+        random.Random(0).shuffle(order)
+        for number in order:  # the order of use is not that of the slots
+            store.get(f"w{number}")
+        asked, without = [0], Sliding.without
+
+        def counted(self: Sliding, leaving: Collection[int]) -> range | None:
+            asked[0] += 1
+            return without(self, leaving)
+
+        monkeypatch.setattr(Sliding, "without", counted)
+        store.put("large", torch.ones(160 << 10, dtype=torch.uint8))
+        gone = {number for number in order if not store.present([f"w{number}"])}
+        assert 40 <= len(gone) <= 48
+        assert gone <= set(order[:200])
+        assert 0 < asked[0] < 20
 
 
 def test_nothing_leaves_in_vain_for_many() -> None:

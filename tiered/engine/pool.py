@@ -283,8 +283,8 @@ class Pool:
         each = max(1, -(-len(copies) // WEIGHED))
         sliding = Sliding(self._slots, self.tier.capacity, nbytes, movable, most * nbytes)
 
-        def slides(going: list[Copy]) -> bool:
-            return sliding.without({copy.slot.offset for copy in going})
+        def slides(going: list[Copy]) -> range | None:
+            return sliding.without([copy.slot.offset for copy in going])
 
         def moves_any(going: list[Copy]) -> bool:
             leaving = {copy.slot.offset for copy in going}
@@ -293,30 +293,56 @@ class Pool:
 
         if self.free + sum(copy.slot.nbytes for copy in copies) < nbytes:
             return None
-        # Plans that slide slots are found ten times sooner; those that are missed make no difference to what is evicted.
-        enough = slides if slides(copies) else moves_any
-        if enough is moves_any and not moves_any(copies):
-            return None
-        needed: list[Copy] = []
-        least = -(-len(copies) // each)  # groups of the prefix that are sufficient, beside those needed
-        while not enough(needed):
+        def shortest(enough: Callable[[list[Copy]], object], needed: list[Copy], most: int) -> int:
+            """Return how many groups of the prefix are sufficient beside those ``needed``; ``most`` are."""
             low = 0
-            while low + 1 < least:
-                middle = (low + least) // 2
+            while low + 1 < most:
+                middle = (low + most) // 2
                 if enough([*copies[: middle * each], *needed]):
-                    least = middle
+                    most = middle
                 else:
                     low = middle
-            least -= 1
-            needed = copies[least * each : (least + 1) * each] + needed
+            return most
+
+        # Plans that slide slots are found ten times sooner; those that are missed make no difference to what is evicted.
+        groups = -(-len(copies) // each)
+        if slides([]) is not None:
+            return []
+        if slides(copies) is not None:
+            going = copies[: shortest(slides, [], groups) * each]
+            room = slides(going)
+            assert room is not None
+            return self._least(nbytes, [copy for copy in going if copy.slot.offset in room], room, movable, most * nbytes)
+        if not moves_any(copies):
+            return None
+        needed: list[Copy] = []
+        while not moves_any(needed):
+            groups = shortest(moves_any, needed, groups) - 1
+            needed = copies[groups * each : (groups + 1) * each] + needed
         return needed
+
+    def _least(
+        self, nbytes: int, copies: list[Copy], room: range, movable: Mapping[int, Copy], most: float
+    ) -> list[Copy]:
+        """Return ``copies``, all that leave within ``room``, without those, the last ones first, that can slide as well."""
+        inside = self._slots[bisect_left(self._offsets, room.start) : bisect_left(self._offsets, room.stop)]
+        moved = sum(slot.nbytes for slot in inside) - sum(copy.slot.nbytes for copy in copies)
+        spare = len(room) - moved - nbytes
+        leaving = []
+        for copy in reversed(copies):
+            size = copy.slot.nbytes
+            if size <= spare and moved + size <= most and copy.slot.offset in movable:
+                spare, moved = spare - size, moved + size
+            else:
+                leaving.append(copy)
+        return leaving[::-1]
 
     def suffice(self, nbytes: int, copies: Sequence[Copy]) -> bool:
         """Whether ``nbytes`` fit in one piece once all of ``copies`` have left."""
         if self.free + sum(copy.slot.nbytes for copy in copies) < nbytes:
             return False
         leaving, movable = {copy.slot.offset for copy in copies}, self._movable()
-        if Sliding(self._slots, self.tier.capacity, nbytes, movable, MOVED * nbytes).without(leaving):
+        if Sliding(self._slots, self.tier.capacity, nbytes, movable, MOVED * nbytes).without(leaving) is not None:
             return True
         staying = [slot for slot in self._slots if slot.offset not in leaving]
         return moves(staying, self.tier.capacity, nbytes, movable, MOVED * nbytes, any_way=True) is not None
