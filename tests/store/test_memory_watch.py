@@ -40,9 +40,9 @@ def test_statistics_say_where_memory_is(store: TieredStore) -> None:
     assert before.unused == 6 * MIB
     assert before.beyond == before.process - before.touched > 0
     assert before.headroom > 0
-    held = torch.ones(16 * MIB)  # 64 MiB that are no tensor of the store
+    held = torch.ones(64 * MIB)  # 256 MiB that are no tensor of the store; what was freed before may go back meanwhile
     after = store.statistics().memory
-    assert after.beyond - before.beyond > 60 * MIB
+    assert after.beyond - before.beyond > 128 * MIB
     assert after.pool == before.pool
     del held
     assert f"{format_size(before.process)}" in str(replace(store.statistics(), memory=before))
