@@ -21,6 +21,7 @@ from tiered import CapacityError, CommitError, CorruptionError, LeaseConflict, M
 from tiered.allocator import Sliding
 from tiered.engine.background import ReadAhead
 from tiered.engine.policy import LRU, Candidate, NextUse, Plan, Touch
+from tiered.engine.pool import Pool
 from tiered.engine.residency import Copy, Entry, Evictability, State
 from tiered.engine.scheduler import Scheduler
 from tiered.engine.state import EngineState, FollowedOrder
@@ -366,6 +367,26 @@ def test_many_small_copies_leave_for_a_large_one_after_few_questions(
         assert 40 <= len(gone) <= 48
         assert gone <= set(order[:200])
         assert 0 < asked[0] < 20
+
+
+@pytest.mark.parametrize(
+    ("sizes", "order", "written_back", "nbytes", "leave"),
+    [
+        ([2, 3], [0, 1], [0], 3, [1]),  # the first is beside the room, and cannot slide
+        ([100] * 26, [0, 25], [], 150, [25]),  # it would slide, were not as many bytes to be moved as may be
+    ],
+)
+def test_a_copy_beside_the_room_of_others_stays(
+    sizes: list[int], order: list[int], written_back: list[int], nbytes: int, leave: list[int]
+) -> None:
+    pool = Pool(MovablePlaces(sum(sizes) + nbytes // 100 * 50), LRU(), bottom=False)
+    copies = []
+    for number, size in enumerate(sizes):
+        slot = pool.allocate(size)
+        assert slot is not None
+        copies.append(Copy(f"w{number}", 0, slot, State.WRITEBACK if number in written_back else State.CLEAN))
+        pool.note(copies[-1], copies[-1].classify())
+    assert pool.enough(nbytes, [copies[number] for number in order]) == [copies[number] for number in leave]
 
 
 def test_nothing_leaves_in_vain_for_many() -> None:

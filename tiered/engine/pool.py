@@ -27,6 +27,9 @@ SMALL = 2
 WEIGHED = 256
 """Most copies, or groups of them, that are weighed one by one to find which have to leave."""
 
+FEW = 16
+"""Most copies that leave for one request of which each is asked about once more: whether it has to leave."""
+
 
 _EMPTY, _USED = State.EMPTY, Evictability.USED  # see residency
 
@@ -312,7 +315,12 @@ class Pool:
             going = copies[: shortest(slides, [], groups) * each]
             room = slides(going)
             assert room is not None
-            return self._least(nbytes, [copy for copy in going if copy.slot.offset in room], room, movable, most * nbytes)
+            leaving = self._least(nbytes, [copy for copy in going if copy.slot.offset in room], room, movable, most * nbytes)
+            if len(leaving) <= FEW:  # another stretch, or a part of this one, may do without some of them
+                for copy in leaving[-2::-1]:
+                    fewer = [other for other in leaving if other is not copy]
+                    leaving = leaving if slides(fewer) is None else fewer
+            return leaving
         if not moves_any(copies):
             return None
         needed: list[Copy] = []
