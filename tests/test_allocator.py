@@ -4,10 +4,11 @@ from collections import deque
 from collections.abc import Container, Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tiered import allocator
 from tiered.allocator import FreeSpace, Sliding
 from tiered.types import Slot
 
@@ -47,11 +48,13 @@ def layouts(draw: st.DrawFn) -> tuple[list[Slot], int]:
     return slots, end + draw(st.sampled_from([0, 0, 2, 5]))
 
 
-@settings(max_examples=500, deadline=None)
+@pytest.mark.parametrize("walked", [0, 200])
+@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(layouts(), st.integers(1, 20), st.sampled_from([0, 3, 20, 320, float("inf")]), st.data())
 def test_sliding_finds_room_where_there_is_some(
-    layout: tuple[list[Slot], int], wanted: int, most: float, data: st.DataObject
+    monkeypatch: pytest.MonkeyPatch, walked: int, layout: tuple[list[Slot], int], wanted: int, most: float, data: st.DataObject
 ) -> None:
+    monkeypatch.setattr(allocator, "WALKED", walked)
     slots, capacity = layout
     offsets = [slot.offset for slot in slots]
     movable = set(data.draw(st.lists(st.sampled_from(offsets), unique=True))) if offsets else set()

@@ -14,6 +14,7 @@ scarcer.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
+from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, islice
 from math import isinf
@@ -221,20 +222,53 @@ def moves(
     return None if best is None else layout.plan(best)
 
 
+WALKED = 200
+"""Most slots that a loop walks over sooner than arrays are made of them."""
+
+
 class Sliding:
     """Whether ``nbytes`` would be free in one piece if some slots were gone, and others slid together. Asked for many sets of
-    slots, so the layout is read once, into arrays. Arguments as of ``moves``; no slot moves to a hole elsewhere, so the answer
-    may be no where ``moves`` finds a plan."""
+    slots, so the layout is read once, into arrays where there are more than ``WALKED`` slots. Arguments as of ``moves``; no
+    slot moves to a hole elsewhere, so the answer may be no where ``moves`` finds a plan."""
 
     def __init__(self, slots: Sequence[Slot], capacity: int, nbytes: int, movable: Container[int], most: float) -> None:
         self._wanted, self._most, self._capacity = nbytes, most, capacity
+        self._rows: list[tuple[int, int, bool]] | None = None
+        if len(slots) <= WALKED:
+            self._rows = [(slot.offset, slot.nbytes, slot.offset in movable) for slot in slots]
+            self._rows.append((capacity, 0, False))
+            return
         self._offsets = np.fromiter((slot.offset for slot in slots), np.int64, len(slots))
         self._sizes = np.fromiter((slot.nbytes for slot in slots), np.int64, len(slots))
         self._fixed = np.fromiter((slot.offset not in movable for slot in slots), np.bool_, len(slots))
 
     def without(self, leaving: Collection[int]) -> range | None:
         """Return the offsets that the room and what slides out of its way lie in, once the slots at the offsets ``leaving`` are
-        gone; None: there is no room.
+        gone; None: there is no room."""
+        return self._in_arrays(leaving) if self._rows is None else self._in_rows(self._rows, set(leaving))
+
+    def _in_rows(self, rows: list[tuple[int, int, bool]], leaving: set[int]) -> range | None:
+        free = moved = hole = begin = end = 0  # of a window from ``begin`` on: its free bytes, its slots'; the hole above it
+        window: deque[tuple[int, int, int]] = deque()  # each hole, with the bytes and the end of the slot above it
+        for offset, nbytes, movable in rows:
+            hole, end = hole + offset - end, offset + nbytes
+            if offset in leaving:
+                hole += nbytes
+                continue
+            if free + hole >= self._wanted:
+                return range(begin, offset)
+            window.append((hole, nbytes, end))
+            free, moved, hole = free + hole, moved + nbytes, 0
+            if not movable:
+                window.clear()
+                free, moved, begin = 0, 0, end
+            while moved > self._most:
+                before, size, begin = window.popleft()
+                free, moved = free - before, moved - size
+        return None
+
+    def _in_arrays(self, leaving: Collection[int]) -> range | None:
+        """As ``_in_rows``.
 
         Holes are numbered by the slot above them that stays. The slots between two holes join these and all holes between them:
         for each hole, as the upper one, the lowest is taken that leaves ``most`` bytes or fewer to be moved, and no slot that
