@@ -22,6 +22,7 @@ from tiered.allocator import Sliding
 from tiered.engine.background import ReadAhead
 from tiered.engine.policy import LRU, Candidate, NextUse, Plan, Touch
 from tiered.engine.pool import Pool
+from tiered.engine.requests import Lease
 from tiered.engine.residency import Copy, Entry, Evictability, State
 from tiered.engine.scheduler import Scheduler
 from tiered.engine.state import EngineState, FollowedOrder
@@ -389,6 +390,15 @@ def test_a_copy_beside_the_room_of_others_stays(
     assert pool.enough(nbytes, [copies[number] for number in order]) == [copies[number] for number in leave]
 
 
+def granted_in_turn(rig: Rig, first: Lease, second: Lease) -> None:
+    assert first.done
+    assert first.error is None
+    rig.end(first)
+    rig.wind_down()
+    assert second.done
+    assert second.error is None
+
+
 def test_nothing_leaves_in_vain_for_many() -> None:
     """Neither lease can be granted before a third one ends. What the second one has fetched is too little for the first one,
     which had it evicted all the same, and the second one fetched it again: for ever."""
@@ -406,12 +416,7 @@ def test_nothing_leaves_in_vain_for_many() -> None:
     assert where(rig, "small")[0] is State.CLEAN
     rig.end(held)
     one_by_one(rig)
-    assert first.done
-    assert first.error is None
-    rig.end(first)
-    rig.wind_down()
-    assert second.done
-    assert second.error is None
+    granted_in_turn(rig, first, second)
 
 
 def test_two_leases_do_not_take_turns_at_evicting_what_they_have() -> None:
@@ -427,12 +432,7 @@ def test_two_leases_do_not_take_turns_at_evicting_what_they_have() -> None:
     one_by_one(rig)
     rig.end(held)
     one_by_one(rig)
-    assert first.done
-    assert first.error is None
-    rig.end(first)
-    rig.wind_down()
-    assert second.done
-    assert second.error is None
+    granted_in_turn(rig, first, second)
 
 
 def test_what_was_to_leave_for_many_is_deleted_by_a_call_that_is_struck(monkeypatch: pytest.MonkeyPatch) -> None:

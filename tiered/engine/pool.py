@@ -296,6 +296,7 @@ class Pool:
 
         if self.free + sum(copy.slot.nbytes for copy in copies) < nbytes:
             return None
+
         def shortest(enough: Callable[[list[Copy]], object], needed: list[Copy], most: int) -> int:
             """Return how many groups of the prefix are sufficient beside those ``needed``; ``most`` are."""
             low = 0

@@ -24,6 +24,7 @@ from tiered.zero.paging.update import all_finite
 
 __all__ = ["Arriving", "GradientState", "LocalGradients", "Norm", "UnitGradients"]
 
+
 class Norm(NamedTuple):
     """A norm of ``order``; ``listed``: as ``torch._foreach_norm`` computes it, which on CUDA has other last bits than
     ``vector_norm``, and is what ``clip_grad_norm_`` takes there unless it is told otherwise."""
@@ -45,8 +46,8 @@ class GradientState:
     ``marker``: what ``parameter.grad`` shows, or showed last; another one (None: not made yet) for each gradient, so that what
     was kept of a former one is not taken for it. ``scales``: factors that the stored gradient has yet to be multiplied by;
     then, as fp32 where its type is narrower, by ``wide_scales``, which a scaled loss leaves once it was unscaled. ``norms``:
-    its known norms. ``orders``: those that were asked for before, which are computed while a gradient is at hand;
-    they will be asked for when it has been multiplied by ``expected``, if it is as last time. ``finite``: whether the stored
+    its known norms. ``orders``: those that were asked for before, which are computed while a gradient is at hand; they will be
+    asked for when it has been multiplied by ``expected``, if it is as last time. ``finite``: whether the stored
     gradient, as it is, has neither NaN nor infinity. ``accumulate``: the next gradient is added to it. ``spent``: an update
     within backward used it up, and ``optimizer.step()`` was not called since. ``adding``: the stored gradient is not in
     ``parameter.grad`` now, or only half added to; an interruption leaves it so. ``unreduced``: this rank's sum of it is in
