@@ -420,6 +420,41 @@ def test_an_old_generation_is_retained_as_long_as_it_is_named(folder: Path) -> N
             store.retain(0)
 
 
+def test_what_one_owner_of_generations_asks_binds_no_other(folder: Path) -> None:
+    with opened(folder, keep=3) as store:
+
+        def commit() -> int:
+            store.put("a", filled(store.generation))
+            return store.commit()
+
+        store.retain(also=[commit()])
+        commit()
+        store.retain(owner="x", also=[2])
+        commit()
+        store.retain(owner="y", also=[3], drop=[2, 3])  # x keeps the second one
+        commit()
+        commit()
+        store.retain(owner="x", drop=[2, 4])  # asks for nothing to stay any more
+        assert store.generations == (1, 2, 3, 4, 5)
+        assert commit() == 6
+        assert store.generations == (1, 3, 5, 6)  # x gave up two, and the user and y have one each beside the newest three
+        store.retain(owner="y", drop=[3, 6, 7])  # the newest stays
+        assert commit() == 7
+        assert store.generations == (1, 5, 7)
+        for _ in range(3):
+            commit()
+        assert store.generations == (1, 8, 9, 10)
+        store.rollback(1)
+        assert store.get("a").eq(0).all()
+        with pytest.raises(MisuseError, match=r"newest=1 holds for all generations: owner 'x'"):
+            store.retain(1, owner="x")
+        with pytest.raises(MisuseError, match="generation 4 is not there any more"):
+            store.retain(owner="x", also=[4])
+        with pytest.raises(MisuseError, match="owner is a name, and drop has numbers"):
+            store.retain(owner="x", drop=["1"])  # type: ignore[list-item]
+        store.close()
+
+
 def test_rollback_under_a_lease_or_before_a_commit(folder: Path) -> None:
     with opened(folder) as store:
         store.put("a", filled(1))

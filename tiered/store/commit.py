@@ -86,6 +86,14 @@ class _Generation:
         return cls(manifest.generation, manifests.encode_meta(manifest.meta), manifests.encode_again(manifest))
 
 
+@dataclass(frozen=True)
+class _Wish:
+    """What one owner of generations asked for: those that stay however old they are, and those that go however new."""
+
+    also: frozenset[int] = frozenset()
+    drop: frozenset[int] = frozenset()
+
+
 class Generations:
     """The commits of a store that can make none: without a disk, or with durability "none".
 
@@ -158,7 +166,7 @@ class Commits(Generations):
         self._kept: list[int] = []
         self._dropped: list[int] = []  # they have no manifest that anybody opens, and stay for readers that have them
         self._held: list[int] = []  # kept and dropped ones that would be gone without readers
-        self._also: frozenset[int] = frozenset()
+        self._wishes: dict[str, _Wish] = {}  # by the owner who asked; "" is who opened the store
         self.unreadable: dict[int, str] = {}
         """Generations that exist and cannot be opened, with the reason."""
         self._sync_failure: str | None = None
@@ -197,9 +205,15 @@ class Commits(Generations):
     def kept(self) -> tuple[int, ...]:
         return tuple(number for number in self._kept if number not in self.unreadable)
 
-    def retain(self, newest: int | None, also: Collection[int]) -> None:
-        """Keep that many of the newest generations from the next commit on (None: as many as now), and those of ``also``."""
-        self._keep, self._also = self._keep if newest is None else newest, frozenset(also)
+    def retain(self, newest: int | None, owner: str, also: Collection[int], drop: Collection[int]) -> None:
+        """Keep that many of the newest generations from the next commit on (None: as many as now), those of ``also``, and none
+        of ``drop`` that nobody else asked for. Replaces what ``owner`` asked before, and nothing that others did."""
+        self._keep = self._keep if newest is None else newest
+        self._wishes = {**self._wishes, owner: _Wish(frozenset(also), frozenset(drop))}
+
+    def _also(self) -> frozenset[int]:
+        """Return the generations that somebody asked to keep however old they are."""
+        return frozenset[int]().union(*(wish.also for wish in self._wishes.values()))
 
     @property
     def meta(self) -> dict[str, Any]:
@@ -218,7 +232,7 @@ class Commits(Generations):
         words = sum(map(len, directory))
         pieces = self._nvme.used // PIECE_BYTES
         each = MANIFEST_BYTES + self._meta_bytes + TENSOR_BYTES * len(directory) + 4 * words + 4 * CHECKSUM_BYTES * pieces
-        return (self._keep + len(self._also) + len(self._held) + 1) * each
+        return (self._keep + len(self._also()) + len(self._held) + 1) * each
 
     def _told_readers(self) -> str:
         """Return which readers keep extents from being used again, in words; empty where none do."""
@@ -537,9 +551,12 @@ class Commits(Generations):
         folder = self._nvme.open_folder
         try:
             there = generations.generations(folder)
+            also, newest = self._also(), there[-1:]
+            given_up = frozenset[int]().union(*(wish.drop for wish in self._wishes.values())).difference(also, newest)
             # A commit that failed left no manifest, and one that is unreadable is no fallback.
-            retained = [one for one in self._kept if one in there and one not in self.unreadable][-self._keep :]
-            old = [one for one in self._kept if retained and one < retained[0] and one not in self._also]
+            usable = [one for one in self._kept if one in there and one not in self.unreadable and one not in given_up]
+            retained = usable[-self._keep :]
+            old = [one for one in self._kept if retained and (one in given_up or (one < retained[0] and one not in also))]
             self._held = [*old, *self._dropped]
             if not self._held:
                 generations.pins_in(folder)  # removes those of dead readers

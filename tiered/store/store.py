@@ -659,11 +659,19 @@ class TieredStore(TensorMapping):
         return self._generations.kept
 
     @from_here
-    def retain(self, newest: int | None = None, *, also: Collection[int] = ()) -> None:
+    def retain(
+        self, newest: int | None = None, *, also: Collection[int] = (), drop: Collection[int] = (), owner: str = ""
+    ) -> None:
         """Keep, from the next commit on, that many of the newest generations (None: as many as now, at first ``keep=``), and
         those of ``also``, however old they are. Call it again after reopening.
 
-        Raises MisuseError for a number below 1, for a generation that is not there, and where nothing can be committed.
+        ``owner``: who asks, by a name that nobody else uses: a library that makes commits of its own. It replaces what the same
+        owner asked before, and nothing that others asked: ``newest`` is for who opened the store, and left out with it.
+        ``drop``: generations that are not needed any more, however new: those that the owner made. The newest commit stays, and
+        what another owner keeps.
+
+        Raises MisuseError for a number below 1, for a generation of ``also`` that is not there, for ``newest`` with ``owner``,
+        and where nothing can be committed.
         """
         commits = self._committing(None)
         wanted = sorted(set(also))
@@ -674,7 +682,11 @@ class TieredStore(TensorMapping):
                 if gone
                 else f"at least the newest generation stays: {newest!r} is no number of generations to retain"
             )
-        commits.retain(newest, wanted)
+        if type(owner) is not str or any(type(one) is not int for one in drop):
+            raise MisuseError(f"owner is a name, and drop has numbers of generations, not {owner!r:.100} and {drop!r:.100}")
+        if owner and newest is not None:
+            raise MisuseError(f"newest={newest} holds for all generations: owner {owner!r:.99} names its own (also=, drop=)")
+        commits.retain(newest, owner, wanted, drop)
 
     @property
     def device(self) -> torch.device:
