@@ -445,6 +445,52 @@ def test_a_limit_of_checkpoints_holds_over_a_resumed_training(tmp_path: Path) ->
             store.close()
 
 
+def test_each_training_in_a_store_keeps_its_own_checkpoints(tmp_path: Path) -> None:
+    """Of several in one open store: with a limit, stopped by an exception, without a limit; and commits of the program."""
+
+    class Stop(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            if state.global_step == 3:
+                raise KeyboardInterrupt
+
+    with TieredStore.open(tmp_path / "store", dram="1MiB", keep=9) as store:
+        program = store.commit({"step": "of the program"})
+        for name, limit, callbacks in (("a", 1, []), ("b", 1, [Stop()]), ("c", None, [])):
+            model = paged(llama(), store, existing="overwrite")
+            ours = trainer(TieredTrainer, model, tmp_path / name, {"callbacks": callbacks}, **SAVING, save_total_limit=limit)
+            if callbacks:
+                with pytest.raises(KeyboardInterrupt):
+                    ours.train()
+            else:
+                ours.train()
+        assert list(commits(tmp_path / "a")) == ["checkpoint-5"]
+        assert list(commits(tmp_path / "b")) == ["checkpoint-2"]
+        assert list(commits(tmp_path / "c")) == [f"checkpoint-{step}" for step in range(1, 6)]
+        named = [number for name in "abc" for number in commits(tmp_path / name).values()]
+        assert store.generations == (program, *named)
+        for _ in range(9):  # what has a limit stays until its training drops it
+            store.commit()
+        assert store.generations[:2] == (*commits(tmp_path / "a").values(), *commits(tmp_path / "b").values())
+        assert len(store.generations) == 2 + 9
+        store.close()
+
+
+def test_checkpoints_of_another_store_are_no_commits_of_this_one(tmp_path: Path) -> None:
+    """They have the same numbers. Nothing of them is loaded, or deleted."""
+    for name, steps in (("old", 5), ("new", 2)):
+        with TieredStore.open(tmp_path / name, dram="1MiB", keep=1 if name == "new" else 9) as store:
+            options = {**SAVING, "max_steps": steps, "lr_scheduler_type": "constant"}
+            ours = trainer(TieredTrainer, paged(llama(), store), tmp_path / "run", **options)
+            ours.train()
+            assert list(commits(tmp_path / "run")) == [f"checkpoint-{step}" for step in range(1 if name == "old" else 2, 6)]
+            if name == "new":
+                assert store.generations == (2,)
+                (tmp_path / "run" / "checkpoint-3" / "tiered.json").write_text('{"generation": 2, "mark": "another"}')
+                with pytest.raises(MisuseError, match=r"generation 2 of .* is of another training than this checkpoint"):
+                    ours.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+            store.close()
+
+
 def test_the_best_commit_stays_and_is_loaded_at_the_end(tmp_path: Path) -> None:
     options = {**SAVING, "load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "learning_rate": 0.05}
     reference = trainer(Trainer, llama(), tmp_path / "a", **options, save_total_limit=2)

@@ -19,7 +19,7 @@ from tiered.store.at_rest import listing
 from tiered.zero.checkpoint.checkpoint import extra_of
 from tiered.zero.paging.pager import owner_of, pager_of
 
-__all__ = ["MARK", "Saved", "is_paged", "restore", "save", "store_of"]
+__all__ = ["MARK", "Saved", "is_paged", "marks_of", "restore", "save", "store_of"]
 
 MARK = "tiered.saved"
 """Where a commit's meta, and what is committed of a model, has the mark."""
@@ -69,6 +69,13 @@ def store_of(model: nn.Module) -> TieredStore:
     return pager_of(model).store
 
 
+def marks_of(store: TieredStore) -> dict[int, str]:
+    """Return the generations that ``store`` keeps, oldest first, each with the mark in its meta; empty where it has none."""
+    kept = set(store.generations)
+    there = listing(store.folder).generations if kept else ()
+    return {one.number: str(one.meta.get(MARK, "")) for one in there if one.number in kept}
+
+
 def save(pairs: Sequence[Pair], mark: str) -> int:
     """Commit all models of one store under ``mark``, and return the generation. Raises as ``zero.commit``."""
     for model, optimizer in pairs:
@@ -85,8 +92,8 @@ def restore(pairs: Sequence[Pair], saved: Saved, where: str, *, rank: int = 0) -
     """
     store = store_of(pairs[0][0])
     generation = saved.generations[rank] if rank < len(saved.generations) else 0
-    kept = listing(store.folder).generations if generation else ()
-    if any(one.number == generation and one.meta.get(MARK) == saved.mark for one in kept):
+    kept = marks_of(store) if generation else {}
+    if kept.get(generation) == saved.mark:
         for model, optimizer in pairs:
             zero.rollback(model, optimizer, generation=generation)
         return
@@ -94,7 +101,7 @@ def restore(pairs: Sequence[Pair], saved: Saved, where: str, *, rank: int = 0) -
         if f"{pager_of(model).name}/checkpoint" not in store or (extra_of(store, pager_of(model).name) or {}).get(
             MARK
         ) != saved.mark:
-            have = ", ".join(str(one.number) for one in kept) or "none of this number of ranks"
+            have = ", ".join(map(str, kept)) or "none of this number of ranks"
             raise MisuseError(
                 f"{where} refers to generation {generation or saved.generations[0]} of a store, which {store} does not have "
                 f"(it keeps {have}): open the store that was saved to, with keep= as large as the number of saves to go back to"

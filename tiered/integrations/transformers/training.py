@@ -19,13 +19,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import psutil
 import torch
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
-from tiered import MisuseError, __version__, zero
+from tiered import MisuseError, TieredStore, __version__, zero
+from tiered.integrations.saves import MARK, marks_of
 from tiered.reporting.page import page, refuse_foreign, write_page
 from tiered.reporting.record import RunRecord
 from tiered.zero.checkpoint.checkpoint import extra_of
@@ -53,8 +55,9 @@ ADAM_LIKE: dict[str, type[zero.Optimizer]] = {
 keep their states in host memory, as a store does."""
 
 
-def _commit(model: nn.Module, optimizer: Any, scheduler: Any, scaler: Any, state: str, step: int) -> int:
-    """Commit a training with the trainer's ``state``, which is JSON. Returns the generation.
+def _commit(model: nn.Module, optimizer: Any, scheduler: Any, scaler: Any, state: str, step: int, mark: str = "") -> int:
+    """Commit a training with the trainer's ``state``, which is JSON. Returns the generation. ``mark``: of the checkpoint's
+    folder, where there is one.
 
     Updates that are pending are applied before, so that evaluation and exports afterwards change nothing: then the commit that
     ends the store's ``with`` block is one to continue from, too.
@@ -67,7 +70,7 @@ def _commit(model: nn.Module, optimizer: Any, scheduler: Any, scaler: Any, state
         scheduler=scheduler,
         scaler=scaler,
         extra={"transformers": {"state": state, "step": step}},
-        meta={"step": step},
+        meta={"step": step, MARK: mark} if mark else {"step": step},
     )
 
 
@@ -176,7 +179,8 @@ class CommitCheckpoints:
     - The model is paged as a whole (``zero.page``, after ``peft.get_peft_model``). The optimizer is that of ``tiered.zero``
       which ``TrainingArguments(optim=)`` names, with its values, unless another ``zero.Optimizer`` is given.
     - ``checkpoint-N`` in the output folder has Trainer's state and the number of a generation of the store. As many stay as
-      ``save_total_limit`` says; without it, as many as the store was opened with (``keep=``). The best one stays, too.
+      ``save_total_limit`` says; without it, as many as the store was opened with (``keep=``). The best one stays, too. Commits
+      that others make in the store stay as long as they ask for.
     - ``train(resume_from_checkpoint=True)`` goes on from the newest commit, and a folder from its generation, bit for bit.
       Page the model with ``existing="resume"`` in a new process. Ordinary checkpoints can be resumed from, too.
     - ``load_best_model_at_end`` goes back to the best commit, with optimizer and scheduler.
@@ -267,23 +271,28 @@ class CommitCheckpoints:
         torch.save(this.args, os.path.join(folder, "training_args.bin"))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)  # type: ignore[misc]  # the folder, with Trainer's state; drops older ones
         this: Any = self
+        run, store = Path(this._get_output_dir(trial=trial)), pager_of(this.model).store
+        before = _generations(run, store)
+        super()._save_checkpoint(model, trial)  # type: ignore[misc]  # the folder, with Trainer's state; drops older ones
         if this.args.save_only_model:
             return
-        run = Path(this._get_output_dir(trial=trial))
-        folder = run / f"checkpoint-{this.state.global_step}"
-        store, best = pager_of(this.model).store, this.state.best_model_checkpoint
-        there = {older: number for older, number in _generations(run).items() if number in store.generations}
+        folder, best = run / f"checkpoint-{this.state.global_step}", this.state.best_model_checkpoint
+        there = {older: number for older, number in _generations(run, store).items() if older != folder}
         if this.args.save_total_limit:
-            store.retain(1, also=list(there.values()))
+            wanted = set(there.values())
+            given_up = set(before.values()) - wanted
         else:
-            store.retain(also=[number for older, number in there.items() if best is not None and older == Path(best)])
-        optimizer, scheduler, scaler = this.optimizer, this.lr_scheduler, this.accelerator.scaler
-        number = _commit(this.model, optimizer, scheduler, scaler, (folder / STATE).read_text(), this.state.global_step)
-        (folder / OURS).write_text(json.dumps({"store": store.folder, "generation": number}))
-        for older, before in _generations(run).items():
-            if before not in store.generations:
+            wanted, given_up = {number for older, number in there.items() if best is not None and older == Path(best)}, set()
+        owner = str(run.absolute())
+        store.retain(owner=owner, also=wanted, drop=given_up)
+        optimizer, scheduler, scaler, mark = this.optimizer, this.lr_scheduler, this.accelerator.scaler, uuid4().hex
+        number = _commit(this.model, optimizer, scheduler, scaler, (folder / STATE).read_text(), this.state.global_step, mark)
+        _write(folder, store, number, mark)
+        if this.args.save_total_limit or best == str(folder):
+            store.retain(owner=owner, also=[*wanted, number])  # whoever commits next
+        for older, generation in there.items():
+            if generation not in store.generations:
                 shutil.rmtree(older, ignore_errors=True)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -314,47 +323,52 @@ class CommitCheckpoints:
             folder, number = run / f"checkpoint-{found['step']}", pager.store.generation
             folder.mkdir(parents=True, exist_ok=True)
             (folder / STATE).write_text(found["state"])
-            (folder / OURS).write_text(json.dumps({"store": pager.store.folder, "generation": number}))
+            _write(folder, pager.store, number, str(pager.store.meta.get(MARK, "")))
             return str(folder)
-        there = {number: folder for folder, number in _generations(run).items() if number in pager.store.generations}
+        there = {number: folder for folder, number in _generations(run, pager.store).items()}
         return str(there[max(there)]) if there else True
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *given: Any, **options: Any) -> None:
-        if _generation(resume_from_checkpoint) is None:
+        if _named(resume_from_checkpoint) is None:
             super()._load_from_checkpoint(resume_from_checkpoint, *given, **options)  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        number = _generation(checkpoint)
-        if number is None:
+        named = _named(checkpoint)
+        if named is None:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         else:
-            self._random = self._go_back(number)
+            self._random = self._go_back(*named)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        if _generation(checkpoint) is None:
+        if _named(checkpoint) is None:
             super()._load_scaler(checkpoint)  # type: ignore[misc]
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Called once the data of the steps that are done was skipped, which draws random numbers."""
-        if _generation(checkpoint) is None:
+        if _named(checkpoint) is None:
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
         elif self._random is not None:
             of_random(self._random).load()
 
     def _load_best_model(self) -> None:
         this: Any = self
-        number = _generation(this.state.best_model_checkpoint)
-        if number is None:
+        named = _named(this.state.best_model_checkpoint)
+        if named is None:
             super()._load_best_model()  # type: ignore[misc]
         else:
-            self._go_back(number)
+            self._go_back(*named)
 
-    def _go_back(self, number: int) -> dict[str, Any]:
+    def _go_back(self, number: int, mark: str) -> dict[str, Any]:
         """Restore a generation, but for the random generators, whose states are returned."""
         this: Any = self
         store = pager_of(this.model).store
-        if number not in store.generations:
-            raise MisuseError(f"generation {number} is not there any more: of {store}, {list(store.generations)} are")
+        kept = marks_of(store)
+        if kept.get(number) != mark:
+            raise MisuseError(
+                f"generation {number} is not there any more: of {store}, {list(kept)} are"
+                if number not in kept
+                else f"generation {number} of {store} is of another training than this checkpoint: open the store that it is of"
+            )
         before = random_states()
         zero.rollback(
             this.model, _ours(this.optimizer), scheduler=this.lr_scheduler, scaler=this.accelerator.scaler, generation=number
@@ -369,18 +383,27 @@ class TieredTrainer(CommitCheckpoints, Trainer):
     ``CommitCheckpoints``."""
 
 
-def _generation(folder: str | os.PathLike[str] | None) -> int | None:
-    """Return which generation a checkpoint's folder names; None where it is an ordinary one."""
+def _write(folder: Path, store: TieredStore, number: int, mark: str) -> None:
+    """Write which commit a checkpoint's folder is."""
+    (folder / OURS).write_text(json.dumps({"store": store.folder, "generation": number, "mark": mark}))
+
+
+def _named(folder: str | os.PathLike[str] | None) -> tuple[int, str] | None:
+    """Return the generation that a checkpoint's folder names, and its mark, which is empty in those of older versions; None
+    where it is an ordinary one."""
     try:
-        return int(json.loads((Path(folder or "") / OURS).read_text())["generation"]) if folder is not None else None
+        found = json.loads((Path(folder or "") / OURS).read_text()) if folder is not None else None
     except (FileNotFoundError, NotADirectoryError):
         return None
+    return None if found is None else (int(found["generation"]), str(found.get("mark", "")))
 
 
-def _generations(run: Path) -> dict[Path, int]:
-    """Return the checkpoints in the output folder of a training that are commits, and their generations."""
-    found = {folder: _generation(folder) for folder in run.glob("checkpoint-*")}
-    return {folder: number for folder, number in found.items() if number is not None}
+def _generations(run: Path, store: TieredStore) -> dict[Path, int]:
+    """Return the checkpoints in the output folder of a training that are commits of ``store``, and their generations. Those of
+    another store, and of another training in this one, are left out: they may have the same numbers."""
+    named = {folder: _named(folder) for folder in run.glob("checkpoint-*")}
+    kept = marks_of(store)
+    return {folder: found[0] for folder, found in named.items() if found is not None and kept.get(found[0]) == found[1]}
 
 
 class _Values(Mapping[str, Any]):

@@ -386,7 +386,7 @@ class Engine(nn.Module):
         mine = _Saving(name, uuid4().hex, tags.marks_of(self.store) if self.global_rank == 0 else [])
         first = self._agreed(mine)
         mark = first.mark
-        tags.keep(self.store, first.marks)
+        tags.keep(self.store, first.marks)  # this commit drops others
         extra = {
             "engine": {counter: getattr(self, counter) for counter in COUNTERS},
             "sizes": (self._accumulation_steps, self._train_batch_size, self._micro_batch_size, self._passes),
@@ -396,6 +396,7 @@ class Engine(nn.Module):
         meta = {**self.store.meta, "step": self.global_steps, tags.META: {"folder": str(folder), "tag": name, "mark": mark}}
         meta[tags.BUDGET] = tags.budget_of(self.store)
         generation = checkpoint.commit(self.module, self.optimizer, scheduler=self.lr_scheduler, extra=extra, meta=meta)
+        tags.keep(self.store, [*first.marks, mark])
         generations = [generation] if self._ranks is None else shared_json(self._ranks, generation, int)
         if self.global_rank == 0:
             tags.write(folder, name, tags.Tagged(mark, tuple(generations), self.store.folder), as_latest=save_latest)

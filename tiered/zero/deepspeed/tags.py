@@ -142,8 +142,8 @@ def marks_of(store: TieredStore) -> list[str]:
 
 
 def keep(store: TieredStore, marks: Collection[str]) -> None:
-    """Have the store keep the commits with these marks, however old they are, and the two newest ones."""
-    store.retain(2, also=[number for number, said in _tagged_commits(store) if said["mark"] in marks])
+    """Have the store keep the commits with these marks, however old they are, beside what it keeps for others."""
+    store.retain(owner=META, also=[number for number, said in _tagged_commits(store) if said["mark"] in marks])
 
 
 def _tagged_commits(store: TieredStore) -> list[tuple[int, Mapping[str, object]]]:
