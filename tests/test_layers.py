@@ -21,8 +21,9 @@ TREE: dict[str, tuple[str, ...]] = {
     "data": (),
     "format": (
         *("folder", "locked_file", "data_file", "drives", "stripes", "manifest", "pins", "generations", "direct_reader"),
-        *("safetensors", "safetensors_writer", "torch_file"),
+        *("safetensors", "safetensors_writer", "foreign"),
     ),
+    "format.foreign": ("documents", "pickled", "torch_file"),
     "io": ("posix", "aiofiles", "libaio", "probe"),
     "tiers": ("first_touch", "dram", "hbm", "nvme"),
     "links": ("disk", "cuda", "stand_in"),
@@ -100,13 +101,15 @@ USES: dict[str, tuple[str, ...]] = {
     "tuning": ("", "store"),
     "zero": (
         *("tiered", "errors", "types", "system", "store.activations", "store.memory_watch", "store.at_rest"),
-        *("format.safetensors", "format.safetensors_writer", "format.torch_file", "packing", "tuning"),
+        *("format.safetensors", "format.safetensors_writer", "format.foreign", "packing", "tuning"),
     ),
-    "reporting": ("tiered", "", "store.store", "store.memory_watch", "data"),
-    "integrations": ("tiered", "errors", "types", "store.at_rest", "format.safetensors", "zero", "packing", "reporting"),
+    "reporting": ("tiered", "", "format.foreign", "store.store", "store.memory_watch", "data"),
+    "integrations": (
+        *("tiered", "errors", "types", "store.at_rest", "format.safetensors", "format.foreign", "zero", "packing", "reporting"),
+    ),
     "planning": (
-        *("tiered", "errors", "interfaces", "types", "system", "allocator", "engine", "tensors", "store", "zero"),
-        "integrations",
+        *("tiered", "errors", "interfaces", "types", "system", "allocator", "format.foreign", "engine", "tensors", "store"),
+        *("zero", "integrations"),
     ),
     "cli": (
         *("tiered", "", "format", "io", "tiers", "links", "engine", "store", "zero", "data", "integrations", "planning"),

@@ -105,6 +105,16 @@ def shown(text: str, most: int = WIDEST) -> str:
     return shortened(_escaped(shortened(text, 2 * most)), most)
 
 
+def quoted(value: object, most: int = WIDEST) -> str:
+    """Return a number, a text or None as Python writes it, ``shown``; of any other value its type. To write a container of a
+    foreign file takes as long as the file wants, and an object of a caller's may write anything."""
+    if isinstance(value, str | bytes):
+        return shown(repr(value[: 2 * most]), most)
+    if value is None or isinstance(value, float) or (isinstance(value, int) and value.bit_length() <= 1024):
+        return shown(repr(value), most)
+    return f"a {type(value).__name__}"
+
+
 def _escaped(text: str) -> str:
     if text.isprintable():
         return text

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import collections
+import copy
 import io
 import os
 import pickle
 import random
 import shutil
+import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +21,8 @@ import torch
 
 from tests.zero.deepspeed.shared import BEFORE, unpacked
 from tiered import TieredError, TorchFileError
-from tiered.format.torch_file import Instance, Name, StoredTensor, TorchFile, unpickled
+from tiered.format.foreign.pickled import Instance, Name, unpickled
+from tiered.format.foreign.torch_file import StoredTensor, TorchFile
 from tiered.zero.deepspeed.saved import INERT, Saved, plain, tensor_of
 
 RAN: list[str] = []
@@ -149,14 +152,75 @@ def test_deep_tuples_are_no_keys() -> None:
         unpickled(data, "there")
 
 
-def test_shared_parts_do_not_multiply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A list of lists that are each twice in the next: small in a file, 2**40 values when written out."""
-    monkeypatch.setattr("tiered.zero.deepspeed.saved.MOST_VALUES", 1000)
+def doubled(times: int) -> Any:
+    """A list of lists that are each twice in the next: small in a file, 2**times values when written out."""
     value: Any = [0]
-    for _ in range(40):
+    for _ in range(times):
         value = [value, value]
-    with TorchFile(saved({"x": value}, tmp_path / "a.pt")) as file, pytest.raises(ValueError, match="a million values"):
+    return value
+
+
+def test_shared_parts_do_not_multiply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiered.zero.deepspeed.saved.MOST_VALUES", 1000)
+    with TorchFile(saved({"x": doubled(12)}, tmp_path / "a.pt")) as file, pytest.raises(ValueError, match="a million values"):
         plain(file.value)
+    with pytest.raises(TorchFileError, match="one value so often"):
+        TorchFile(saved({"x": doubled(40)}, tmp_path / "b.pt"))
+
+
+def memoised(value: bytes, use: bytes, times: int) -> bytes:
+    """A pickle with a value (opcodes) that is used many times as a key of a dict: each of ``use`` (opcodes) is one value."""
+    return b"\x80\x02" + value + b"q\x000}" + (b"h\x00" + use) * times + b"."
+
+
+BIG = 2**9000
+BOMBS: dict[str, tuple[bytes, str]] = {
+    "a tuple as a key": (memoised(b"(" + b"N" * 5000 + b"t", b"Ns", 3), "a key of 5,000 characters or values"),
+    "a text as a key": (memoised(b"X" + struct.pack("<I", 5000) + b"a" * 5000, b"Ns", 3), "a key of 5,000 characters"),
+    "bytes as a key": (memoised(b"B" + struct.pack("<I", 5000) + b"a" * 5000, b"Ns", 3), "a key of 5,000 characters"),
+    "a text in a key": (memoised(b"X" + struct.pack("<I", 5000) + b"a" * 5000 + b"\x85", b"Ns", 3), "a key of 5,001 char"),
+    "an integer as a key": (memoised(b"\x8a\x0b" + b"\x7f" * 11, b"Ns", 3), "an integer of 87 bits for a key"),
+    "an integer": (pickle.dumps([BIG], 2), "an integer of 9,001 bits"),
+    "integers as keys": (pickle.dumps(dict.fromkeys(range(70_000)), 2), "more than 65,536 numbers"),
+    "floats in a set": (pickle.dumps({float(number) for number in range(70_000)}, 4), "more than 65,536 numbers"),
+    "tuples as keys": (pickle.dumps(dict.fromkeys((number, 1) for number in range(7_000)), 2), "more than 65,536 numbers"),
+    "a name of a class": (b"\x80\x02c" + b"a" * 5000 + b"\nb\n.", "a name of 5,000 characters"),
+    "a name in two parts": (b"\x80\x04X" + struct.pack("<I", 5000) + b"a" * 5000 + b"X\1\0\0\0b\x93.", "a name of 5,000"),
+    "a shape": (b"\x80\x02ctorch\nSize\n(" + b"K\1" * 65 + b"t\x85R.", "65 dimensions"),
+    "nesting": (b"\x80\x02" + b"]" * 600 + b"a" * 599 + b".", "nested deeper than 500 levels"),
+    "nesting of what is used twice": (
+        b"\x80\x02" + b"]" * 300 + b"a" * 299 + b"q\x000(h\x00" + b"]" * 300 + b"h\x00" + b"a" * 300 + b"t.",
+        "nested deeper",
+    ),
+    "itself": (b"\x80\x02]q\x00h\x00a.", "a container that contains itself"),
+    "itself, by an object": (b"\x80\x02cargparse\nNamespace\n)\x81q\x00}X\1\0\0\0ah\x00sb.", "contains itself"),
+    "a list that is used often": (pickle.dumps([[0] * 2000] * 2000, 2), "one value so often"),
+    "a text that is used often": (pickle.dumps(["a" * 200_000] * 2000, 2), "one value so often"),
+    "lists of lists": (pickle.dumps(doubled(40), 2), "one value so often"),
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_what_would_take_very_long_is_refused(bomb: str) -> None:
+    """Small pickles whose time or memory grows faster than their size. (As small as that shows.)"""
+    data, says = BOMBS[bomb]
+    with pytest.raises(TorchFileError, match=says) as refused:
+        unpickled(data, "there", INERT)
+    assert str(refused.value).startswith("there: its pickle ")
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_what_files_of_tensors_have_is_within_the_limits() -> None:
+    """A state of 20,000 parameters: their names as keys many times, one value in all of them, numbers as keys."""
+    names = [f"model.layers.{number}.mlp.experts.down_proj.weight" for number in range(20_000)]
+    settings = {"lr": 1e-3, "betas": (0.9, 0.95), "names": ["a", "b"]}
+    value = {
+        "shapes": dict.fromkeys(names, torch.Size([4, 4])),
+        "settings": dict.fromkeys(names, settings),
+        "state": {number: {"step": number} for number in range(20_000)},
+        "long": {"x" * 2000: 1, ("a", 1): 2},
+    }
+    assert unpickled(pickle.dumps(value, 2), "there") == {**value, "shapes": dict.fromkeys(names, (4, 4))}
 
 
 def test_tensors_in_the_same_bytes_do_not_multiply(tmp_path: Path) -> None:
@@ -169,10 +233,10 @@ def test_tensors_in_the_same_bytes_do_not_multiply(tmp_path: Path) -> None:
 
 
 def test_integers_that_have_no_text(tmp_path: Path) -> None:
-    with TorchFile(saved([2**8000, -(2**9000)], tmp_path / "a.pt")) as file:
-        assert plain(file.value[0]) == 2**8000
-        with pytest.raises(ValueError, match="an integer of 9,001 bits"):
-            plain(file.value)
+    with TorchFile(saved([2**8000], tmp_path / "a.pt")) as file:
+        assert plain(file.value) == [2**8000]
+    with pytest.raises(TorchFileError, match="an integer of 9,001 bits"):
+        TorchFile(saved([-(2**9000)], tmp_path / "a.pt"))
 
 
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
@@ -192,6 +256,18 @@ def rewritten(source: Path, target: Path, **changed: Any) -> Path:
     return target
 
 
+def twice(source: Path, target: Path) -> Path:
+    """Copy an archive with a further entry where ``data/0`` is: its checksum would be computed once more for each."""
+    shutil.copy(source, target)
+    with zipfile.ZipFile(target, "a") as archive:
+        found = next(info for info in archive.infolist() if info.filename.endswith("data/0"))
+        other = copy.copy(found)
+        other.filename = other.filename[:-1] + "1"
+        archive.filelist.append(other)
+        archive._didModify = True  # type: ignore[attr-defined]
+    return target
+
+
 def test_archives_that_are_none(tmp_path: Path) -> None:
     path = saved({"a": torch.arange(6.0)}, tmp_path / "a.pt")
     for made, says in (
@@ -203,6 +279,8 @@ def test_archives_that_are_none(tmp_path: Path) -> None:
     ):
         with pytest.raises(TorchFileError, match=says):
             TorchFile(made)
+    with pytest.raises(TorchFileError, match="two of its entries lie in the same bytes"):
+        TorchFile(twice(path, tmp_path / "h"))
     (tmp_path / "g").write_bytes(b"\x80\x02}.")
     with pytest.raises(TorchFileError, match="no zip archive"):
         TorchFile(tmp_path / "g")

@@ -20,7 +20,8 @@ import torch
 from tests.zero.deepspeed.shared import BEFORE, CASES, Small, batch, config_of, groups_of, unpacked
 from tiered import TorchFileError, zero
 from tiered.cli.main import main
-from tiered.format.torch_file import TorchFile, unpickled
+from tiered.format.foreign.pickled import unpickled
+from tiered.format.foreign.torch_file import TorchFile
 from tiered.zero.deepspeed.importing import SCHEDULED
 from tiered.zero.deepspeed.saved import INERT, Saved, plain
 
@@ -104,10 +105,10 @@ def step(model: dict[str, Any], states: list[dict[str, Any]]) -> None:
     ("change", "says"),
     [
         (client_state, r"its tensors take 64\.\d MiB, more than 16 times the bytes of the file"),
-        (shapes, "several groups have a parameter 'n0'"),
-        (settings, "has a million values"),
-        (slices, "group 1 has no parameter 'n0'"),
-        (kept, "a group has 20,000 states"),
+        (shapes, "one value so often"),
+        (settings, "one value so often"),
+        (slices, "one value so often"),
+        (kept, "one value so often"),
         (step, "a step is a tensor of 1099511627776 elements"),
     ],
     ids=lambda one: getattr(one, "__name__", None),
@@ -124,12 +125,12 @@ def test_little_does_not_become_much(
     "called",
     [
         *(b"ccollections\nOrderedDict\n", b"ccollections\nCounter\n", b"c__builtin__\nset\n", b"cbuiltins\nfrozenset\n"),
-        *(b"ctorch\nSize\n", b"c_codecs\nencode\n"),
+        b"c_codecs\nencode\n",
     ],
 )
 def test_calls_do_not_multiply_what_they_are_given(called: bytes) -> None:
     """200 calls are given the same 20,000 items; one of them may be."""
-    item = b"(K\1K\1t" if b"ollect" in called else b"K\1"
+    item = b"(U\1aK\1t" if b"ollect" in called else b"U\1a"
     given = b"(" + item * MANY + b"l"
     if b"encode" in called:
         given = b"X" + struct.pack("<I", MANY) + b"a" * MANY

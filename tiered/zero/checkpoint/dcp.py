@@ -3,14 +3,14 @@
 A folder (https://pytorch.org/docs/stable/distributed.checkpoint.html) has ``.metadata``, a pickle that says of each key its
 type and its chunks, and of each chunk the file and the bytes of it; and files in which each chunk is what ``torch.save``
 writes. torch reads ``.metadata`` with ``pickle.load``, which runs whatever it says. ``Folder`` reads it with
-``format.torch_file``, which runs nothing.
+``format.foreign.pickled``, which runs nothing.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -22,10 +22,11 @@ from torch import nn
 
 from tiered import MisuseError, TorchFileError
 from tiered.errors import shown
-from tiered.format.torch_file import ELEMENTS, Instance, Name, StoredTensor, TorchFile, unpickled
+from tiered.format.foreign.pickled import MAX_PICKLE, Instance, Name, as_dict, as_list, as_text, sizes_of, unpickled
+from tiered.format.foreign.torch_file import ELEMENTS, StoredTensor, TorchFile
 from tiered.store.at_rest import listing
 from tiered.zero.checkpoint import checkpoint
-from tiered.zero.checkpoint.foreign import ONE, Described, ForeignGroup, record_of, take_over
+from tiered.zero.checkpoint.foreign import ONE, Described, ForeignGroup, Sound, record_of, take_over
 from tiered.zero.checkpoint.loaders import Stateful
 from tiered.zero.optimizers.optimizer import Optimizer
 from tiered.zero.paging.pager import name_of, pager_of
@@ -171,14 +172,8 @@ class Folder:
         if not (self._folder / METADATA).is_file():
             raise MisuseError(f"{folder} is no folder of torch.distributed.checkpoint: it has no file {METADATA}")
         try:
-            self._read(model, prefix)
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
-            self.close()
-            if isinstance(error, MisuseError):
-                raise
-            raise TorchFileError(
-                f"{folder}: it is not as torch.distributed.checkpoint writes it ({shown(repr(error), 200)})"
-            ) from error
+            with self._sound():
+                self._read(model, prefix)
         except BaseException:
             self.close()
             raise
@@ -196,20 +191,25 @@ class Folder:
         self._files.clear()
         self._stack.close()
 
+    def _sound(self) -> Sound:
+        return Sound(self.where, "torch.distributed.checkpoint")
+
     def _read(self, model: nn.Module, prefix: str | None) -> None:
         path = self._folder / METADATA
-        metadata = unpickled(path.read_bytes(), str(path), INERT)
+        with path.open("rb") as file:
+            metadata = unpickled(file.read(MAX_PICKLE + 1), str(path), INERT)
         self._tensors: dict[str, Instance] = {}
         self._bytes: set[str] = set()
-        for key, one in metadata.attribute("state_dict_metadata").items():
-            if one.name == f"{_KIND}TensorStorageMetadata":
+        for key, one in as_dict(metadata.attribute("state_dict_metadata")).items():
+            if as_text(key) and one.name == f"{_KIND}TensorStorageMetadata":
                 self._tensors[key] = one
             else:
                 self._bytes.add(key)
-        self._places: dict[tuple[str, tuple[int, ...]], tuple[str, int, int]] = {}
-        for index, info in metadata.attribute("storage_data").items():
-            offset = tuple(index.attribute("offset") or ())
-            self._places[index.attribute("fqn"), offset] = _place(info)
+        self._places: dict[tuple[str, str], tuple[str, int, int]] = {}
+        for index, info in as_dict(metadata.attribute("storage_data")).items():
+            offsets = sizes_of(index.attribute("offset") or ())
+            self._places[as_text(index.attribute("fqn")), repr(offsets)] = _place(info)
+        _refuse_shared(self._places.values())
         if prefix is None:
             prefix = "model." if any(key.startswith("model.") for key in self._tensors) else ""
         self._prefix = prefix
@@ -237,6 +237,8 @@ class Folder:
     def _steps(self, name: str) -> int:
         key = f"optimizer.state.{name}.step"
         if key in self._tensors:
+            if math.prod(_described(self._tensors[key])[0]) != 1:
+                raise ValueError(f"{key} is more than a number")
             value = float(self._whole(key))
             if not value.is_integer() or not 0 <= value < 2**53:
                 raise ValueError(f"{key} is {value}")
@@ -251,21 +253,19 @@ class Folder:
     def settings(self, names: tuple[str, ...], wanted: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the folder says of the settings ``wanted`` of the param group of these parameters."""
         found: dict[str, Any] = {}
-        try:
+        with self._sound():
             heads = [f"optimizer.param_groups.{name}" for name in names[:1]]
             heads += [
                 f"optimizer.param_groups.{index}"
                 for index in range(len(self._bytes))
                 if f"optimizer.param_groups.{index}.params" in self._bytes
-                and set(names) & set(self._object(f"optimizer.param_groups.{index}.params"))
+                and any(one in names for one in as_list(self._object(f"optimizer.param_groups.{index}.params")))
             ]
             for head in heads:
                 for key in wanted:
                     if f"{head}.{key}" in self._bytes and key != "fused":
                         value = self._object(f"{head}.{key}")
                         found[key] = tuple(value) if isinstance(value, list) else value
-        except (ValueError, TypeError) as error:
-            raise TorchFileError(f"{self.where}: its param groups are damaged ({shown(repr(error), 100)})") from error
         return {key: value for key, value in found.items() if type(value) in (int, float, bool, tuple, str)}
 
     def read(self, name: str, state: str, begin: int, end: int) -> torch.Tensor | None:
@@ -279,10 +279,8 @@ class Folder:
         shape, _ = _described(self._tensors[key])
         if shape != self.parameters[name].shape:
             raise TorchFileError(f"{self.where}: {key} is of shape {shape}, and its parameter of {self.parameters[name].shape}")
-        try:
+        with self._sound():
             return self._whole(key).view(-1)[begin:end]
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            raise TorchFileError(f"{self.where}: {key} is damaged ({shown(repr(error), 100)})") from error
 
     def _whole(self, key: str) -> torch.Tensor:
         """Return a tensor, put together from its chunks. The last one is kept, because it is read in parts."""
@@ -290,15 +288,17 @@ class Folder:
             return self._last[1]
         self._last = None
         shape, dtype = _described(self._tensors[key])
-        chunks = self._tensors[key].attribute("chunks")
-        counts = [math.prod(chunk.attribute("sizes")) for chunk in chunks]
-        room = sum(self._at(key, tuple(chunk.attribute("offsets")))[2] for chunk in chunks)
+        chunks = [
+            (sizes_of(chunk.attribute("offsets")), sizes_of(chunk.attribute("sizes")))
+            for chunk in as_list(self._tensors[key].attribute("chunks"))
+        ]
+        counts = [math.prod(sizes) for _, sizes in chunks]
+        room = sum(self._at(key, offsets)[2] for offsets, _ in chunks)
         if sum(counts) != math.prod(shape) or math.prod(shape) * dtype.itemsize > room:
             raise ValueError(f"the chunks of {key} have {sum(counts)} elements, and it {math.prod(shape)}")
         whole = torch.empty(shape, dtype=dtype, device="cpu")
         filled = torch.zeros(shape if len(chunks) > 1 else (), dtype=torch.bool, device="cpu")
-        for chunk in chunks:
-            offsets, sizes = tuple(chunk.attribute("offsets")), tuple(chunk.attribute("sizes"))
+        for offsets, sizes in chunks:
             stored = self._open(*self._at(key, offsets)).value
             name = str(dtype).removeprefix("torch.")
             if not isinstance(stored, StoredTensor) or stored.shape != sizes or stored.dtype != name:
@@ -324,11 +324,11 @@ class Folder:
 
     def _at(self, key: str, offsets: tuple[int, ...]) -> tuple[str, int, int]:
         """Return the file of a chunk, and where in it the chunk begins and how long it is."""
-        return self._places.get((key, offsets)) or self._places[key, ()]
+        return self._places.get((key, repr(offsets))) or self._places[key, "()"]
 
     def _object(self, key: str) -> Any:
         """Return what is not a tensor."""
-        found = self._open(*self._places[key, ()]).value
+        found = self._open(*self._places[key, "()"]).value
         self._close_files()
         return found
 
@@ -341,12 +341,21 @@ class Folder:
 
 def _place(info: Instance) -> tuple[str, int, int]:
     path, offset, length = (info.attribute(name) for name in ("relative_path", "offset", "length"))
-    plain = isinstance(path, str) and path == os.path.basename(path) and path not in ("", ".", "..")
-    if not plain or type(offset) is not int or type(length) is not int:
+    plain = isinstance(path, str) and path == os.path.basename(path) and path not in ("", ".", "..") and "\0" not in path
+    if not plain or not path.isprintable() or type(offset) is not int or type(length) is not int:
         raise ValueError("a chunk is in no file of the folder")
     if info.attribute("transform_descriptors"):
         raise ValueError("a chunk is compressed or encrypted")
     return path, offset, length
+
+
+def _refuse_shared(places: Collection[tuple[str, int, int]]) -> None:
+    """Raise ValueError where two chunks lie in the same bytes: small files would be read as very much."""
+    last, end = "", 0
+    for path, begin, length in sorted(places):
+        if path == last and begin < end:
+            raise ValueError("two chunks lie in the same bytes of a file")
+        last, end = path, begin + length
 
 
 def _described(found: Instance) -> tuple[tuple[int, ...], torch.dtype]:
@@ -356,7 +365,7 @@ def _described(found: Instance) -> tuple[tuple[int, ...], torch.dtype]:
     name = kind.text.removeprefix("torch.") if isinstance(kind, Name) else ""
     if name not in ELEMENTS:
         raise ValueError("a tensor is of no known type")
-    shape = tuple(found.attribute("size"))
+    shape = sizes_of(found.attribute("size"))
     if math.prod(shape) >= 2**48:
         raise ValueError("a tensor has too many elements")
     dtype: torch.dtype = getattr(torch, name)

@@ -7,14 +7,17 @@ What reads the files of such a program is a ``Foreign``. ``ForeignSource`` shows
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from tiered import MisuseError, TensorSpec, TieredStore
+from tiered import MisuseError, TensorSpec, TieredError, TieredStore, TorchFileError
+from tiered.errors import shown
 from tiered.zero.checkpoint.checkpoint import recall
 from tiered.zero.checkpoint.loaders import random_states
 from tiered.zero.checkpoint.reshard import Elements, reshard
@@ -27,7 +30,7 @@ from tiered.zero.rules.exact import AdamWRule
 from tiered.zero.rules.forms import kept_by
 from tiered.zero.rules.rule import UpdateRule, name_of, settings_of, torch_name
 
-__all__ = ["ONE", "Described", "Foreign", "ForeignGroup", "put", "record_of", "replace", "take_over"]
+__all__ = ["ONE", "Described", "Foreign", "ForeignGroup", "Sound", "put", "record_of", "replace", "take_over"]
 
 HALF_TAKEN = "a checkpoint was being taken over, and did not come to its end: load it again, or call zero.rollback"
 ONE = TensorSpec("float32", (4, 4), 4)
@@ -67,6 +70,25 @@ class Foreign(Protocol):
         """Return elements ``begin`` to ``end`` of a parameter, row-major: of itself ("param"; the fp32 master, where there is
         one), or of the state that torch's optimizers have by that name. None where there is none. Raises TorchFileError."""
         ...
+
+
+class Sound:
+    """Within the block, turn what Python and torch raise for values that are not what is expected into TorchFileError.
+    ``where``: the file or folder; ``program``: what should have written it."""
+
+    def __init__(self, where: str, program: str) -> None:
+        self._where, self._program = where, program
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        wrong = (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RuntimeError, struct.error)
+        memory = isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+        if isinstance(error, wrong) and not isinstance(error, TieredError) and not memory:
+            said = shown(" ".join(f"{type(error).__name__}: {error}".split()), 200)
+            raise TorchFileError(f"{self._where}: it is not as {self._program} writes it ({said})") from error
 
 
 Progress = Callable[[int, int], None]

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from tiered import MisuseError, TieredStore
-from tiered.errors import TorchFileError, shown
-from tiered.format.torch_file import Instance
+from tiered.errors import TorchFileError, quoted
+from tiered.format.foreign.pickled import Instance
 from tiered.zero.checkpoint import checkpoint
 from tiered.zero.checkpoint.foreign import ONE, ForeignGroup, put, record_of, replace, take_over
 from tiered.zero.checkpoint.loaders import Stateful
@@ -152,7 +152,7 @@ def _scale(scaler: Any) -> dict[str, Any]:
     state = scaler.state if isinstance(scaler, Instance) and isinstance(scaler.state, dict) else {}
     scale = state.get("cur_scale")
     if not isinstance(scale, int | float) or not 0 < scale < math.inf:
-        raise TorchFileError(f"the checkpoint has {scale!r:.40} for its loss scale")
+        raise TorchFileError(f"the checkpoint has {quoted(scale, 40)} for its loss scale")
     found: dict[str, Any] = {"scale": float(scale)}
     for name, theirs, usual in SCALE:
         value = state.get(theirs, usual)
@@ -202,7 +202,7 @@ def _sound(name: str, value: Any, usual: Any, saved: Saved) -> Any:
         pairs = list(zip(given, usual, strict=True)) if alike else [(None, 0.0)]
     for one, expected in pairs:
         if type(expected) in (int, float) and not (type(one) in (int, float) and -LARGEST <= one <= LARGEST):
-            raise TorchFileError(f"{saved.where} has {shown(repr(value), 60)} for the setting {name!r} of a param group")
+            raise TorchFileError(f"{saved.where} has {quoted(value, 60)} for the setting {name!r} of a param group")
     return given
 
 
@@ -262,7 +262,7 @@ def _schedule(scheduler: Stateful, theirs: Any, rates: Sequence[float], where: s
         return {key: Counter(value) if key in counters and isinstance(value, dict) else value for key, value in theirs.items()}
     last = theirs["last_batch_iteration"]
     if type(last) is not int or last < -1:
-        raise TorchFileError(f"{where} has {last!r:.40} for the iteration of its scheduler")
+        raise TorchFileError(f"{where} has {quoted(last, 40)} for the iteration of its scheduler")
     if not isinstance(mine, dict) or "last_epoch" not in mine:
         raise MisuseError(f"{where} has a schedule of DeepSpeed's, and lr_scheduler= is a {type(scheduler).__name__}")
     return {**mine, "last_epoch": last + 1, "_step_count": last + 2, "_last_lr": list(rates)}

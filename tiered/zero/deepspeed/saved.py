@@ -16,7 +16,7 @@ zero_to_fp32.py`` and the ``state_dict`` methods of the ZeRO optimizers) and fro
   ``parameters()``, or, for a model that was built under its ``zero.Init``, those of a module after those of the modules in
   it.
 
-Pickles are read by ``tiered.format.torch_file``, which runs nothing.
+Pickles are read by ``tiered.format.foreign``, which runs nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -34,11 +33,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tiered.errors import MisuseError, TorchFileError, shown
-from tiered.format.torch_file import ELEMENTS, Instance, Name, StoredTensor, TorchFile
+from tiered.errors import MisuseError, TorchFileError, quoted, shown
+from tiered.format.foreign.documents import text_of
+from tiered.format.foreign.pickled import Instance, Name, as_dict, as_list, as_text, sizes_of
+from tiered.format.foreign.torch_file import ELEMENTS, StoredTensor, TorchFile
 from tiered.types import format_size
-from tiered.zero.checkpoint.foreign import Described
-from tiered.zero.deepspeed.tags import LATEST, text_of
+from tiered.zero.checkpoint.foreign import Described, Sound
+from tiered.zero.deepspeed.tags import LATEST, MOST_TEXT
 
 __all__ = ["INERT", "Counters", "Saved", "SavedGroup", "is_saved", "plain", "tag_of"]
 
@@ -74,8 +75,6 @@ MOST_STATES = 16
 """States of a parameter."""
 FLOATING = ("float32", "float16", "bfloat16", "float64")
 """Types of masters and moments."""
-LONGEST = 8192
-"""Bits of an integer: Python writes no text of one with more than 4300 digits."""
 MOST_PADDING = 1 << 20
 """Bytes: 1 KiB for each thread of DeepSpeed's aio."""
 
@@ -148,7 +147,7 @@ def tag_of(folder: str | os.PathLike[str], tag: str | None = None) -> Path:
         return there
     if tag is None:
         try:
-            tag = text_of(there / LATEST).strip()
+            tag = text_of(there / LATEST, MOST_TEXT).strip()
         except OSError as error:
             raise MisuseError(
                 f"{there} is no checkpoint of DeepSpeed's: it has neither files mp_rank_…_model_states.pt nor a file latest"
@@ -189,8 +188,8 @@ class Saved:
         """Close the files. Idempotent."""
         self._stack.close()
 
-    def _sound(self) -> _Sound:
-        return _Sound(self.where)
+    def _sound(self) -> Sound:
+        return Sound(self.where, "DeepSpeed")
 
     # -- reading the files ---------------------------------------------------------------------------------------------------
 
@@ -203,7 +202,7 @@ class Saved:
         if any(name.startswith(("expp_", "layer_")) or "_expert_" in name for name in os.listdir(folder)):
             raise MisuseError(f"{folder} is of a pipeline or of DeepSpeed's own experts, which there are not here")
         model = self._value(models[min(models)])
-        self.config: Mapping[str, Any] = _dict(plain(model.get("ds_config") or {}))
+        self.config: Mapping[str, Any] = as_dict(plain(model.get("ds_config") or {}))
         self.counters = Counters(*(_count(model.get(name, 0)) for name in COUNTED))
         self.version = str(model.get("ds_version"))
         self.scheduler: Any = plain(model.get("lr_scheduler"))
@@ -214,7 +213,7 @@ class Saved:
                 "without the optimizer; load its module with torch.load(weights_only=True)"
             )
         saved = [self._value(optims[rank]) for rank in sorted(optims)]
-        states = [_dict(one["optimizer_state_dict"]) for one in saved]
+        states = [as_dict(one["optimizer_state_dict"]) for one in saved]
         stage = _number(states[0]["zero_stage"])
         count = states[0]["partition_count"]
         ranks = max(map(_count, count)) if isinstance(count, list) else _count(count)
@@ -224,43 +223,43 @@ class Saved:
             )
         if stage not in (1, 2, 3):
             raise MisuseError(f"{folder} is of ZeRO stage {stage}, and there are 1 to 3")
-        if isinstance(count, list) and len({*map(_count, count)}) > 1:
+        if isinstance(count, list) and any(one != ranks for one in count):
             raise MisuseError(f"{folder} has param groups of different numbers of ranks (experts), which there are not here")
         self.stage, self.ranks = stage, ranks
         self.scaler = states[0].get("loss_scaler")
-        shapes = _shapes(_list(model["param_shapes"]))
+        shapes = _shapes(as_list(model["param_shapes"]))
         self._fragments: dict[str, list[_Fragment]] = {}
-        own = {*map(_text, _list(model["buffer_names"])), *_dict(model.get("shared_params") or {})}
-        order = [_text(name) for name in _dict(model["module"]) if name not in own]
+        own = {*map(as_text, as_list(model["buffer_names"])), *as_dict(model.get("shared_params") or {})}
+        order = [as_text(name) for name in as_dict(model["module"]) if name not in own]
         steps = self._of_stage_3(folder, states, shapes, order) if stage == 3 else self._of_stage_2(states, shapes)
         self._describe(model, models, shapes, steps)
 
     def _value(self, path: Path) -> Mapping[str, Any]:
         file = self._stack.enter_context(TorchFile(path, inert=INERT))
-        return _dict(file.value)
+        return as_dict(file.value)
 
     def _of_stage_2(self, states: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> list[int]:
         """Note where the elements of each parameter are, of stages 1 and 2. Returns the steps of each group."""
         base = states[0]["base_optimizer_state"]
         if not isinstance(base, dict):
             raise MisuseError(f"{self.where} is an elastic checkpoint: save it with elastic_checkpoint false, the default")
-        groups = _list(base["param_groups"])
+        groups = as_list(base["param_groups"])
         if len(groups) != len(shapes):
             raise ValueError(f"it has {len(groups)} param groups, and shapes of {len(shapes)}")
         self.groups = [SavedGroup(one, tuple(names)) for one, names in zip(_settings(groups), shapes, strict=True)]
         done = {name: 0 for group in shapes for name in group}
         steps = [0] * len(shapes)
         for state in states:
-            mappings, masters = _list(state["param_slice_mappings"]), _list(state["single_partition_of_fp32_groups"])
-            kept = _dict(_dict(state["base_optimizer_state"])["state"])
+            mappings, masters = as_list(state["param_slice_mappings"]), as_list(state["single_partition_of_fp32_groups"])
+            kept = as_dict(as_dict(state["base_optimizer_state"])["state"])
             for index, (mapping, master) in enumerate(zip(mappings, masters, strict=True)):
                 flats, step = _flats(kept.get(index, {}), master)
                 steps[index] = max(steps[index], self._steps(step, groups[index], flats))
-                for name, address in _dict(mapping).items():
+                for name, address in as_dict(mapping).items():
                     at, numel = _count(address.attribute("start")), _count(address.attribute("numel"))
                     if name not in shapes[index]:
                         raise ValueError(f"group {index} has no parameter {name!r:.100}")
-                    begin = done[_text(name)]
+                    begin = done[as_text(name)]
                     self._fragments.setdefault(name, []).append(_Fragment(begin, begin + numel, at, flats))
                     done[name] += numel
         return steps
@@ -273,8 +272,8 @@ class Saved:
         order: Sequence[str],
     ) -> list[int]:
         """Note where the elements of each parameter are, of stage 3. Returns the steps of each sub-group."""
-        base = _dict(states[0]["optimizer_state_dict"])
-        of_group = [[_count(one) for one in _list(group["params"])] for group in map(_dict, _list(base["param_groups"]))]
+        base = as_dict(states[0]["optimizer_state_dict"])
+        of_group = [[_count(one) for one in as_list(group["params"])] for group in map(as_dict, as_list(base["param_groups"]))]
         if sorted(one for group in of_group for one in group) != list(range(len(shapes))):
             raise ValueError("its param groups do not have each sub-group once")
         self.groups = [
@@ -284,12 +283,12 @@ class Saved:
         home = {index: group for group, members in enumerate(of_group) for index in members}
         steps = [0] * len(shapes)
         sizes = [sum(-(-math.prod(shape) // self.ranks) for shape in names.values()) for names in shapes]
-        first = _list(states[0]["fp32_flat_groups"])
+        first = as_list(states[0]["fp32_flat_groups"])
         empty = {index: list(shapes[index]) for index in range(len(sizes)) if sizes[index] and not _tensor(first[index]).count}
         swapped = _swapped(folder, self.ranks, order, empty)
         for rank, state in enumerate(states):
-            masters = _list(state["fp32_flat_groups"])
-            kept = _dict(_dict(state["optimizer_state_dict"])["state"])
+            masters = as_list(state["fp32_flat_groups"])
+            kept = as_dict(as_dict(state["optimizer_state_dict"])["state"])
             if len(masters) != len(shapes):
                 raise ValueError(f"it has {len(masters)} sub-groups, and shapes of {len(shapes)}")
             for index, (names, master) in enumerate(zip(shapes, masters, strict=True)):
@@ -309,9 +308,9 @@ class Saved:
     def _steps(self, step: Any, group: Any, flats: Mapping[str, _Flat]) -> int:
         """Return how many steps a group has had: a state says it, or, of some of DeepSpeed's optimizers, the group. torch's SGD
         counts none: where it has states, each step of the engine that was not skipped was one of them."""
-        if step is None and not _dict(group).get("step") and len(flats) > 1:
+        if step is None and not as_dict(group).get("step") and len(flats) > 1:
             return max(1, self.counters.global_steps - self.counters.skipped_steps)
-        return _step(step if step is not None else _dict(group).get("step", 0))
+        return _step(step if step is not None else as_dict(group).get("step", 0))
 
     def _describe(
         self,
@@ -321,20 +320,20 @@ class Saved:
         steps: Sequence[int],
     ) -> None:
         """Note all parameters, in the model's order, its buffers and aliases."""
-        module = _dict(model["module"])
+        module = as_dict(model["module"])
         self.trained = frozenset(name for group in shapes for name in group)
         trained = {name: (shape, step) for group, step in zip(shapes, steps, strict=True) for name, shape in group.items()}
-        frozen = {_text(name): _shape(shape) for name, shape in _dict(model.get("frozen_param_shapes") or {}).items()}
-        buffers = {_text(name) for name in _list(model["buffer_names"])}
-        shared = _dict(model.get("shared_params") or {})
-        self.aliases: Mapping[str, str] = {_text(alias): _text(name) for alias, name in shared.items()}
+        frozen = {as_text(name): sizes_of(shape) for name, shape in as_dict(model.get("frozen_param_shapes") or {}).items()}
+        buffers = {as_text(name) for name in as_list(model["buffer_names"])}
+        shared = as_dict(model.get("shared_params") or {})
+        self.aliases: Mapping[str, str] = {as_text(alias): as_text(name) for alias, name in shared.items()}
         found: dict[str, Described] = {}
         narrow = next((torch_type for key, torch_type in TYPES.items() if _enabled(self.config, key)), torch.float32)
         for name, value in module.items():
             if name in buffers or name in self.aliases:
                 continue
             if not isinstance(value, StoredTensor):
-                raise ValueError(f"its module has a {type(value).__name__} for {shown(_text(name), 100)}")
+                raise ValueError(f"its module has a {type(value).__name__} for {shown(as_text(name), 100)}")
             dtype = _type(value.dtype)
             if name in trained:
                 found[name] = Described(trained[name][0], dtype, True, trained[name][1])
@@ -347,7 +346,7 @@ class Saved:
         self._of_frozen(frozen, models, model, found)
         self.parameters: Mapping[str, Described] = found
         there = {name: _tensor(module[name]) for name in module if name in buffers}
-        places = {name: (one.key, one.dtype, one.shape, one.stride, one.offset) for name, one in there.items()}
+        places = {name: repr((one.key, one.dtype, one.shape, one.stride, one.offset)) for name, one in there.items()}
         read = plain({place: there[name] for name, place in places.items()})  # what several names have is read once
         self.buffers: Mapping[str, torch.Tensor] = {name: read[place] for name, place in places.items()}
         for name, one in found.items():
@@ -406,7 +405,7 @@ class Saved:
             numel, begin = math.prod(shape), 0
             parts = self._fragments[name] = []
             for file in files:
-                value = _tensor(_dict(file["frozen_param_fragments"])[name])
+                value = _tensor(as_dict(file["frozen_param_fragments"])[name])
                 if not value.is_contiguous:
                     raise ValueError(f"{shown(name, 100)} is not contiguous")
                 end = min(begin + value.count, numel)
@@ -445,22 +444,6 @@ class Saved:
 
 
 TYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}
-
-
-class _Sound:
-    """Turn what Python raises for values that are not what is expected into TorchFileError."""
-
-    def __init__(self, where: str) -> None:
-        self._where = where
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        wrong = (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, struct.error, RecursionError)
-        if isinstance(error, wrong) and not isinstance(error, MisuseError):
-            raise TorchFileError(f"{self._where}: it is not as DeepSpeed writes it ({shown(repr(error), 200)})") from error
 
 
 def _files(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
@@ -544,13 +527,13 @@ def _after_children(order: Sequence[str]) -> list[str]:
 
 def _flats(kept: Any, master: Any) -> tuple[dict[str, _Flat], Any]:
     """Return the flat tensors of a group on one rank by name, and its step."""
-    state = _dict(kept)
+    state = as_dict(kept)
     if len(state) > MOST_STATES:
         raise ValueError(f"a group has {len(state):,} states")
     flats: dict[str, _Flat] = {"param": _tensor(master)}
     for name, value in state.items():
         if name != "step" and isinstance(value, StoredTensor) and value.shape:
-            flats[_text(name)] = value
+            flats[as_text(name)] = value
     if "exp_avg_sq" in flats and "exp_avg" not in flats:
         flats["sum"] = flats.pop("exp_avg_sq")  # as DeepSpeed's Adagrad calls what torch's calls sum
     for value in flats.values():
@@ -571,7 +554,7 @@ def _step(value: Any) -> int:
 def _settings(groups: Iterable[Any]) -> list[dict[str, Any]]:
     """Return the settings of all param groups. They are read together, because one value may be in many of them."""
     found: list[dict[str, Any]] = plain(
-        [{_text(key): value for key, value in _dict(group).items() if key != "params"} for group in groups]
+        [{as_text(key): value for key, value in as_dict(group).items() if key != "params"} for group in groups]
     )
     return found
 
@@ -580,11 +563,11 @@ def _shapes(groups: Iterable[Any]) -> list[dict[str, tuple[int, ...]]]:
     """Return the shapes of trained parameters, by group and name. Raises ValueError for a name that several groups have."""
     found: list[dict[str, tuple[int, ...]]] = []
     known: set[str] = set()
-    for group in map(_dict, groups):
+    for group in map(as_dict, groups):
         for name in group:
-            if _text(name) in known:
+            if as_text(name) in known:
                 raise ValueError(f"several groups have a parameter {name!r:.100}")
-        found.append({name: _shape(shape) for name, shape in group.items()})
+        found.append({name: sizes_of(shape) for name, shape in group.items()})
         known.update(group)
     return found
 
@@ -606,11 +589,11 @@ def tensor_of(stored: StoredTensor) -> torch.Tensor:
 
 def plain(value: Any) -> Any:
     """Return a value with tensors, and without stand-ins: of an object its attributes, or its arguments. Raises ValueError for
-    what is nested very deep, or very large."""
+    what is nested very deep, or very large (16 characters of a text count as a value, and each byte)."""
     left, room = [MOST_VALUES], [-1]
 
     def made(one: Any, depth: int) -> Any:
-        left[0] -= 1
+        left[0] -= 1 + (len(one) // 16 if isinstance(one, str) else len(one) if isinstance(one, bytes | bytearray) else 0)
         if left[0] < 0 or depth > 90:
             raise ValueError("it is nested deeper than 90 levels, or has a million values")
         if isinstance(one, StoredTensor):
@@ -622,6 +605,8 @@ def plain(value: Any) -> Any:
                 )
             return tensor_of(one)
         if isinstance(one, dict):
+            if any(isinstance(key, Instance) for key in one):
+                raise ValueError("an object is a key")
             return {made(key, depth + 1): made(item, depth + 1) for key, item in one.items()}
         if isinstance(one, list | tuple):
             return type(one)(made(item, depth + 1) for item in one)
@@ -631,14 +616,12 @@ def plain(value: Any) -> Any:
             if isinstance(one.state, dict):
                 return made(one.state, depth + 1)
             if one.name == "pathlib.PosixPath":
-                return "/".join(map(str, one.arguments)).replace("//", "/")
+                return "/".join(made(as_text(part), depth + 1) for part in one.arguments).replace("//", "/")
             return made(one.arguments[0], depth + 1) if len(one.arguments) == 1 else made(one.arguments, depth + 1)
         if isinstance(one, Name):
             return one.text
         if isinstance(one, bytes | bytearray):
             return list(one)
-        if isinstance(one, int) and one.bit_length() > LONGEST:
-            raise ValueError(f"it has an integer of {one.bit_length():,} bits")
         if one is None or isinstance(one, bool | int | float | str):
             return one
         raise ValueError(f"it has a {type(one).__name__}")
@@ -658,24 +641,6 @@ def _type(name: str) -> torch.dtype:
     return found
 
 
-def _dict(value: Any) -> Mapping[Any, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"a {type(value).__name__} is taken for a dict")
-    return value
-
-
-def _list(value: Any) -> Sequence[Any]:
-    if not isinstance(value, list | tuple):
-        raise ValueError(f"a {type(value).__name__} is taken for a list")
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"a {type(value).__name__} is taken for a name")
-    return value
-
-
 def _tensor(value: Any) -> StoredTensor:
     if not isinstance(value, StoredTensor):
         raise ValueError(f"a {type(value).__name__} is taken for a tensor")
@@ -684,7 +649,7 @@ def _tensor(value: Any) -> StoredTensor:
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**53:
-        raise ValueError(f"{value!r:.40} is no count")
+        raise ValueError(f"{quoted(value, 40)} is no count")
     return value
 
 
@@ -693,8 +658,3 @@ def _number(value: Any) -> int:
     if isinstance(value, Instance) and len(value.arguments) == 1:
         value = value.arguments[0]
     return _count(value)
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    return tuple(map(_count, _list(value)))
-

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tiered import MisuseError, TieredStore
+from tiered.format.foreign.documents import json_of, text_of
 from tiered.store.at_rest import listing
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "FILE",
     "LATEST",
     "META",
+    "MOST_TEXT",
     "Tagged",
     "budget_of",
     "commit_of",
@@ -30,7 +31,6 @@ __all__ = [
     "latest",
     "marks_of",
     "refuse_tag",
-    "text_of",
     "write",
 ]
 
@@ -81,29 +81,10 @@ def _replace(path: Path, text: str) -> None:
         os.close(opened)
 
 
-def text_of(path: Path) -> str:
-    """Return the text of a small file, which another program may have written. Raises MisuseError for a pipe, a device and a
-    file that is large or no text; OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise MisuseError(f"{path} is not a regular file")
-        with open(fd, "rb", closefd=False) as file:
-            data = file.read(MOST_TEXT + 1)
-    finally:
-        os.close(fd)
-    try:
-        if len(data) > MOST_TEXT:
-            raise ValueError(f"it has more than {MOST_TEXT:,} bytes")
-        return data.decode()
-    except ValueError as error:
-        raise MisuseError(f"{path} is damaged: {error}") from error
-
-
 def latest(folder: Path) -> str | None:
     """Return the tag of the last checkpoint in a folder; None where there is none."""
     try:
-        return text_of(folder / LATEST).strip()
+        return text_of(folder / LATEST, MOST_TEXT).strip()
     except FileNotFoundError:
         return None
 
@@ -116,11 +97,7 @@ def found(folder: Path, tag: str) -> Tagged | None:
     path = folder / tag / FILE
     if not path.exists():
         raise MisuseError(f"{folder / tag} has no {FILE}: save_checkpoint did not come to its end, or it is another folder")
-    try:
-        read = json.loads(text_of(path))
-    except ValueError as error:
-        raise MisuseError(f"{path} is damaged: {error}") from error
-    return _tagged(read, path)
+    return _tagged(json_of(path, MOST_TEXT), path)
 
 
 def _tagged(read: Any, path: Path) -> Tagged:
