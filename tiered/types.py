@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
-from tiered.errors import MisuseError, TieredError
+from tiered.errors import MisuseError, TieredError, quoted
 
 __all__ = [
     "CHECKSUM_BYTES",
@@ -43,21 +43,23 @@ _UNITS = {"": 1, "B": 1} | {
     for power, prefix in enumerate("KMGTP")
 }
 _BY_LOWER = {unit.lower(): factor for unit, factor in _UNITS.items()}
+MOST_TEXT = 40
+"""Characters of a size: Python does not take numbers of any length."""
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_size(size: int | str) -> int:
     """Return a size in bytes. Raises MisuseError for a negative size, an unknown unit, or no number."""
     if isinstance(size, bool) or not isinstance(size, int | str):
-        raise MisuseError(f"a size is an int of bytes or a text such as '256MiB', not {size!r}")
+        raise MisuseError(f"a size is an int of bytes or a text such as '256MiB', not {quoted(size)}")
     if isinstance(size, int):
         if size < 0:
             raise MisuseError(f"a size cannot be negative: {size}")
         return size
-    match = _SIZE.fullmatch(size)
+    match = _SIZE.fullmatch(size) if len(size) <= MOST_TEXT else None
     factor = _BY_LOWER.get(match[2].lower()) if match else None
     if match is None or factor is None:
-        raise MisuseError(f"{size!r} is not a size; write bytes or a unit: '268435456', '256MiB', '1.5GB'")
+        raise MisuseError(f"{quoted(size)} is not a size; write bytes or a unit: '268435456', '256MiB', '1.5GB'")
     return int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
 
 

@@ -305,9 +305,23 @@ def test_a_machine_is_kept_as_a_file(tmp_path: Path) -> None:
     machine = Machine(read=1e9, write=2e9, name="here")
     machine.save(tmp_path / "machine.json")
     assert Machine.of(tmp_path / "machine.json") == machine
-    (tmp_path / "machine.json").write_text("{}")
-    with pytest.raises(MisuseError, match="no machine"):
-        Machine.of(tmp_path / "machine.json")
+    whole = (tmp_path / "machine.json").read_text()
+    for text, says in (
+        ("{}", "no machine"),
+        ("[" * 100_000, "not JSON"),
+        (whole.replace("1000000000.0", "9" * 400), "an integer of 1,329 bits"),
+        (whole.replace("1000000000.0", "1e999"), "read is a rate above 0"),
+        (whole.replace("1000000000.0", '"' + "9" * 5000 + '"'), "is not a size"),
+        (whole.replace('"here"', '"\\ud800"'), "not Unicode"),
+        (whole.replace('"name"', '"\\u001b[2J"'), r"has no \\x1b\[2J"),
+    ):
+        (tmp_path / "machine.json").write_text(text)
+        with pytest.raises(MisuseError, match=says) as refused:
+            Machine.of(tmp_path / "machine.json")
+        assert str(refused.value).isprintable()
+    for what in (None, 3, b"machine.json", "a\0b", tmp_path):
+        with pytest.raises(MisuseError):
+            Machine.of(what)  # type: ignore[arg-type]
 
 
 def test_a_model_stays_as_it_is() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import html.parser
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from tiered import MisuseError
 from tiered.reporting.page import page, read_run, refuse_foreign, write_page
 
 STEPS = 12
+NESTED: Any = 0
+for _ in range(80):
+    NESTED = [NESTED]
 EVIL = "</script><img src=x onerror=alert(1)>&lt;b&gt;\u2028\"'`${alert(1)}"
 
 
@@ -112,6 +116,13 @@ def test_data_stays_data() -> None:
     assert shown["run"]["extra"] == {EVIL: [EVIL]}
 
 
+@pytest.mark.parametrize("place", ["__DATA__", "__TITLE__", "__VERSION__"])
+def test_a_model_may_be_named_as_a_place_of_the_page_is(place: str) -> None:
+    found = Texts(page(run(model=place)))
+    assert json.loads(found.data)["title"] == place
+    assert found.tags == Texts(page(run())).tags
+
+
 def test_a_run_without_series_has_losses_and_an_old_report_is_shown() -> None:
     old = run()
     for name in ("series", "timeline", "predicted", "plan", "memory_limit", "model"):
@@ -140,6 +151,15 @@ def test_numbers_that_are_none_are_shown_as_none() -> None:
         (("timeline", "rows"), [{"name": "x", "lanes": 1}], "'x' of its timeline"),
         (("timeline", "seconds"), 0.0, "no length"),
         (("plan",), 7, "plan"),
+        (("plan", "why"), "half a \ud800", "not Unicode"),
+        (("model",), "\udfff", "not Unicode"),
+        (("extra",), {"\ud800": 1}, "not Unicode"),
+        (("extra",), 10**400, "an integer of 1,329 bits"),
+        (("peak_rss_bytes",), -(2**70), "an integer of 71 bits"),
+        (("series", "read"), [1e308] * STEPS, "series.read"),
+        (("series", "seconds"), [-1.0] * STEPS, "series.seconds"),
+        (("losses",), {"steps": [1, 2], "values": [1.7e308, 1.7e308]}, "losses.values"),
+        (("extra",), NESTED, "nested deeper than 64 levels"),
     ],
 )
 def test_what_a_training_does_not_write_is_refused(place: tuple[str, ...], value: Any, words: str) -> None:
@@ -152,13 +172,38 @@ def test_what_a_training_does_not_write_is_refused(place: tuple[str, ...], value
         page(changed, "run.json")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"tiered": "0.1.0"}', "[" * 100_000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", "{}", '{"tiered": "0.1.0"}', "[" * 100_000, '{"tiered": "\\ud800", "loss": {}}', "{" + '"a":{' * 5000),
+        *('{"tiered": "1", "loss": {}, "x": ' + "9" * count + "}" for count in (30, 6000)),
+    ],
+    ids=lambda text: text[:20],
+)
 def test_a_file_that_is_no_report_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.json").write_text(text)
-    with pytest.raises(MisuseError, match="is no report of tiered train"):
+    with pytest.raises(MisuseError, match=r"report (of|with) tiered train"):
         read_run(tmp_path / "run.json")
-    with pytest.raises(MisuseError, match="cannot read"):
-        read_run(tmp_path / "absent.json")
+
+
+def test_names_and_files_that_cannot_be_read(tmp_path: Path) -> None:
+    """One line each, also of a pipe, which is not waited for, and of names that no file has."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "latin").write_bytes(b'{"tiered": "\xe9"}')
+    for path, says in (
+        (tmp_path / "absent.json", "cannot read"),
+        (tmp_path, "not a regular file"),
+        (tmp_path / "pipe", "not a regular file"),
+        (tmp_path / "latin", "damaged"),
+        ("a\0b", "not the name of a file"),
+        ("x" * 300, "cannot read"),
+    ):
+        with pytest.raises(MisuseError, match=says) as refused:
+            read_run(path)
+        assert str(refused.value).isprintable()
+    for name in ("a\0b", "x" * 300):
+        with pytest.raises(MisuseError, match="cannot write"):
+            refuse_foreign(name)
 
 
 def test_only_pages_of_its_own_are_replaced(tmp_path: Path) -> None:

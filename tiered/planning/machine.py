@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from tiered.errors import MisuseError
+from tiered.errors import MisuseError, quoted, shown
+from tiered.format.foreign.documents import json_of
 from tiered.planning.simulated import DriveRates
 from tiered.types import parse_size
 
 __all__ = ["Machine"]
 
 FORMAT = "machine 1"
+MOST_BYTES = 1 << 20
+"""Of a machine's file."""
+LARGEST = 2.0**80
+"""Of its numbers: what is computed with them stays finite."""
 MEASURE = "measure one with tiered info --machine FILE"
 
 
@@ -60,16 +64,16 @@ class Machine:
     def __post_init__(self) -> None:
         for name in ("read", "write", "flops", "memory", "update", "hashing", "network"):
             if not _is_number(getattr(self, name)) or not getattr(self, name) > 0:
-                raise MisuseError(f"a machine's {name} is a rate above 0, not {getattr(self, name)!r}")
+                raise MisuseError(f"a machine's {name} is a rate above 0, not {quoted(getattr(self, name))}")
         seconds = ("transfer", "operation", "lease", "gradient", "handling", "latency")
         for name in (*seconds, "dram", "flops_half", "base", "rated_life"):
             if not _is_number(getattr(self, name)) or getattr(self, name) < 0:
-                raise MisuseError(f"a machine's {name} is a number from 0 on, not {getattr(self, name)!r}")
+                raise MisuseError(f"a machine's {name} is a number from 0 on, not {quoted(getattr(self, name))}")
         for name in ("cores", "threads", "ranks_per_node"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
-                raise MisuseError(f"a machine's {name} is a whole number from 1 on, not {getattr(self, name)!r}")
+                raise MisuseError(f"a machine's {name} is a whole number from 1 on, not {quoted(getattr(self, name))}")
         if not isinstance(self.name, str):
-            raise MisuseError(f"a machine's name is text, not {self.name!r}")
+            raise MisuseError(f"a machine's name is text, not {quoted(self.name)}")
 
     @property
     def drive(self) -> DriveRates:
@@ -85,22 +89,23 @@ class Machine:
             return what
         if isinstance(what, Mapping):
             return cls._from(what, "these numbers")
+        if not isinstance(what, str | os.PathLike):
+            raise MisuseError(f"a machine is a tiered.Machine, a file, or numbers by name, not {quoted(what)}")
+        told = shown(str(what), 1000)
         try:
-            found = json.loads(Path(what).read_text())
-        except OSError as error:
-            raise MisuseError(f"cannot read the machine {what}: {error.strerror}; {MEASURE}") from error
-        except ValueError as error:
-            raise MisuseError(f"{what} is no machine: {error}; {MEASURE}") from error
+            found = json_of(what, MOST_BYTES)
+        except MisuseError as error:
+            raise MisuseError(f"{error}; {MEASURE}") from None
         if not isinstance(found, dict) or found.pop("tiered", None) != FORMAT:
-            raise MisuseError(f"{what} is no machine: {MEASURE}")
-        return cls._from(found, str(what))
+            raise MisuseError(f"{told} is no machine: {MEASURE}")
+        return cls._from(found, told)
 
     @classmethod
     def _from(cls, found: Mapping[str, Any], where: str) -> Machine:
         known = {one.name: one.type for one in fields(cls)}
-        unknown = sorted(set(found) - set(known))
+        unknown = sorted(quoted(name) if not isinstance(name, str) else shown(name) for name in found if name not in known)
         if unknown:
-            raise MisuseError(f"{where}: a machine has no {', '.join(unknown)}; it has {', '.join(known)}")
+            raise MisuseError(f"{where}: a machine has no {', '.join(unknown[:5])}; it has {', '.join(known)}")
         if not {"read", "write"} <= set(found):
             raise MisuseError(f"{where}: a machine has read= and write= at least, the drive's bytes per second")
         values: dict[str, Any] = {
@@ -121,4 +126,4 @@ class Machine:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST  # no NaN either

@@ -15,12 +15,13 @@ import statistics
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from tiered import __version__
-from tiered.errors import MisuseError
+from tiered.errors import MisuseError, shown
+from tiered.format.foreign.documents import json_of, problem_of
 from tiered.types import format_size
 
 __all__ = ["MARK", "page", "read_run", "refuse_foreign", "write_page"]
@@ -29,28 +30,33 @@ MARK = "<!-- tiered report "
 """What a page of this begins with, after the document type: other files are never replaced."""
 
 
+_Amount = Annotated[float, msgspec.Meta(ge=0, le=2.0**80)]
+"""Bytes, seconds or tokens: sums of them are finite."""
+_Value = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
+
+
 class _Loss(msgspec.Struct):
-    all: list[float | None] = []
+    all: list[_Value | None] = []
 
 
 class _Losses(msgspec.Struct):
     steps: list[int] = []
-    values: list[float | None] = []
+    values: list[_Value | None] = []
 
 
 class _Series(msgspec.Struct, omit_defaults=True):
     step: list[int]
-    seconds: list[float]
-    read: list[float]
-    written: list[float]
-    waited_reads: list[float]
-    waited_room: list[float]
-    update: list[float]
-    compute: list[float]
-    memory_base: list[float]
-    memory_pool: list[float]
-    memory_beyond: list[float]
-    tokens: list[float] | None = None
+    seconds: list[_Amount]
+    read: list[_Amount]
+    written: list[_Amount]
+    waited_reads: list[_Amount]
+    waited_room: list[_Amount]
+    update: list[_Amount]
+    compute: list[_Amount]
+    memory_base: list[_Amount]
+    memory_pool: list[_Amount]
+    memory_beyond: list[_Amount]
+    tokens: list[_Amount] | None = None
 
 
 class _Row(msgspec.Struct, omit_defaults=True):
@@ -106,13 +112,11 @@ class _Run(msgspec.Struct):
 def read_run(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read the JSON of a training. Raises MisuseError for a file that cannot be read, or is none."""
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise MisuseError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise MisuseError(f"{path} is no report of tiered train: {error}; write one with tiered train --json FILE") from error
+        found = json_of(path)
+    except MisuseError as error:
+        raise MisuseError(f"{error}; write a report with tiered train --json FILE") from None
     if not isinstance(found, dict) or "tiered" not in found or not ({"loss", "losses"} & found.keys()):
-        raise MisuseError(f"{path} is no report of tiered train: write one with tiered train --json FILE")
+        raise MisuseError(f"{shown(str(path), 1000)} is no report of tiered train: write one with tiered train --json FILE")
     return found
 
 
@@ -120,11 +124,16 @@ def page(run: Mapping[str, Any], name: str = "the report") -> str:
     """Return the page of a training as HTML. ``run`` is what ``tiered train --json`` writes, or ``RunRecord.as_json``, with
     what else the page is to list; ``name`` is said in errors. Raises MisuseError for values that are not those of a training.
     """
-    clean = _finite(dict(run))
+    name = shown(str(name), 1000)
+    given = dict(run) if isinstance(run, Mapping) else run
+    problem = problem_of(given) if isinstance(given, dict) else f"a {type(run).__name__} in place of a dict"
+    if problem:
+        raise MisuseError(f"{name} is not what a training writes: it has {problem}")
+    clean = _finite(given)
     try:
         found = msgspec.convert(clean, _Run)
     except msgspec.ValidationError as error:
-        raise MisuseError(f"{name} is not what a training writes: {error}") from error
+        raise MisuseError(f"{name} is not what a training writes: {shown(str(error), 300)}") from error
     _refuse_uneven(found, name)
     losses = found.losses
     if losses is None or not losses.steps:
@@ -134,7 +143,7 @@ def page(run: Mapping[str, Any], name: str = "the report") -> str:
     listed = {key: value for key, value in clean.items() if key not in ("series", "timeline", "losses")}
     if isinstance(listed.get("loss"), dict):
         listed["loss"] = {key: value for key, value in listed["loss"].items() if key != "all"}
-    shown = {
+    data = {
         "title": title,
         "about": _about(found, losses),
         "tiles": _tiles(found, losses, clean),
@@ -148,13 +157,13 @@ def page(run: Mapping[str, Any], name: str = "the report") -> str:
         "footer": f"Made by tiered {__version__}" + (f" from a training with {found.tiered}." if found.tiered else "."),
     }
     template = (files("tiered.data") / "report.html").read_text(encoding="utf-8")
-    for place, text in (
-        ("__VERSION__", __version__), ("__TITLE__", html.escape(f"{title} - tiered")), ("__DATA__", _escaped(shown)),
-    ):  # fmt: skip
-        before, mark, after = template.partition(place)
+    texts = {"__VERSION__": __version__, "__TITLE__": html.escape(f"{title} - tiered"), "__DATA__": _escaped(data)}
+    parts: list[str] = []
+    for place, text in texts.items():
+        before, mark, template = template.partition(place)
         assert mark, "the template has each place once, in this order"
-        template = before + text + after
-    return template
+        parts += before, text  # what is put in is not looked through: a model may be named as a place is
+    return "".join((*parts, template))
 
 
 def _finite(value: Any) -> Any:
@@ -186,7 +195,7 @@ def _refuse_uneven(found: _Run, name: str) -> None:
         raise MisuseError(f"{name} is not what a training writes: it has {values} losses of {steps} steps")
     for row in found.timeline.rows if found.timeline is not None else ():
         if row.lanes < 1 or (row.items is None) == (row.level is None):
-            raise MisuseError(f"{name} is not what a training writes: the row {row.name!r} of its timeline is none")
+            raise MisuseError(f"{name} is not what a training writes: the row {shown(row.name)!r} of its timeline is none")
     if found.timeline is not None and not found.timeline.seconds > 0:
         raise MisuseError(f"{name} is not what a training writes: its timeline has no length")
 
@@ -258,7 +267,7 @@ def write_page(path: str | os.PathLike[str], text: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise MisuseError(f"cannot write {path}: {error.strerror}; name another file") from error
+        raise _unwritable(path, error) from error
 
 
 def refuse_foreign(path: str | os.PathLike[str]) -> None:
@@ -268,7 +277,14 @@ def refuse_foreign(path: str | os.PathLike[str]) -> None:
             beginning = file.read(256)
     except FileNotFoundError:
         return
-    except OSError as error:
-        raise MisuseError(f"cannot write {path}: {error.strerror}; name another file") from error
+    except (OSError, ValueError) as error:  # a name with a NUL is a ValueError
+        raise _unwritable(path, error) from error
     if beginning and MARK.encode() not in beginning:
-        raise MisuseError(f"{path} exists already and is no report of tiered, so it stays: name another file")
+        told = shown(str(path), 1000)
+        raise MisuseError(f"{told} exists already and is no report of tiered, so it stays: name another file")
+
+
+def _unwritable(path: str | os.PathLike[str], error: OSError | ValueError) -> MisuseError:
+    why = error.strerror if isinstance(error, OSError) else str(error)
+    return MisuseError(f"cannot write {shown(str(path), 1000)}: {why}; name another file")
+
