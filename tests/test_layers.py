@@ -130,7 +130,6 @@ LONG_OR_SHORT: dict[str, str] = {
     "cli.plan.plot": "the one file of the command that needs matplotlib",
     "engine.engine": "the engine's thread and lock, and what callers do under them",
     "engine.state": "what the engine's lock guards, kept consistent; no decisions",
-    "integrations.transformers.shapes": "a model of a config.json without values, of which planning needs no more",
     "small.pages": "the pages of small tensors, and what is known of them as of a stamp",
     "tables.kernel": "copies of rows, in C or without it",
     "planning.plan": "what a plan says: predictions of choices, and which changes are better or fit",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -17,6 +19,7 @@ import torch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
 
+from safetensors.torch import save_file  # noqa: E402
 from transformers import (  # noqa: E402
     AutoModelForCausalLM,
     GPT2Config,
@@ -31,6 +34,7 @@ from transformers import (  # noqa: E402
     Qwen3MoeForCausalLM,
 )
 
+import tiered  # noqa: E402
 from tests import programs  # noqa: E402
 from tests.programs import ONE_THREAD  # noqa: E402
 from tests.quick import quick  # noqa: E402
@@ -201,7 +205,10 @@ def test_new_heads_are_initialised_as_in_memory(sources: Callable[..., Path], tm
         expected = cls.from_pretrained(source)
         torch.manual_seed(5)
         with opened(tmp_path) as store:
-            assert_same(import_model(source, store, cls=cls, name=cls.__name__), expected)
+            with pytest.raises(MisuseError, match=r"lack '[a-z_.]+'.*missing='initialise'"):
+                import_model(source, store, cls=cls, name=cls.__name__)
+            torch.manual_seed(5)
+            assert_same(import_model(source, store, cls=cls, name=cls.__name__, missing="initialise"), expected)
             assert zero.init(store).statistics().resident == 0
 
 
@@ -340,7 +347,7 @@ def test_other_sources_and_options_are_refused(folder: Path, tmp_path: Path, sou
     ("file", "contents", "error", "says"),
     [
         ("config.json", "{}", MisuseError, r"cannot read .*config\.json"),
-        ("config.json", "[", MisuseError, r"cannot read .*config\.json"),
+        ("config.json", "[", MisuseError, r"config\.json is damaged, or not JSON"),
         ("model.safetensors.index.json", "[]", SafetensorsError, "is not an index"),
         (None, "", SafetensorsError, "which is missing"),
     ],
@@ -355,6 +362,68 @@ def test_a_folder_that_is_damaged_is_named(
         (damaged / file).write_text(contents)
     with opened(tmp_path) as store, pytest.raises(error, match=says):
         import_model(damaged, store)
+
+
+CONFIGS: dict[str, tuple[dict[str, Any] | str, str]] = {
+    "layers": ({"num_hidden_layers": 10_000_000}, "10,000,000 for 'num_hidden_layers'; the limit is 10,000"),
+    "layers inside": ({"text_config": {"n_layer": 10_001}}, "10,001 for 'n_layer'"),
+    "fewer than no layers": ({"num_hidden_layers": -1}, "-1 for 'num_hidden_layers'"),
+    "depths": ({"depths": [200] * 100}, "20,000 for 'depths'"),
+    "experts": ({"num_local_experts": 1_000_000}, "1,000,000 for 'num_local_experts'; the limit is 100,000"),
+    "layers of experts": ({"num_hidden_layers": 5000, "num_experts": 500}, "5,000 layers of 500 experts"),
+    "labels": ({"num_labels": 10**9}, "1,000,000,000 for 'num_labels'"),
+    "vocabulary": ({"vocab_size": 10**12}, "1,000,000,000,000 for 'vocab_size'"),
+    "a huge number": ({"hidden_size": 10**60}, "an integer of 200 bits"),
+    "no heads": ({"num_attention_heads": 0}, "transformers cannot read"),
+    "a text for a number": ({"hidden_size": "x"}, "expected int"),
+    "none for a number": ({"vocab_size": None}, "expected int"),
+    "an unknown type": ({"dtype": "float33"}, "float33"),
+    "half a surrogate pair": ({"x": "\ud800"}, "not Unicode"),
+    "nesting": ('{"a":' * 5000, "not JSON"),
+    "no object": ("3", "is no configuration of a model, but 3"),
+    "code": ({"model_type": "mine", "auto_map": {"AutoConfig": "a.B"}}, "contains custom code"),
+    "bitsandbytes": ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "cannot be paged"),
+}
+
+
+@pytest.mark.parametrize("wrong", CONFIGS)
+def test_a_configuration_that_cannot_be_is_refused_before_anything_is_made(wrong: str, tmp_path: Path) -> None:
+    """By every reader of a config.json, in one line with the number."""
+    contents, says = CONFIGS[wrong]
+    folder = tmp_path / "model"
+    LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
+    if isinstance(contents, dict):
+        contents = json.dumps({**json.loads((folder / "config.json").read_text()), **contents})
+    (folder / "config.json").write_text(contents)
+    save_file({}, folder / "model.safetensors")
+    with opened(tmp_path) as store:
+        calls: list[Callable[[], Any]] = [
+            lambda: tiered.plan(folder, dram="1MiB", sequence=4),
+            lambda: import_model(folder, store),
+            lambda: from_pretrained(AutoModelForCausalLM, folder, store, existing="resume"),
+        ]
+        if says.startswith(tuple("0123456789-")):
+            calls.append(lambda: from_pretrained(AutoModelForCausalLM, folder, store))
+        for call in calls:
+            with pytest.raises(MisuseError, match=re.escape(says)) as refused:
+                call()
+            assert str(refused.value).isprintable()
+        assert list(store) == []
+
+
+def test_a_stray_file_of_tensors_is_not_taken_for_the_weights(folder: Path, tmp_path: Path) -> None:
+    """``transformers`` would read pytorch_model.bin beside it, as a whole."""
+    torch.save(LlamaForCausalLM.from_pretrained(folder).state_dict(), folder / "pytorch_model.bin")
+    for file in folder.glob("model*.safetensors*"):
+        file.unlink()
+    shutil.copy(folder / "pytorch_model.bin", folder / "adapter_model.safetensors")
+    with opened(tmp_path) as store:
+        for call in (
+            lambda: import_model(folder, store),
+            lambda: from_pretrained(AutoModelForCausalLM, folder, store),
+        ):
+            with pytest.raises(MisuseError, match=r"neither model\.safetensors nor .*'adapter_model\.safetensors' is another"):
+                call()
 
 
 def test_other_memory_gives_other_units(folder: Path, tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_weights_larger_than_a_unit_are_divided_into_rows(tmp_path: Path, tied: 
 def test_another_class_and_another_commit(folder: Path, tmp_path: Path) -> None:
     """Training goes on from an import, and its commits keep what opening takes."""
     with opened(tmp_path / "store") as store:
-        import_model(folder, store, cls=AutoModelForSequenceClassification, name="judge", num_labels=3)
+        import_model(folder, store, cls=AutoModelForSequenceClassification, name="judge", num_labels=3, missing="initialise")
         assert kept_models(store) == ["judge"]
         store.close()
     with opened(tmp_path / "store") as store:

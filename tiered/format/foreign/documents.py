@@ -21,8 +21,8 @@ MOST_BYTES = 64 << 20
 """Bytes of a file of JSON, unless the caller says otherwise."""
 DEEPEST = 64
 """Levels of nesting."""
-MOST_BITS = 64
-"""Bits of an integer: with larger ones a float overflows."""
+MOST_BITS = 128
+"""Bits of an integer: with very large ones a float overflows."""
 
 
 def text_of(path: str | os.PathLike[str], most: int = MOST_BYTES) -> str:
@@ -66,7 +66,7 @@ def json_of(path: str | os.PathLike[str], most: int = MOST_BYTES) -> Any:
 
 def problem_of(value: Any) -> str | None:
     """Return what is in ``value``, of lists, dicts and plain values, that a document may not have; None where there is nothing:
-    deep nesting, integers of more than 64 bits, texts that are not Unicode."""
+    deep nesting, integers of more than 128 bits, texts that are not Unicode."""
     levels: list[Iterator[Any]] = [iter((value,))]
     while levels:
         for one in levels[-1]:

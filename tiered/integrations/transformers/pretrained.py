@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, modeling_utils
+from transformers import AutoModelForCausalLM, GenerationConfig, modeling_utils
 from transformers.utils import logging
 
 from tiered import Access, ManifestError, MisuseError, TieredStore, zero
@@ -31,6 +31,7 @@ from tiered.format.safetensors import INDEX, SINGLE, WeightFiles
 from tiered.integrations.importing import Import, Record, Source, Told, begun, files_in
 from tiered.integrations.kept import CONFIG, TOKENIZER, UNFINISHED, files_of, keep, kept_folder, only_model, opening_of
 from tiered.integrations.transformers.experts import around_experts
+from tiered.integrations.transformers.shapes import QUANTISED, config_of, making, refuse_config
 from tiered.packing.quantised import QUANTIZE, Loss, Quantize
 from tiered.zero.build.deferred import CODES, Deferred, Files
 from tiered.zero.page import page_filling
@@ -48,7 +49,7 @@ PAGING |= {"largest_unit", "slice_weights"}
 ELSEWHERE = "the store decides where parameters are: leave it out"
 REFUSED = {
     **dict.fromkeys(("device_map", "max_memory", "offload_folder", "tp_plan", "tp_size", "distributed_config"), ELSEWHERE),
-    "quantization_config": "quantised parameters cannot be paged: leave it out, and give dtype=torch.bfloat16 to save room",
+    "quantization_config": QUANTISED,
     "gguf_file": "GGUF files are read as a whole: convert them to safetensors (transformers' save_pretrained)",
     "state_dict": "the weights are read from the folder: leave it out, or call zero.page on a model that you made of it",
     "output_loading_info": "it would return two things: leave it out; what is missing is logged",
@@ -107,7 +108,8 @@ def _read(
     _refuse_folder(path)
     config = options.pop("config", None)
     if config is None and existing == "resume":
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config = config_of(path, trust_remote_code=bool(options.get("trust_remote_code")))
+    refuse_config(path)
     if getattr(config, "quantization_config", None) is not None:
         raise MisuseError(f"{path}: {REFUSED['quantization_config']}")
     if existing == "resume":
@@ -117,17 +119,15 @@ def _read(
                 model = prepare(model)
         yield model, paging
         return
-    _refuse_pickled(path)
+    _refuse_pickled(path, options)
 
     def load() -> Any:
         with reading_one_at_a_time(), zero.init(store):
             given = {"config": config, "dtype": dtype, "local_files_only": True, **options}
             if missing == "refuse":
                 given |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
-                try:
+                with making(f"transformers cannot make the model in {shown(str(path), 1000)}"):
                     model, found = cls.from_pretrained(path, **given)
-                except ValueError as error:  # of its configuration, or its generation_config.json
-                    raise MisuseError(f"transformers cannot make the model in {path}: {shown(str(error), 300)}") from error
                 _refuse_missing(path, found)
                 _warn_of_more(path, found)
             else:
@@ -249,14 +249,6 @@ def _refuse_folder(path: Path) -> None:
         )
 
 
-def _config_of(path: Path) -> Any:
-    """Return the configuration in ``path``. Raises MisuseError where ``transformers`` cannot read it."""
-    try:
-        return AutoConfig.from_pretrained(path, local_files_only=True)
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise MisuseError(f"transformers cannot read {path / 'config.json'}: {shown(str(error), 300)}") from error
-
-
 def _refuse_damaged(path: Path, options: dict[str, Any]) -> None:
     """Raise SafetensorsError for safetensors files that are damaged or missing, and an index that is none. ``transformers``
     looks at them one by one, and raises errors of its own."""
@@ -264,12 +256,19 @@ def _refuse_damaged(path: Path, options: dict[str, Any]) -> None:
         WeightFiles(path).close()
 
 
-def _refuse_pickled(path: Path) -> None:
-    if not any(path.glob("*.safetensors")):
-        raise MisuseError(
-            f"{path} has no safetensors files, and others are read as a whole: write some with "
-            "AutoModel.from_pretrained(...).save_pretrained(...) on a machine with enough memory"
-        )
+def _refuse_pickled(path: Path, options: dict[str, Any]) -> None:
+    """Raise MisuseError where ``transformers`` would not read safetensors files: it looks for these two names only."""
+    variant = f".{options['variant']}" if options.get("variant") else ""
+    folder = path / str(options.get("subfolder") or "")
+    names = [f"model{variant}.safetensors", f"model.safetensors.index{variant}.json"]
+    if any((folder / name).exists() for name in names):
+        return
+    other = next((file.name for file in sorted(folder.glob("*.safetensors"))), None)
+    beside = "" if other is None else f" ({shown(other)!r} is another file)"
+    raise MisuseError(
+        f"{folder} has neither {names[0]} nor {names[1]}{beside}, and other files are read as a whole: write some with "
+        "AutoModel.from_pretrained(...).save_pretrained(...) on a machine with enough memory"
+    )
 
 
 def _without_values(cls: Any, path: Path, config: Any, dtype: torch.dtype | str, options: dict[str, Any]) -> Any:
@@ -314,7 +313,7 @@ def import_model(
     quantize: Quantize | None = None,
     largest_unit: int = UNIT,
     verify: bool = False,
-    missing: Missing = "initialise",
+    missing: Missing = "refuse",
     progress: Told | None = None,
     **options: Any,
 ) -> Any:
@@ -329,8 +328,8 @@ def import_model(
     ``existing``: "refuse" a store that has a model of that ``name``, or "overwrite" it, which stays until the new one is
     committed. ``progress`` is called with what is done now and the share of that which is done; it may raise, to stop.
     ``verify``: read everything from the disk again, and from the files, and compare, before the model is committed.
-    ``missing``: "initialise" weights that the files lack (a new head), which ``transformers`` logs; or "refuse" them, and those
-    of another shape, with MisuseError, as the command does.
+    ``missing``: "refuse" weights that the files lack, and those of another shape, with MisuseError; or "initialise" them (a new
+    head), which ``transformers`` logs.
     ``options``: as in ``from_pretrained``.
 
     All changes in the store are committed every few seconds. An import that ends early (an exception, SIGKILL, power loss) goes
@@ -351,10 +350,10 @@ def import_model(
     if compute not in (None, torch.float32):
         raise MisuseError(f"compute is torch.float32, or None for the checkpoint's own type, not {compute!r}")
     _refuse_folder(path)
-    _refuse_pickled(path)
+    _refuse_pickled(path, options)
     _refuse_damaged(path, options)
     files = files_of(path)
-    config = options.get("config") or _config_of(path)
+    config = options.get("config") or config_of(path, trust_remote_code=bool(options.get("trust_remote_code")))
     _refuse_kind(path, cls, config)
     stored = _dtype_of(path, config)
     dtype = stored if compute is None else compute
