@@ -307,6 +307,39 @@ def test_an_adapter_is_made_before_paging_and_resumed(tmp_path: Path, pretrained
         store.close()
 
 
+def test_an_adapter_that_is_made_after_paging_is_in_a_commit(tmp_path: Path) -> None:
+    """Its parameters are in memory, where an optimizer of torch trains them."""
+    peft = pytest.importorskip("peft")
+
+    def adapted(store: TieredStore, existing: str) -> tuple[Any, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = peft.get_peft_model(paged(llama(), store, existing=existing), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+        return model, torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], 1e-2)
+
+    def trained(model: Any, optimizer: torch.optim.Optimizer) -> list[float]:
+        losses = []
+        for _ in range(2):
+            tokens = torch.arange(8)[None]
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        model, optimizer = adapted(store, "refuse")
+        trained(model, optimizer)
+        zero.commit(model, extra={"optimizer": optimizer.state_dict()})
+        expected = trained(model, optimizer)
+        store.close()
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        model, optimizer = adapted(store, "resume")
+        optimizer.load_state_dict(zero.resume(model)["optimizer"])
+        assert trained(model, optimizer) == expected
+        store.close()
+
+
 def test_embeddings_are_resized_before_paging(store: TieredStore, pretrained: Path) -> None:
     torch.manual_seed(1)
     expected = AutoModelForCausalLM.from_pretrained(pretrained / "llama")

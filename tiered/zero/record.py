@@ -35,8 +35,8 @@ from tiered.zero.rules.forms import Kept, as_kept
 from tiered.zero.rules.rule import settings_of
 
 __all__ = [
-    *("RULES", "VERSION", "checked", "dumps", "limits_of", "loads", "plans", "refuse_other_states", "refuse_other_tensors"),
-    *("states_shown", "states_used", "type_named"),
+    *("RULES", "VERSION", "checked", "dumps", "in_memory", "limits_of", "loads", "plans", "refuse_other_states"),
+    *("refuse_other_tensors", "states_shown", "states_used", "type_named"),
 ]
 
 RULES: Mapping[str, type[Any]] = {
@@ -316,6 +316,12 @@ class _Record(_Struct):
     random: _Random
     extra: dict[Any, Any] | None
     persistent: list[str] | msgspec.UnsetType = msgspec.UNSET
+    beside: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+    """What ``state_dict`` had of parameters and buffers that were added after paging, and of extra states."""
+    gone: list[str] | msgspec.UnsetType = msgspec.UNSET
+    """Paged parameters that the model did not have any more."""
+    transient: dict[str, Tensor] | msgspec.UnsetType = msgspec.UNSET
+    """Buffers that were added after paging, and that ``state_dict`` did not have."""
 
 
 def checked(record: object, what: str) -> dict[str, Any]:
@@ -388,6 +394,7 @@ def _problems(found: _Record) -> Iterator[str]:
     yield from _unknown("the optimizer has", named, everything)
     persistent = () if isinstance(found.persistent, msgspec.UnsetType) else found.persistent
     yield from _unknown("a state_dict has the buffer", persistent, found.buffers)
+    yield from _unknown("the model lacks", () if isinstance(found.gone, msgspec.UnsetType) else found.gone, everything)
 
 
 def _wrong_parameter(name: str, shape: list[int], dtype: str, stored: str, stride: list[int]) -> Iterator[str]:
@@ -489,6 +496,22 @@ def _unknown(what: str, names: Collection[str], known: Collection[str]) -> Itera
 
 def _type(shown: str) -> torch.dtype:
     return type_named(shown.removeprefix("torch."))
+
+
+def in_memory(record: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors that the ``state_dict`` of a committed model had beside paged parameters. Raises MisuseError where it
+    had something that is no tensor, and where parameters had been taken out, so that what is paged is not what it had."""
+    if record.get("gone"):
+        raise MisuseError(
+            f"{record['gone'][0]!r} was taken out of the model, or replaced, after zero.page, and its values are still in the "
+            "store: open the model, do so again, call zero.resume, and export it with zero.export"
+        )
+    found = {name: record["buffers"][name] for name in record.get("persistent", record["buffers"])}
+    for name, value in record.get("beside", {}).items():
+        if not isinstance(value, Tensor):
+            raise MisuseError(f"{name!r} of the model's state_dict is no tensor, and files of tensors hold nothing else")
+        found[name] = value
+    return found
 
 
 def states_shown(states: States) -> dict[str, dict[str, str]]:

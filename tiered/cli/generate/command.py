@@ -117,9 +117,12 @@ def _made(
     from tiered.integrations.kept import TOKENIZER, kept_file, only_model
     from tiered.integrations.transformers import open_model
     from tiered.integrations.transformers.experts import expert_statistics
+    from tiered.zero.checkpoint.beside import refuse_forgotten
+    from tiered.zero.paging.pager import pager_of
 
     name = parsed.name or only_model(store)
     model = open_model(store, name=name)
+    refuse_forgotten(pager_of(model), "an answer")
     stop.check()
     contents = kept_file(store, name, TOKENIZER)
     text = text_of(contents, _vocabulary(model))

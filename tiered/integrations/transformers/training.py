@@ -94,7 +94,7 @@ def _pager(model: nn.Module) -> Pager:
                     "model only, and give peft_config= to a DPOTrainer without commits"
                 )
             raise MisuseError(
-                f"parameter {name!r} is not paged, so a commit of the store would not have it: call zero.page on the whole "
+                f"parameter {name!r} is not paged, so the trainer's optimizer would not have it: call zero.page on the whole "
                 "model, after peft.get_peft_model and the like"
             )
     return pager_of(model)

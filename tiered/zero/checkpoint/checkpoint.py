@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from tiered import ManifestError, MisuseError, TensorSpec, TieredStore
-from tiered.zero.checkpoint import loaders
+from tiered.zero.checkpoint import beside, loaders
 from tiered.zero.checkpoint.loaders import Loader, Stateful, random_states
 from tiered.zero.optimizers.optimizer import Optimizer
-from tiered.zero.paging.pager import Pager, name_of, owner_of, pager_of, pagers_of
+from tiered.zero.paging.pager import Pager, buffer_places, name_of, owner_of, pager_of, pagers_of
 from tiered.zero.paging.sharding import Partition
 from tiered.zero.paging.storage import CheckpointRecord
 from tiered.zero.paging.unit import Unit
@@ -61,16 +61,17 @@ def commit(
 ) -> int:
     """Make all that training needs to go on durable, and return the generation: ``store.commit`` with what is not in tensors.
 
-    That is: parameters, buffers, moments, masters, gradients and updates that are pending (none is applied for this, but those
-    of parameters that several ranks gather), step
-    counts and param groups, ``scheduler``, ``scaler``, the random states of Python, NumPy and torch, the position of ``data``
-    (a ``torch.Generator``, or what has ``state_dict``), and ``extra``: JSON values, tuples, tensors. Costs what is still dirty
-    in memory. Between steps, or between backward and ``step()``; not within forward or backward. After an exception in one of
-    these call ``optimizer.zero_grad()`` first (with ``update="in_backward"``, ``rollback``).
+    That is: all that ``model.state_dict()`` has (what was added or replaced after ``zero.page``, too), buffers, moments,
+    masters, gradients and updates that are pending (none is applied for this, but those of parameters that several ranks
+    gather), step counts and param groups, ``scheduler``, ``scaler``, the random states of Python, NumPy and torch, the
+    position of ``data`` (a ``torch.Generator``, or what has ``state_dict``), and ``extra``: JSON values, tuples, tensors. Costs
+    what is still dirty in memory. Between steps, or between backward and ``step()``; not within forward or backward. After an
+    exception in one of these call ``optimizer.zero_grad()`` first (with ``update="in_backward"``, ``rollback``).
 
     Several ranks call it together, each with the store that ``zero.open_store`` gave it; it is acknowledged once all have
-    committed. ``meta`` is the store's, for people to read (default: as before). Raises MisuseError for what cannot be written
-    down, and what ``TieredStore.commit`` raises.
+    committed. ``meta`` is the store's, for people to read (default: as before). An optimizer of torch, for parameters that are
+    in memory, is not given: its ``state_dict()`` goes with ``extra``. Raises MisuseError for what cannot be written down, and
+    what ``TieredStore.commit`` raises.
     """
     pager = pager_of(model)
 
@@ -110,11 +111,14 @@ def resume(
     """Go on from the commit that the store was opened at; returns its ``extra`` (None where it had none).
 
     ``model`` was paged with ``existing="resume"``, ``optimizer`` and the others were made anew as they were made then. The next
-    step is bit for bit what it would have been. Raises MisuseError where they differ from what was committed, ManifestError
+    step is bit for bit what it would have been. What had been added to the model, or replaced, after ``zero.page`` is added
+    again before this call, which loads its values. Raises MisuseError where they differ from what was committed, ManifestError
     for a record that is damaged.
     """
+    _refuse_other_kind(optimizer)
     pager = pager_of(model)
-    return load_record(pager, read_record(pager.store, pager.name), optimizer, scheduler, scaler, data)
+    record = read_record(pager.store, pager.name, pager.checkpoint.before)
+    return load_record(model, pager, record, optimizer, scheduler, scaler, data)
 
 
 def rollback(
@@ -135,6 +139,7 @@ def rollback(
     whole store that goes back: call it for each model that is in it; until then the others raise InterruptedStep. Raises as
     that, with nothing changed where the last commit has no record of the model, and as ``resume``.
     """
+    _refuse_other_kind(optimizer)
     pager = pager_of(model)
     others = pagers_of(pager.store)
     for other in others:
@@ -159,7 +164,7 @@ def rollback(
         pager.splitter.activations.forget()
     pager.gradient_sync.paused = False
     recall(pager)
-    extra = load_record(pager, read_record(pager.store, pager.name), optimizer, scheduler, scaler, data)
+    extra = load_record(model, pager, read_record(pager.store, pager.name), optimizer, scheduler, scaler, data)
     getattr(scaler, "_per_optimizer_states", {}).clear()  # what torch does after each step, and load_state_dict does not
     pager.checkpoint.unchanged()
     pager.intent.forget()
@@ -211,8 +216,11 @@ def _prepare(
     stage = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer), {}).get("stage")
     if getattr(stage, "name", None) == "UNSCALED":  # which torch's state_dict does not tell
         raise MisuseError("the gradients are unscaled and not used yet: commit before scaler.unscale_ or after scaler.step")
+    _refuse_other_kind(optimizer)
     pager.intent.refuse()
     pager.intent.refuse_half_updated()
+    beside.refuse_forgotten(pager, "a commit")
+    here = beside.beside(model, pager), beside.gone(model, pager), beside.transient(model, pager)
     if not pager.computing:
         pager.reset()  # what an exception left held
         pager.gradient_sync.synchronise()
@@ -225,8 +233,9 @@ def _prepare(
         "version": VERSION,
         "layout": layout_of([unit.plan for unit in pager.units], pager.limits, pager.partition),
         "units": [_of_unit(unit) for unit in pager.units],
-        "buffers": dict(model.named_buffers()),
-        "persistent": persistent_buffers(model),
+        "buffers": pager.buffers(),
+        "persistent": persistent(pager.buffer_places),
+        **{name: found for name, found in zip(("beside", "gone", "transient"), here, strict=True) if found},
         "optimizer": None if optimizer is None else _of_optimizer(optimizer, pager),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),
@@ -309,6 +318,21 @@ def _rule_of(found: Any) -> UpdateRule:
     return AdamWRule(*found)
 
 
+def _refuse_other_kind(optimizer: object) -> None:
+    """Raise MisuseError for an optimizer of parameters that are in memory: a commit has an optimizer of paged ones."""
+    if optimizer is None or (isinstance(optimizer, Optimizer) and not optimizer.resident):
+        return
+    name = type(optimizer).__name__
+    if isinstance(optimizer, Optimizer):
+        raise MisuseError(
+            f"optimizer= is a {name} of parameters in memory, whose states a commit of its store has anyway: leave it out here"
+        )
+    raise MisuseError(
+        f"optimizer= is a {name}, which is none of tiered.zero for paged parameters: of one for parameters in memory give "
+        "extra={'optimizer': optimizer.state_dict()}, and load what zero.resume returns of it"
+    )
+
+
 def _of_optimizer(optimizer: Optimizer, pager: Pager) -> dict[str, Any]:
     optimizer.refuse_turns()
     return {
@@ -333,33 +357,41 @@ def _names(parameters: list[nn.Parameter], pager: Pager) -> list[str]:
 # Reading
 
 
-def read_record(store: Readable, name: str) -> dict[str, Any]:
-    """Read the record of model ``name``, checked as a whole (``record.checked``). Raises MisuseError where there is none,
-    ManifestError where it is damaged."""
+def read_record(store: Readable, name: str, before: torch.Tensor | None = None) -> dict[str, Any]:
+    """Read the record of model ``name``, checked as a whole (``record.checked``). ``before``: where it is not in ``store`` any
+    more, its bytes (``CheckpointRecord.before``). Raises MisuseError where there is none, ManifestError where it is damaged."""
     key = f"{name}/checkpoint"
+    if before is not None:
+        return checked(_decoded(store, name, before), f"the checkpoint of {name!r}")
     if key not in store:
         raise MisuseError(
             f"{store} has no checkpoint of a model named {name!r}: zero.commit makes one; a commit of the store after training "
             "went on has none, then open an earlier generation"
         )
 
-    def fetch(larger: str) -> torch.Tensor:
-        if not larger.startswith(f"{key}/"):
-            raise ManifestError(f"it has {larger!r} for a part of it, which is none")
-        return store.get(larger)
-
     what, spec = f"the checkpoint of {name!r}", store.spec(key)
     if spec.dtype != "uint8" or len(spec.shape) != 1 or spec.nbytes > MOST:
         shape = list(spec.shape)
         raise ManifestError(f"{what} is damaged: {key!r} is {spec.dtype} of shape {shape}, and not at most {MOST} bytes")
-    return checked(loads(store.get(key).numpy().tobytes(), what, fetch), what)
+    return checked(_decoded(store, name, store.get(key)), what)
+
+
+def _decoded(store: Readable, name: str, written: torch.Tensor) -> Any:
+    """Decode the bytes of a record."""
+
+    def fetch(larger: str) -> torch.Tensor:
+        if not larger.startswith(f"{name}/checkpoint/"):
+            raise ManifestError(f"it has {larger!r} for a part of it, which is none")
+        return store.get(larger)
+
+    return loads(written.numpy().tobytes(), f"the checkpoint of {name!r}", fetch)
 
 
 def recall(pager: Pager) -> None:
     """Restore units and buffers as they were committed; their tensors are in the store. Raises as ``resume``, with nothing
     changed."""
     plan = [unit.plan for unit in pager.units]
-    record = _fitting(pager.store, pager.name, plan, pager.limits, pager.partition, pager.model)
+    record = _fitting(pager.store, pager.name, plan, pager.limits, pager.partition, pager.buffer_places)
     for unit, found in zip(pager.units, record["units"], strict=True):
         named = {part.name: part for part in unit.parts.values()}
         unit.states.stale_masters = {named[name] for name in found["stale_masters"]}
@@ -370,15 +402,16 @@ def recall(pager: Pager) -> None:
         unit.storage.restored()
         unit.arriving.close()
         unit.gradients.recall(found["gradients"])
-    modules = dict(pager.model.named_modules())
+    pager.checkpoint.await_resume()
+    pager.not_loaded = beside.set_extra_states(pager.model, record)
     for name, value in record["buffers"].items():
-        where, _, last = name.rpartition(".")
-        buffer = modules[where]._buffers[last]
+        module, last = pager.buffer_places[name]
+        buffer = module._buffers[last]
         if buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype and not buffer.is_meta:
             with torch.no_grad():
                 buffer.copy_(value)
         else:
-            modules[where]._buffers[last] = value.to(pager.store.device)
+            module._buffers[last] = value.to(pager.store.device)
 
 
 def pending_of(found: Mapping[str, Any], named: Mapping[str, Placement]) -> Pending:
@@ -399,6 +432,7 @@ def pending_of(found: Mapping[str, Any], named: Mapping[str, Placement]) -> Pend
 
 
 def load_record(
+    model: nn.Module,
     pager: Pager,
     record: Mapping[str, Any],
     optimizer: Optimizer | None,
@@ -406,12 +440,13 @@ def load_record(
     scaler: Stateful | None = None,
     data: Stateful | torch.Generator | None = None,
 ) -> Any:
-    """Load optimizer, scheduler, scaler, data and random states from a record: all of them, or, where it raises, none."""
+    """Load what a model has beside its paged parameters, optimizer, scheduler, scaler, data and random states from a record:
+    all of them, or, where it raises, none."""
     for what, given in (("optimizer", optimizer), ("scheduler", scheduler), ("scaler", scaler), ("data", data)):
         if (record[what] is None) is not (given is None):
             has = "has none" if record[what] is None else "has one"
             raise MisuseError(f"{what}= {'was given' if given is not None else 'is missing'}, and the checkpoint {has}")
-    loading: list[Loader] = []
+    loading: list[Loader] = [beside.loader_of(model, pager, record)]
     if optimizer is not None:
         here = [_names(group["params"], pager) for group in optimizer.param_groups]
         named = {placement.name: placement for placement in pager.placements}
@@ -425,6 +460,7 @@ def load_record(
     elif data is not None:
         loading.append(loaders.of_data(data, record["data"]))
     loaders.load_all([*loading, loaders.of_random(record["random"])])
+    pager.checkpoint.resumed()
     return record["extra"]
 
 
@@ -461,39 +497,48 @@ def layout(store: TieredStore, name: str) -> tuple[Limits, dict[str, tuple[int, 
 
 def persistent_buffers(model: nn.Module) -> list[str]:
     """Return the names of the buffers that ``state_dict`` has, each once."""
-    transient = {
-        f"{prefix}.{name}".lstrip(".")
-        for prefix, module in model.named_modules()
-        for name in module._non_persistent_buffers_set
-    }
-    return [name for name, _ in model.named_buffers() if name not in transient]
+    return persistent(buffer_places(model))
+
+
+def persistent(places: Mapping[str, tuple[nn.Module, str]]) -> list[str]:
+    """Return those of the buffers in ``places`` that are there and that ``state_dict`` has."""
+    return [
+        name
+        for name, (module, last) in places.items()
+        if last not in module._non_persistent_buffers_set and module._buffers.get(last) is not None
+    ]
 
 
 def refuse_other(store: TieredStore, name: str, plan: ModelPlan, partition: Partition, model: nn.Module) -> None:
     """Raise MisuseError where ``model``, divided by ``plan``, is not the one that was committed as ``name``, and ManifestError
     where its record is damaged, or not of the tensors that are there."""
-    record = _fitting(store, name, plan.units, plan.limits, partition, model)
-    buffers, mine = record["buffers"], set(persistent_buffers(model))
+    places = buffer_places(model)
+    record = _fitting(store, name, plan.units, plan.limits, partition, places)
+    buffers, mine = record["buffers"], set(persistent(places))
     # Of another program's checkpoint a record has no other buffers than that had: those that state_dict has.
     foreign = record.get("persistent") == list(buffers)
-    for fresh, _ in model.named_buffers():
+    for fresh in places:
         if fresh not in buffers and not (foreign and fresh not in mine):
             raise MisuseError(f"this model is not what was committed as {name!r}: that had no buffer {fresh!r}")
 
 
 def _fitting(
-    store: TieredStore, name: str, units: Sequence[UnitPlan], limits: Limits, partition: Partition, model: nn.Module
+    store: TieredStore,
+    name: str,
+    units: Sequence[UnitPlan],
+    limits: Limits,
+    partition: Partition,
+    places: Mapping[str, tuple[nn.Module, str]],
 ) -> dict[str, Any]:
-    """Return the record of a model with these units. Raises as ``refuse_other``."""
+    """Return the record of a model with these units, and buffers in these places. Raises as ``refuse_other``."""
     record = read_record(store, name)
     committed, here = record["layout"], layout_of(units, limits, partition)
     if committed != here:
         raise MisuseError(f"this model is not what was committed as {name!r}: {_difference(committed, here)}")
     refuse_other_tensors(store, name, record, units, limits)
-    modules = dict(model.named_modules())
     for buffer in record["buffers"]:
-        where, _, last = buffer.rpartition(".")
-        if where not in modules or last not in modules[where]._buffers:
+        module, last = places.get(buffer, (None, ""))
+        if module is None or last not in module._buffers:
             raise MisuseError(f"this model is not what was committed as {name!r}: it has no buffer {buffer!r}")
     return record
 

@@ -138,11 +138,16 @@ def load_dcp(
     then load again, or call ``zero.rollback``.
     """
     pager = pager_of(model)
+    for name, parameter in model.named_parameters():
+        if not hasattr(parameter, "_tiered"):
+            raise MisuseError(
+                f"parameter {name!r} was added, or replaced, after zero.page, and load_dcp loads paged ones: call it before"
+            )
     with Folder(folder, model, prefix) as found:
         groups = [] if optimizer is None else _groups(optimizer, found)
         record = record_of(found, groups, {})
         take_over(pager, found, groups, record)
-    checkpoint.load_record(pager, checkpoint.read_record(pager.store, pager.name), optimizer, None)
+    checkpoint.load_record(pager.model, pager, checkpoint.read_record(pager.store, pager.name), optimizer, None)
 
 
 def _groups(optimizer: Optimizer, found: Folder) -> list[ForeignGroup]:

@@ -27,7 +27,7 @@ from tiered import MisuseError, TieredError
 from tiered.errors import CapacityError, shown
 from tiered.zero.checkpoint.reshard import Source, opened
 from tiered.zero.checkpoint.safetensors import models_in, refuse_older
-from tiered.zero.record import RULES, states_used
+from tiered.zero.record import RULES, in_memory, states_used
 from tiered.zero.rules.exact import AdamRule, AdamWRule
 
 __all__ = ["FORMATS", "Exported", "export_dcp", "export_universal"]
@@ -63,7 +63,7 @@ class Exported:
         self._rules = {name: _rule(group) for group in self.groups for name in group["names"]}
         self.names = self._in_order()
         self.steps = {name: steps[part] for name in self.names if steps.get(part := self._source.first_part(name))}
-        self.buffers = {key: self.record["buffers"][key] for key in self.record.get("persistent", self.record["buffers"])}
+        self.buffers = in_memory(self.record)
 
     def _in_order(self) -> list[str]:
         """Return the names of all parameters, in the order of units."""

@@ -20,6 +20,7 @@ from tiered import MisuseError, TensorSpec
 from tiered.format.safetensors import Entry, WeightFiles, entry_of, first_of
 from tiered.format.safetensors_writer import Existing, Shards
 from tiered.system import refuse_little_room
+from tiered.zero.checkpoint.beside import refuse_forgotten
 from tiered.zero.checkpoint.checkpoint import Readable, pending_of, persistent_buffers, read_record
 from tiered.zero.checkpoint.reshard import Copies, Source, opened
 from tiered.zero.paging.pager import Pager, pager_of, placements_of
@@ -27,7 +28,7 @@ from tiered.zero.paging.sharding import Sharded
 from tiered.zero.paging.units import Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import States
 from tiered.zero.rank_stores import shared_json
-from tiered.zero.record import plans, refuse_other_tensors, states_used, type_named
+from tiered.zero.record import in_memory, plans, refuse_other_tensors, states_used, type_named
 
 __all__ = [
     *("AtRest", "Pretrained", "Progress", "export", "export_at_rest", "export_of_ranks", "models_in", "parameters_of"),
@@ -185,6 +186,7 @@ def export(
         if unit.held:
             raise MisuseError(f"the parameters of {unit.plan.name!r} are in use: export outside forward and backward")
         unit.gradients.close()
+    refuse_forgotten(pager, "an export")
     refuse_little_room(pager.store, "an export")
     parameters, buffers = _listed(pager)
     units = [unit for unit in pager.units if unit.plan.placements[0].sliced is None]
@@ -241,16 +243,17 @@ def _passed_on(contents: Iterator[memoryview], unread: list[Exception]) -> Itera
 
 
 def _listed(pager: Pager) -> tuple[dict[nn.Parameter, str], dict[str, torch.Tensor]]:
-    """Return what ``state_dict`` has: the first name of each parameter, and buffers by name, each once."""
+    """Return what ``state_dict`` has: the first name of each paged parameter, and by name, each once, buffers and parameters
+    that are in memory."""
     parameters: dict[nn.Parameter, str] = {}
     buffers: dict[int, tuple[str, torch.Tensor]] = {}
     paged = {*(placement.parameter for placement in pager.placements), *pager.sliced}
-    known = {id(buffer) for buffer in pager.model.buffers()}
+    known = {id(one) for one in (*pager.model.buffers(), *pager.model.parameters())}
     for name, value in pager.listed().items():
         if isinstance(value, nn.Parameter) and value in paged:
             parameters.setdefault(value, name)
         elif isinstance(value, torch.Tensor) and id(value) in known:
-            buffers.setdefault(id(value), (name, value))
+            buffers.setdefault(id(value), (name, value.detach()))
         else:
             raise MisuseError(
                 f"{name!r} of the model's state_dict is neither a parameter nor a buffer, and safetensors files hold nothing "
@@ -333,7 +336,7 @@ def export_at_rest(
             raise MisuseError(f"{store} has one rank's share of {name!r}: name the folder above the stores of all ranks")
         refuse_older(store, name, units)
         refuse_other_tensors(store, name, record, units, limits)
-        buffers = {key: record["buffers"][key] for key in record.get("persistent", record["buffers"])}
+        buffers = in_memory(record)
         entries = [_entry(p.name, p.shape, _goal(p.dtype, dtype)) for p in _wholes(units, record)]
         entries += [_entry(key, buffer.shape, _goal(buffer.dtype, dtype)) for key, buffer in buffers.items()]
         contents = _of_checkpoint(store, name, units, limits.chunk, record, list(buffers.values()), dtype)
@@ -361,7 +364,7 @@ def export_of_ranks(
         source = Source(stores, name, states=False)
         record = source.records[0]
         order = [placement for _, placement in _in_order(source.units, record)]
-        buffers = {key: record["buffers"][key] for key in record.get("persistent", record["buffers"])}
+        buffers = in_memory(record)
         entries = [_entry(p.name, p.shape, _goal(p.dtype, dtype)) for p in _wholes(source.units, record)]
         entries += [_entry(key, buffer.shape, _goal(buffer.dtype, dtype)) for key, buffer in buffers.items()]
         shards = Shards(folder, entries, shard, existing)

@@ -20,7 +20,7 @@ import gc
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -228,6 +228,10 @@ class Pager:
         name, pool, partition = config.name, config.pool, config.partition
         self._pool = pool
         self.model, self.store, self.name = model, store, name
+        self.buffer_places: Mapping[str, tuple[nn.Module, str]] = buffer_places(model)
+        """Where the buffers are that the model was paged with: each one's module, and its name in that."""
+        self.not_loaded: Sequence[str] = ()
+        """Names of what the checkpoint that the model was paged from has beside it, until ``zero.resume`` has loaded them."""
         self.limits = plan.limits
         self.checkpoint, chunk = CheckpointRecord(store, name), plan.limits.chunk
         self.intent, self._leases = Intent(), Leases.of(store)
@@ -306,6 +310,11 @@ class Pager:
         return AdaptiveActivations(
             saved, segments, keys, lambda: sum(unit.states.update_seconds for unit in units), config.pool, config.plan
         )
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Return the buffers that the model was paged with, by the names that they had then."""
+        there = {name: module._buffers.get(last) for name, (module, last) in self.buffer_places.items()}
+        return {name: buffer for name, buffer in there.items() if buffer is not None}
 
     def _sliced_embeddings(self) -> Iterator[tuple[bool, list[str]]]:
         """Yield whether a layer of another kind uses the weights of a sliced embedding, and the keys of the slices."""
@@ -1112,10 +1121,22 @@ def name_of(parameter: torch.Tensor) -> str:
 
 
 def pager_of(model: nn.Module) -> Pager:
-    """Return the pager of ``model``. Raises MisuseError for a model that is not paged, or has no parameters."""
-    for parameter in model.parameters():
-        return owner_of(parameter)
+    """Return the pager of ``model``, which may have parameters in memory, too. Raises MisuseError for a model that is not
+    paged, or has no parameters."""
+    parameters = list(model.parameters())
+    for parameter in parameters:
+        if hasattr(parameter, "_tiered"):
+            return owner_of(parameter)
+    for parameter in parameters:
+        return owner_of(parameter)  # which says that it is not paged
     raise MisuseError("this model has no parameters")
+
+
+def buffer_places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Return where each buffer of a model is, by its name: its module, and its name in that. One of several names once."""
+    modules = dict(model.named_modules())
+    parts = {name: name.rpartition(".") for name, _ in model.named_buffers()}
+    return {name: (modules[where], last) for name, (where, _, last) in parts.items()}
 
 
 def _no_tensor() -> None:

@@ -138,6 +138,10 @@ class CheckpointRecord:
         self.key = f"{name}/checkpoint"
         self._store = store
         self._changed_in: int | None = None
+        self._awaited = self._applying = False
+        self.before: torch.Tensor | None = None
+        """The record, which is not in the store any more because updates of its commit were applied, while ``await_resume``
+        holds and nothing else has changed since."""
 
     @property
     def changed(self) -> bool:
@@ -152,8 +156,31 @@ class CheckpointRecord:
         """Note that everything is as in the last commit."""
         self._changed_in = None
 
+    def await_resume(self) -> None:
+        """Have an update that was pending in the last commit leave the record in ``before``: optimizer and others still have to
+        be loaded."""
+        self._awaited, self.before = True, None
+
+    def resumed(self) -> None:
+        """End ``await_resume``."""
+        self._awaited, self.before = False, None
+
+    @contextmanager
+    def applying(self) -> Iterator[None]:
+        """Delete the record, because a pending update is about to be applied, within a block."""
+        if self._awaited and self.before is None and self.key in self._store:
+            self.before = self._store.get(self.key)
+        self._applying = True
+        try:
+            self.invalidate()
+            yield
+        finally:
+            self._applying = False
+
     def invalidate(self) -> None:
         """Delete the record, because a tensor of the model is about to change."""
+        if not self._applying:
+            self.resumed()
         self.note()
         if self.key in self._store:
             self._store.delete(self.key)

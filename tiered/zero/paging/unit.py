@@ -521,8 +521,8 @@ class Unit:
             return
         if self.held:
             raise MisuseError(f"the parameters of {self.plan.name!r} are in use: their update has to wait for the end of it")
-        self._checkpoint.invalidate()
         with ExitStack() as leases:
+            leases.enter_context(self._checkpoint.applying())
             gradient = self.gradients.opened  # from within backward: so it stays in memory until it is deleted
             if gradient is None and pending.graded:
                 gradient, unit = leases.enter_context(self.storage.shard_beside(self.gradients.key))
@@ -532,7 +532,8 @@ class Unit:
             del unit, gradient
         self.pending = None
         self.updates += 1
-        self.forget_gradients()
+        with self._checkpoint.applying():
+            self.forget_gradients()
 
     def keep_states(self, placement: Placement, states: Mapping[str, Kept]) -> None:
         """Have a parameter keep ``states``: forms by name. A pending update that was made for others is applied first. Raises
