@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import random
 import tempfile
-from collections.abc import Iterator
+import threading
+import unittest
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -16,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from tests.store.chains import CHAINS, MIB, Chain, nothing_is_held, numbers, same
-from tiered import CorruptionError, KeyNotFound, MisuseError, TensorSpec, TieredStore
+from tiered import CorruptionError, KeyNotFound, LeaseConflict, MisuseError, SmallTensors, TensorSpec, TieredStore
 
 
 @pytest.fixture(params=CHAINS, ids=lambda chain: chain.name)
@@ -143,6 +147,168 @@ class AgainstADict(RuleBasedStateMachine):
 def test_a_store_is_a_mapping() -> None:
     machine = settings(max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
     run_state_machine_as_test(AgainstADict, settings=machine)  # type: ignore[no-untyped-call]
+
+
+class AnyValues:
+    """Values that are pickled into tensors, for a suite that compares them, and all that a store does not do as a ``dict``."""
+
+    def __init__(self, mapping: TieredStore | SmallTensors) -> None:
+        self.mapping = mapping
+
+    def __eq__(self, other: object) -> bool:  # a store is equal to itself alone
+        return isinstance(other, AnyValues) and dict(self.items()) == dict(other.items())
+
+    def keys(self) -> Any:  # a store's take a pattern
+        return self.mapping.keys()
+
+    def values(self) -> list[Any]:
+        return [_plain(one) for one in self.mapping.values()]
+
+    def items(self) -> list[tuple[str, Any]]:
+        return [(key, _plain(one)) for key, one in self.mapping.items()]
+
+    def get(self, key: str, default: Any = None) -> Any:  # a store's raises without a default
+        return _plain(self.mapping.get(key, default))
+
+    def update(self, *given: Any) -> None:
+        try:
+            self.mapping.update(*map(_coded_all, given))
+        except MisuseError as error:
+            raise WrongArgument from error
+
+    def pop(self, key: str, *default: Any) -> Any:
+        return _plain(self.mapping.pop(key, *default))
+
+    def popitem(self, *wrong: Any) -> tuple[str, Any]:
+        key, value = self.mapping.popitem(*wrong)
+        return key, _plain(value)
+
+    def setdefault(self, *given: Any) -> Any:
+        return _plain(self.mapping.setdefault(*given[:1], *map(_coded, given[1:])))
+
+    def __getitem__(self, key: str) -> Any:
+        return _plain(self.mapping[key])
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.mapping[key] = _coded(value)
+
+    def __delitem__(self, key: str) -> None:
+        del self.mapping[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.mapping
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.mapping)
+
+    def __len__(self) -> int:
+        return len(self.mapping)
+
+    def clear(self) -> None:
+        self.mapping.clear()
+
+
+class WrongArgument(TypeError, ValueError):
+    """What a store says of wrong arguments by a MisuseError."""
+
+
+def _coded(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def _plain(value: Any) -> Any:
+    return pickle.loads(value.numpy().tobytes()) if isinstance(value, torch.Tensor) else value
+
+
+def _coded_all(given: Any) -> Any:
+    """What ``update`` is given, with tensors for values; everything else about it is as it was."""
+    if hasattr(given, "keys"):
+
+        class Coded:
+            def keys(self) -> Any:
+                return given.keys()
+
+            def __getitem__(self, key: str) -> torch.Tensor:
+                return _coded(given[key])
+
+        return Coded()
+    return ((pair[0], _coded(pair[1]), *pair[2:]) for pair in given) if isinstance(given, Iterable) else given
+
+
+@pytest.mark.parametrize("kind", ["store", "small tensors"])
+def test_what_pythons_own_suite_asks_of_a_mapping(kind: str) -> None:
+    suite = pytest.importorskip("test.mapping_tests", reason="this Python has no package test")
+    opened: list[TieredStore] = []
+
+    class Protocol(suite.BasicTestMappingProtocol):  # type: ignore[misc, name-defined]
+        def _empty_mapping(self) -> AnyValues:
+            opened.append(TieredStore.open(None, dram=MIB))
+            return AnyValues(opened[-1] if kind == "store" else opened[-1].small("s"))
+
+        def tearDown(self) -> None:
+            while opened:
+                opened.pop().close()
+
+    found = unittest.TestResult()
+    unittest.defaultTestLoader.loadTestsFromTestCase(Protocol).run(found)
+    assert found.testsRun >= 13
+    assert not found.failures + found.errors, "\n".join(why for _, why in found.failures + found.errors)
+
+
+@pytest.fixture(params=["store", "small tensors"])
+def mapping(request: pytest.FixtureRequest) -> Iterator[TieredStore | SmallTensors]:
+    with TieredStore.open(None, dram=MIB) as opened:
+        yield opened if request.param == "store" else opened.small("s")
+
+
+def test_defaults_and_what_is_taken_out(mapping: TieredStore | SmallTensors) -> None:
+    default = torch.ones(2)
+    kept = mapping.setdefault("a", default)
+    default.zero_()
+    kept.zero_()
+    assert mapping["a"].tolist() == [1, 1], "what is returned, and what was given, are the caller's"
+    assert mapping.setdefault("a", default).tolist() == [1, 1]
+    assert mapping.setdefault("array", numpy.arange(3)).tolist() == [0, 1, 2]
+    with pytest.raises(MisuseError, match="holds tensors, not NoneType"):
+        mapping.setdefault("b", None)  # type: ignore[arg-type]
+    key, value = mapping.popitem()
+    assert key in ("a", "array")
+    assert value.numel() in (2, 3)
+    assert key not in mapping
+    mapping.update({f"{number}": torch.full((2,), number) for number in range(40)})
+    mapping.clear()
+    assert list(mapping) == []
+    mapping.clear()
+    with pytest.raises(KeyNotFound, match="no tensor to pop in "):
+        mapping.popitem()
+    mapping["again"] = torch.ones(1)
+    assert list(mapping) == ["again"]
+    assert mapping.pop("b", 5) == 5
+    for wrong in (42, [("a",)], [("a", torch.ones(1), 3)], ["ab"]):
+        with pytest.raises(MisuseError, match="update is given a mapping, or pairs of a key and a tensor, not"):
+            mapping.update(wrong)  # type: ignore[arg-type]
+
+
+def test_of_threads_that_take_out_one_tensor_one_has_it(mapping: TieredStore | SmallTensors) -> None:
+    mapping.update({f"{number}": torch.tensor(number) for number in range(60)})
+    taken: list[tuple[str, int]] = []
+
+    def take() -> None:
+        while True:
+            try:
+                key, value = mapping.popitem()
+            except KeyNotFound:
+                return
+            except LeaseConflict:  # another thread reads the one that this one would delete
+                continue
+            taken.append((key, int(value)))
+
+    threads = [threading.Thread(target=take) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(taken) == sorted((f"{number}", number) for number in range(60))
 
 
 def test_more_than_memory_is_read_in_order(store: TieredStore) -> None:

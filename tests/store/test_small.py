@@ -43,16 +43,19 @@ class AgainstADict(RuleBasedStateMachine):
         self.now: dict[str, torch.Tensor] = {}
         self.states: dict[int, dict[str, torch.Tensor]] = {}
         self.source, self.seed = random.Random(seed), seed
-        self.begin()
-
-    def begin(self) -> None:
-        self.store = TieredStore.open(Path(self.home.name) / "state", dram=MIB, keep=2)
+        self.store = self.opened()
         self.small = self.store.small("s", page="4KiB")
+        self.reader: TieredStore | None = None
+
+    def opened(self) -> TieredStore:
+        return TieredStore.open(Path(self.home.name) / "state", dram=MIB, keep=2)
 
     def some(self) -> tuple[str, torch.Tensor]:
         self.seed += 1
         kind = self.source.choice(KINDS)
         shape = torch.Size(self.source.choice([(), (0,), (3,), (2, 5), (64,), (7, 31), (200,), (1100,)]))
+        if self.seed % 3:  # most tensors are alike, so that several can be stacked
+            kind, shape = KINDS[0], torch.Size((2, 5))
         values = numbers(max(1, shape.numel()), self.seed)[: shape.numel()]
         return f"{self.source.randrange(60)}", values.view(shape).to(kind)
 
@@ -76,12 +79,38 @@ class AgainstADict(RuleBasedStateMachine):
             del self.now[key]
 
     @rule()
+    def clear(self) -> None:
+        self.small.clear()
+        self.now.clear()
+
+    @rule(page=st.sampled_from(["4KiB", "8KiB"]))
+    def make_anew(self, page: str) -> None:
+        """The object is the same one, whatever the size of a page was before, or is after the store went back."""
+        self.small.drop()
+        assert self.store.small("s", page=page) is self.small
+        self.now.clear()
+
+    @rule()
     def commit(self) -> None:
         self.states = {self.store.commit(): dict(self.now)} | dict(list(self.states.items())[:1])
 
     @precondition(lambda self: self.states)
+    @rule()
+    def read_beside(self) -> None:
+        """A reader that stays open goes on to the newest commit."""
+        if self.reader is None:
+            self.reader = TieredStore.open(Path(self.home.name) / "state", dram=MIB, access="read")
+            self.there = self.reader.small("s")
+        self.reader.refresh()
+        self.beside = self.states[self.reader.generation]
+        self.first_call(self.there, self.beside)
+        self.compare(self.there, self.beside)
+
+    @precondition(lambda self: self.states)
     @rule(older=st.booleans())
     def rollback(self, older: bool) -> None:
+        self.put(20)
+        assert len(self.small) == len(self.now)  # what is known is of now
         generation = min(self.states) if older and min(self.states) in self.store.generations else max(self.states)
         self.store.rollback(generation)
         self.now = dict(self.states[generation])
@@ -91,9 +120,10 @@ class AgainstADict(RuleBasedStateMachine):
     def reopen(self) -> None:
         self.rollback(older=False)
         with TieredStore.open(Path(self.home.name) / "state", dram=MIB, access="read") as reader:
-            self.compare(reader.small("s"))
+            self.compare(reader.small("s"), self.now)
         self.store.close()
-        self.begin()
+        self.store = self.opened()
+        self.small = self.store.small("s")
 
     @rule()
     def offload(self) -> None:
@@ -109,23 +139,56 @@ class AgainstADict(RuleBasedStateMachine):
     @invariant()
     def is_the_same(self) -> None:
         if hasattr(self, "small"):
-            self.compare(self.small)
+            self.first_call(self.small, self.now)
+            self.compare(self.small, self.now)
+            if self.reader is not None:
+                self.first_call(self.there, self.beside)
 
-    def compare(self, small: SmallTensors) -> None:
-        assert sorted(small) == sorted(self.now)
-        assert len(small) == len(self.now)
-        for key in self.source.sample(sorted(self.now), min(8, len(self.now))):
-            assert same(small[key], self.now[key])
-            assert small.spec(key).shape == tuple(self.now[key].shape)
+    def first_call(self, small: SmallTensors, now: dict[str, torch.Tensor]) -> None:
+        """Any one call, whose answer must be of now, whatever is known from before."""
+        keys = self.source.sample(sorted(now), min(4, len(now)))
+        kinds = {(now[key].dtype, now[key].shape) for key in keys}
+        absent = next(key for key in (*map(str, range(60)), "none") if key not in now)
+        call = self.source.randrange(10)
+        if call == 0 and len(kinds) > 1:
+            with pytest.raises(MisuseError, match="differ in shape or type"):
+                small.stack(keys)
+        elif call in (1, 8, 9) and keys:
+            alike = [key for key in now if now[key].dtype == now[keys[0]].dtype and now[key].shape == now[keys[0]].shape]
+            assert same(small.stack(alike), torch.stack([now[key] for key in alike]))
+        elif call == 2:
+            assert all(same(small.get(key, torch.empty(77)), now[key]) for key in keys[:1])
+        elif call == 3:
+            assert all(same(one, now[key]) for one, key in zip(small.get_many(keys), keys, strict=True))
+        elif call == 4:
+            assert all(same(one, now[key]) for one, key in zip(small.in_order(keys), keys, strict=True))
+        elif call == 5:
+            assert all(small.spec(key).shape == tuple(now[key].shape) for key in keys[:1])
+        elif call == 6:
+            assert len(small) == len(now)
+        elif call == 7:
+            assert absent not in small
+        else:
+            with pytest.raises(KeyNotFound):
+                small[absent]
+
+    def compare(self, small: SmallTensors, now: dict[str, torch.Tensor]) -> None:
+        assert sorted(small) == sorted(now)
+        assert len(small) == len(now)
+        for key in self.source.sample(sorted(now), min(8, len(now))):
+            assert same(small[key], now[key])
+            assert small.spec(key).shape == tuple(now[key].shape)
         assert "none" not in small
         assert small.get("none", None) is None
 
     def teardown(self) -> None:
         if hasattr(self, "store"):
+            if self.reader is not None:
+                self.reader.close()
             if self.now:
                 live = sum(UNIT * max(1, -(-one.nbytes // UNIT)) for one in self.now.values())
                 taken = sum(self.store.spec(key).nbytes for key in held("s", self.store, "page"))
-                assert taken <= 2 * live + 20 * 4096, "pages that are half empty are merged"
+                assert taken <= 2 * live + 20 * self.small.page_bytes, "pages that are half empty are merged"
             self.store.rollback() if self.states else None
             self.store.close()
             self.home.cleanup()
@@ -137,7 +200,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def test_any_operations_against_a_dict() -> None:
-    few = settings(max_examples=40, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck))
+    few = settings(max_examples=50, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck))
     run_state_machine_as_test(AgainstADict, settings=few)
 
 
@@ -271,6 +334,68 @@ def test_a_commit_and_a_rollback_have_them(store: TieredStore, tmp_path: Path) -
     assert "new" not in small
     with pytest.raises(KeyNotFound, match="'new'"):
         small.get("new")
+
+
+@pytest.mark.parametrize("call", ["get", "get_many", "stack", "in_order"])
+def test_what_was_known_before_the_store_went_back_or_ahead_refuses_nothing(tmp_path: Path, call: str) -> None:
+    """By what is known from before, the tensors differ in shape, or one is larger than its page."""
+
+    def three(small: SmallTensors) -> list[torch.Tensor]:
+        if call == "get":
+            return [small["a"], small["b"], small["c"]]
+        found = list(getattr(small, call)(["a", "b", "c"]))
+        return found if call != "stack" else list(torch.stack(found))
+
+    now = {key: numbers(20_000, at) for at, key in enumerate("abc")}
+    with TieredStore.open(tmp_path / "state", dram=MIB, keep=5) as store:
+        small = store.small("s", page="4KiB")
+        first = store.commit()
+        small.update({"a": numbers(3, 7), "b": numbers(60_000, 8), "c": numbers(5, 9)})
+        other = store.commit()
+        with TieredStore.open(tmp_path / "state", dram=MIB, access="read") as reader:
+            there = reader.small("s")
+            assert there["b"].numel() == 60_000
+            store.rollback(first)
+            small.update(now)
+            last = store.commit()
+            store.rollback(other)
+            assert small["b"].numel() == 60_000
+            store.rollback(last)
+            reader.refresh()
+            for one in (small, there):
+                assert all(same(*pair) for pair in zip(three(one), now.values(), strict=True))
+        store.close()
+
+
+def test_a_page_that_cannot_be_read_stops_nobody_who_does_not_need_it_any_more(tmp_path: Path) -> None:
+    with TieredStore.open(tmp_path / "state", dram=MIB, keep=5) as store:
+        small = store.small("s", page="4KiB")
+        small.update({"a": numbers(3, 1), "other": numbers(2000, 2)})
+        first = store.commit()
+        small["a"] = numbers(2000, 3)
+        page = store.spec("s/page2")
+        store.commit()
+        assert small["a"].numel() == 2000
+        store.rollback(first)
+        store.create("s/page2", page)
+        with store.lease("s/page2", access="write"):  # a conflict for whoever thinks that it has "a"
+            assert same(small["a"], numbers(3, 1))
+        store.close()
+
+
+def test_they_are_of_the_page_that_the_record_says(store: TieredStore) -> None:
+    small = store.small("s", page="4KiB")
+    small["a"] = numbers(30, 1)
+    first = store.commit()
+    small.drop()
+    assert store.small("s", page="8KiB") is small, "two objects would not take turns"
+    small["b"] = numbers(40, 2)
+    second = store.commit()
+    for generation, key, page in ((first, "a", 4096), (second, "b", 8192), (first, "a", 4096)):
+        store.rollback(generation)
+        assert list(small) == [key]
+        assert small.page_bytes == page
+        small["more"] = torch.ones(3)
 
 
 def test_before_they_were_made_there_are_none(store: TieredStore) -> None:

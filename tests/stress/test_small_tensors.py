@@ -302,6 +302,7 @@ WORKS: dict[str, Callable[[SmallTensors], object]] = {
     "put where no room is": lambda small: small.put("new", content("new", 1, 400)),
     "delete": lambda small: small.delete("t4"),
     "delete the only one of a page": lambda small: small.delete("t5"),
+    "delete all": lambda small: small.clear(),
     "put, and the log is rewritten": lambda small: small.put("new", content("new", 1, 20)),
 }
 PREPARED = {"put where no room is": full_page, "put, and the log is rewritten": long_log}

@@ -19,7 +19,16 @@ from typing import NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 
-from tiered.errors import CapacityError, KeyNotFound, LeaseConflict, ManifestError, MisuseError, TransferError, shortened
+from tiered.errors import (
+    CapacityError,
+    KeyNotFound,
+    LeaseConflict,
+    ManifestError,
+    MisuseError,
+    TieredError,
+    TransferError,
+    shortened,
+)
 from tiered.small.names import (
     HEAD_BYTES,
     LARGEST_PLACE,
@@ -27,6 +36,7 @@ from tiered.small.names import (
     UNIT,
     Head,
     Names,
+    Record,
     deletion,
     description,
     location,
@@ -148,7 +158,11 @@ class Pages:
     # -- the state, and whether it is as known -----------------------------------------------------------------------------
 
     def steadily(self, work: Callable[[Known], Answer]) -> Answer:
-        """Call ``work`` with what is known; again, with what is read anew, where it finds that the store went back or ahead."""
+        """Call ``work`` with what is known; again, with what is read anew, where the store went back or ahead.
+
+        This is the one place where an error of ``work`` is believed: whatever it refuses (other shapes, damage, a page that is
+        gone or cannot be read, a conflict, no room) may follow from what is outdated, so the stamp is compared first.
+        """
         while True:
             known = self._known
             try:
@@ -156,15 +170,18 @@ class Pages:
                     known = self._read()
                 return work(known)
             except _Changed:
-                self._known = None
+                pass
             except _Missing as error:
                 self._refuse_missing(error.key)
-            except KeyNotFound as error:
-                if self._open not in self.store or self._record not in self.store:
+            except TieredError as error:
+                missing = isinstance(error, KeyNotFound)
+                if missing and (self._open not in self.store or self._record not in self.store):
                     self._refuse_gone()
-                if known is not None and not self._is_stale(known.head):
-                    raise ManifestError(f"small tensors {self.name!r} in {self.store} are damaged: {error}") from None
-                self._known = None
+                if not (missing if known is None else self._is_stale(known.head)):
+                    if missing:
+                        raise ManifestError(f"small tensors {self.name!r} in {self.store} are damaged: {error}") from None
+                    raise
+            self._known = None
 
     def refuse_stale(self, head: Head) -> None:
         """Raise _Changed where the stamp is not that of ``head``."""
@@ -176,6 +193,8 @@ class Pages:
             self.refuse_stale(head)
         except (_Changed, KeyNotFound):
             return True
+        except TieredError:  # the open page cannot be leased: the error that led here says why
+            return False
         return False
 
     def _compare(self, head: Head, opened: There) -> None:
@@ -223,11 +242,13 @@ class Pages:
         return names
 
     def _refuse_size(self, key: Key, spec: TensorSpec) -> None:
+        """Raise ManifestError where a tensor of ``spec`` is no page; _Changed where pages have another size now, because the
+        small tensors were dropped and made anew, or the store went back to before that."""
         if spec.dtype != "uint8" or spec.shape != (self.page,):
-            self._refuse_damaged(
-                f"{key!r} has the shape {spec.shape} of {spec.dtype}, not {self.page} bytes (where they were "
-                "dropped and made anew, open them again)"
-            )
+            before, self.page = self.page, Record.decoded(self.name, flat(self.store.get(self._record)).numpy().tobytes()).page
+            if self.page != before:
+                raise _Changed
+            self._refuse_damaged(f"{key!r} has the shape {spec.shape} of {spec.dtype}, not {self.page} bytes")
 
     def _refuse_damaged(self, why: str) -> NoReturn:
         raise ManifestError(f"small tensors {self.name!r} in {self.store} are damaged: {why}")
@@ -525,6 +546,16 @@ class Pages:
         self._change(known, head, after, entry, [])
         known.after(known.names.remove(key))
         self._known = known
+
+    def clear(self, known: Known) -> None:
+        """Begin a log and a page without anything. What was before them is removed by the next ``tidy``."""
+        head = known.head
+        after = self._next(head)
+        after.page, after.next_page = head.next_page, head.next_page + 1
+        after.log = after.values = after.used = 0
+        after.first = after.last = head.last + 1
+        self._change(known, head, after, b"", [])
+        self._known = Known(after, Names())
 
     # -- pages that are half empty, and a log that is too long -------------------------------------------------------------
 

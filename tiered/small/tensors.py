@@ -5,9 +5,8 @@ from __future__ import annotations
 import ctypes
 import random
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import chain
 from typing import Any, TypeVar, overload
 
 import torch
@@ -28,7 +27,7 @@ from tiered.small.names import (
     spec_of,
 )
 from tiered.small.pages import BATCH, HOST, Known, Pages, Prepared, Store
-from tiered.tensors.mapping import MISSING, Default, TensorMapping, as_stored
+from tiered.tensors.mapping import MISSING, Default, Pairs, TensorMapping, as_stored, pairs_of
 from tiered.tensors.specs import PLAIN, copied, flat, listed, refuse_keys, refuse_name, refuse_unstorable
 from tiered.types import Key, TensorSpec, parse_size
 
@@ -44,7 +43,6 @@ BATCH_BYTES = 32 << 20
 """Bytes of tensors that ``update`` puts together, at most."""
 
 Answer = TypeVar("Answer")
-_Pairs = TensorMapping | Mapping[Key, torch.Tensor] | Iterable[tuple[Key, torch.Tensor]]
 
 
 class SmallTensors(TensorMapping):
@@ -197,17 +195,14 @@ class SmallTensors(TensorMapping):
         self._put([_prepared(key, tensor)])
 
     @from_here
-    def update(self, tensors: _Pairs, /, **more: torch.Tensor) -> None:
+    def update(self, tensors: Pairs = (), /, **more: torch.Tensor) -> None:
         """Put all tensors of a mapping, or of pairs, under their names. Up to 1,024 of them, or 32 MiB, are copied before they
         are put: after an exception some are stored. Raises as ``put``."""
-        pairs = tensors.items() if isinstance(tensors, Mapping | TensorMapping) else tensors
         batch: list[Prepared] = []
         nbytes = 0
-        for pair in chain(pairs, more.items()):
-            if not isinstance(pair, tuple | list) or len(pair) != 2:
-                raise MisuseError(f"update is given a mapping, or pairs of a key and a tensor, not {pair!r:.100}")
+        for key, value in pairs_of(tensors, more):
             # A copy, because whoever makes the pairs may use one tensor for all of them.
-            one = _prepared(pair[0], as_stored(pair[0], pair[1]), a_copy=True)
+            one = _prepared(key, as_stored(key, value), a_copy=True)
             batch.append(one)
             nbytes += one.spec.nbytes
             if len(batch) == BATCH or nbytes > BATCH_BYTES:
@@ -226,6 +221,16 @@ class SmallTensors(TensorMapping):
         """Delete the tensor ``key``; its place in the page is empty then. Raises KeyNotFound, and as ``put``."""
         refuse_keys([key])
         self._do(lambda known: self._pages.delete(known, key), changes=True)
+
+    @from_here
+    def clear(self) -> None:
+        """Delete all of these tensors, by one change of the open page: all are gone, or none. More can be put afterwards.
+        Raises as ``put``."""
+        self._do(self._pages.clear, changes=True)
+
+    def _any_key(self) -> Key | None:
+        """Return the key that was put last; None where there is none."""
+        return self._looked(lambda known: next(reversed(known.names.where), None))
 
     @from_here
     def drop(self) -> None:

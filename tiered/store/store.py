@@ -836,11 +836,7 @@ class TieredStore(TensorMapping):
         capacity = self._parts.tiers[self._parts.dram].capacity
         found = open_small(self, name, page, capacity, may_make=self.access is Access.WRITE)
         with engine.lock:
-            known = self._small.get(name)
-            if known is not None and known.page_bytes == found.page_bytes:
-                return known
-            self._small[name] = found
-        return found
+            return self._small.setdefault(name, found)  # one of each name, whose calls take turns
 
     # -- looking in -------------------------------------------------------------------------------------------------------
 

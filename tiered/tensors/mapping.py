@@ -9,17 +9,18 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, overload
 
 import torch
 
-from tiered.errors import MisuseError
+from tiered.errors import KeyNotFound, MisuseError
 from tiered.types import Key
 
 if TYPE_CHECKING:
     import numpy
 
-__all__ = ["MISSING", "Items", "Keys", "TensorMapping", "Values", "as_stored"]
+__all__ = ["MISSING", "Items", "Keys", "Pairs", "TensorMapping", "Values", "as_stored", "pairs_of"]
 
 Default = TypeVar("Default")
 MISSING: Any = object()
@@ -44,8 +45,12 @@ class TensorMapping(ABC):
     @abstractmethod
     def delete(self, key: Key) -> None: ...
 
-    @abstractmethod
+    @overload
     def get(self, key: Key) -> torch.Tensor: ...
+    @overload
+    def get(self, key: Key, default: Default) -> torch.Tensor | Default: ...
+    @abstractmethod
+    def get(self, key: Key, default: Any = MISSING) -> Any: ...
 
     @abstractmethod
     def in_order(self, keys: Iterable[Key]) -> Iterator[torch.Tensor]: ...
@@ -83,24 +88,81 @@ class TensorMapping(ABC):
     def pop(self, key: Key, default: Any = MISSING) -> Any:
         """Delete ``key`` and return what it was, or ``default`` where there is none. Two calls, ``get`` and ``delete``: what
         another thread puts in between is lost. Raises KeyNotFound without a default, and what both raise."""
-        if default is not MISSING and key not in self:
+        found = self.get(key, default)
+        if found is default:
             return default
-        found = self.get(key)
-        self.delete(key)
+        try:
+            self.delete(key)
+        except KeyNotFound:  # of two threads that pop one tensor, one has it
+            if default is MISSING:
+                raise
+            return default
         return found
 
-    def update(
-        self, tensors: TensorMapping | Mapping[Key, torch.Tensor] | Iterable[tuple[Key, torch.Tensor]], /, **more: torch.Tensor
-    ) -> None:
+    def popitem(self) -> tuple[Key, torch.Tensor]:
+        """Delete one tensor, whichever, and return its key and what it was: ``pop`` of a key that is there. Raises KeyNotFound
+        where there is none, and what ``pop`` raises."""
+        while (key := self._any_key()) is not None:
+            found = self.pop(key, None)
+            if found is not None:  # otherwise another thread has deleted it
+                return key, found
+        raise KeyNotFound(f"there is no tensor to pop in {self}")
+
+    def setdefault(self, key: Key, default: torch.Tensor | numpy.ndarray[Any, Any]) -> torch.Tensor:
+        """Return ``get(key)``, where there is none after ``self[key] = default``: a copy, too. What another thread puts in
+        between is replaced. Raises what ``get`` and ``put`` raise."""
+        found = self.get(key, None)
+        if found is None:
+            self[key] = default
+            found = self.get(key)
+        return found
+
+    def clear(self) -> None:
+        """Delete every tensor that is there, one after the other, as ``delete`` does: after an exception those before are
+        gone. Raises what ``delete`` raises."""
+        for key in list(self):
+            try:
+                self.delete(key)
+            except KeyNotFound:  # another thread has deleted it
+                continue
+
+    def update(self, tensors: Pairs = (), /, **more: torch.Tensor) -> None:
         """Put all tensors of a mapping (``model.state_dict()``, another store), or of pairs, under their names, one after the
-        other: after an exception those before are stored. Raises what ``put`` raises."""
-        pairs = tensors.items() if isinstance(tensors, Mapping | TensorMapping) else tensors
-        for pair in pairs:
-            if not isinstance(pair, tuple | list) or len(pair) != 2:
-                raise MisuseError(f"update is given a mapping, or pairs of a key and a tensor, not {pair!r:.100}")
-            self[pair[0]] = pair[1]
-        for key, value in more.items():
+        other: after an exception those before are stored. What has ``keys()`` and ``[key]`` is a mapping. Raises what ``put``
+        raises."""
+        for key, value in pairs_of(tensors, more):
             self[key] = value
+
+    def _any_key(self) -> Key | None:
+        """Return a key; None where there is none."""
+        return next(iter(self), None)
+
+
+class WithKeys(Protocol):
+    """What ``update`` takes for a mapping, as that of ``dict`` does."""
+
+    def keys(self) -> Iterable[Key]: ...
+    def __getitem__(self, key: Key, /) -> torch.Tensor: ...
+
+
+Pairs = TensorMapping | Mapping[Key, torch.Tensor] | WithKeys | Iterable[tuple[Key, torch.Tensor]]
+"""What ``update`` is given."""
+
+
+def pairs_of(tensors: Pairs, more: Mapping[str, torch.Tensor]) -> Iterator[tuple[Key, Any]]:
+    """Iterate over the pairs of key and tensor that ``update`` is given. Raises MisuseError for what is no pair."""
+    given: Any = tensors
+    pairs: Iterable[Any] = given
+    if isinstance(tensors, Mapping | TensorMapping):
+        pairs = tensors.items()
+    elif hasattr(tensors, "keys"):
+        pairs = ((key, given[key]) for key in given.keys())  # noqa: SIM118 (it need not be iterable)
+    elif not isinstance(tensors, Iterable):
+        raise MisuseError(f"update is given a mapping, or pairs of a key and a tensor, not {tensors!r:.100}")
+    for pair in chain(pairs, more.items()):
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise MisuseError(f"update is given a mapping, or pairs of a key and a tensor, not {pair!r:.100}")
+        yield pair[0], pair[1]
 
 
 def as_stored(key: Key, value: Any) -> torch.Tensor:
