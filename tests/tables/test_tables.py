@@ -35,6 +35,7 @@ from tiered.allocator import Sliding
 from tiered.engine.policy import LRU
 from tiered.engine.requests import Lease
 from tiered.tables import kernel
+from tiered.tables.buffer import blank
 from tiered.tables.layout import Layout
 from tiered.tables.places import Places
 from tiered.types import Candidate, Key
@@ -694,6 +695,31 @@ def test_blocks_that_are_large_beside_the_pool(tmp_path: Path) -> None:
     larger_than_the_pool(tmp_path / "state", "8MiB", 40_000, block="1MiB")
     with TieredStore.open(tmp_path / "state", dram="2200KiB", access="read") as reader:
         same(reader.table("v").look_up(torch.arange(40_000)), as_larger_than_the_pool(40_000))
+
+
+def test_what_was_known_before_the_store_went_back_refuses_nothing(on_disk: TieredStore) -> None:
+    """By what is known from before, the row lies in a segment of the buffer, which somebody else has now."""
+    table = with_buffer(on_disk, Layout(200, (4,), torch.float32, 4, 0.0, 80, 8))
+    table[:] = torch.ones(200, 4)
+    on_disk.commit()
+
+    def go_back() -> str:
+        table.update([5], torch.zeros(1, 4))
+        segment = table.key_of(5)
+        assert segment.startswith("t/table.buffer")
+        on_disk.rollback()
+        return segment
+
+    for call in (table.look_up, lambda ids: table.__setitem__(slice(5, 6), torch.ones(1, 4))):
+        segment = go_back()
+        on_disk.put("t/table.buffer", blank(table.layout))
+        on_disk.create(segment, (8, 4), dtype=torch.float32)
+        with on_disk.lease(segment, access="write"):
+            call([5])
+        same(table.look_up([5]), torch.ones(1, 4))
+        on_disk.rollback()
+    go_back()
+    assert table.key_of(5) == "t/block1"
 
 
 def test_tensors_beside_a_table_are_the_users(on_disk: TieredStore) -> None:

@@ -5,6 +5,7 @@ A ``Places`` has a lock, because leases that conflict raise: calls of several th
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -13,7 +14,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
-from tiered.errors import CapacityError, KeyNotFound, MisuseError
+from tiered.errors import CapacityError, KeyNotFound, MisuseError, TieredError
 from tiered.tables.buffer import FIRST, Placed, absent, blank, read_head, stamp_at
 from tiered.tables.cache import RowCache
 from tiered.tables.kernel import copy, copy_equal
@@ -34,6 +35,7 @@ __all__ = [
     "int64",
     "leased",
     "numbers",
+    "refuse_moved",
 ]
 
 SHARE = 4
@@ -249,6 +251,16 @@ class Places:
             self.placed = read_head(self.name, self.layout, head.data_ptr())
         return self.placed
 
+    def now(self) -> Placed:
+        """Return what is known of the buffer, and true at this moment."""
+
+        def attempt() -> Placed:
+            placed = self.current()
+            refuse_moved([Wanted(self, (), placed)])
+            return placed
+
+        return again(attempt)
+
     def head(self, placed: Placed, leased: Iterator[There]) -> int:
         """Return the address of the head of the buffer, the next one of ``leased``; 0 where there is none. Raises MovedError
         where ``placed`` is not what the head says."""
@@ -313,7 +325,7 @@ class Places:
             begin, end = placed.within(self.layout, first, last, self.most)
             try:
                 if begin == end:
-                    leased([Wanted(self, (), placed)], Access.READ, lambda lent, others: None)  # compares the stamps
+                    refuse_moved([Wanted(self, (), placed)])
                     return
                 self.empty(placed, begin, end)
             except MovedError:
@@ -391,7 +403,7 @@ class Places:
         if not len(wanted):
             return
         most = self.most
-        whole = self.part(wanted, None, self.current() if self.tight else absent)
+        whole = self.part(wanted, None, self.now() if self.tight else absent)
         if len(whole.blocks) <= most and not (self.tight and whole.blocks[0] < 0):
             yield whole
             return
@@ -461,7 +473,11 @@ def leased(
                 tops = [some.table.head(some.placed, rest) for some in wanted]
                 bases = [[_base(some.table, block, missing, rest) for block in some.blocks] for some in wanted]
                 return work(list(map(Lent, bases, tops)), list(rest))
-        except KeyNotFound as error:
+        except TieredError as error:
+            if not isinstance(error, KeyNotFound):  # damage, a conflict or no room, perhaps of a segment that is not needed now
+                with contextlib.suppress(TieredError):
+                    refuse_moved([some for some in wanted if some.blocks])
+                raise
             if any(key not in store for key in also):
                 raise
             for some in wanted:
@@ -470,14 +486,20 @@ def leased(
                     raise MovedError from None
             lacking = [(some.table, block) for some in wanted for block in some.blocks if some.table.key(block) not in store]
             if any(block < 0 for _, block in lacking):  # a segment is never blank
-                heads_only = [some._replace(blocks=()) for some in wanted]
-                leased(heads_only, Access.READ, lambda lent, others: None)  # raises MovedError where the store went back
+                refuse_moved(wanted)
                 raise MisuseError(f"a table is damaged, restore a commit that has it: {error}") from None
         if access is Access.READ:
             missing = {table.key(block) for table, block in lacking}
             continue
         for table, block in lacking:
             table.put(table.key(block), table.unwritten()[: table.layout.rows_in(block)])
+
+
+def refuse_moved(wanted: Sequence[Wanted]) -> None:
+    """Raise MovedError where the rows of a table do not lie as was thought, because the store went back or ahead: what was
+    decided by that is decided again."""
+    if wanted:
+        leased([some._replace(blocks=()) for some in wanted], Access.READ, lambda lent, others: None)
 
 
 def _base(table: Places, block: int, missing: set[Key], leased: Iterator[There]) -> int:

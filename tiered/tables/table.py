@@ -100,7 +100,7 @@ class Table:
         """Return the key of the store's tensor that has ``row`` now, to lease it for reading, or to prefetch it. It may not
         exist yet; an update may move the row to another one."""
         with self._places.turn():
-            return self._places.key(self._places.part(self._ids([row]), None, self._places.current()).blocks[0])
+            return self._places.key(self._places.part(self._ids([row]), None, self._places.now()).blocks[0])
 
     # -- rows by number ----------------------------------------------------------------------------------------------------
 
