@@ -40,6 +40,10 @@ BAR = 0.9
 
 @dataclass
 class Report:
+    """The page and the data, which are written to the files ``out`` and ``json`` as they grow."""
+
+    out: str | None = None
+    json: str | None = None
     lines: list[str] = field(default_factory=list)
     data: dict[str, Any] = field(default_factory=dict)
     below: list[str] = field(default_factory=list)
@@ -47,6 +51,13 @@ class Report:
     def say(self, *lines: str) -> None:
         print(*lines, sep="\n", flush=True)
         self.lines += lines
+        self.keep()
+
+    def keep(self, **more: Any) -> None:
+        if self.out is not None:
+            Path(self.out).write_text("\n".join(self.lines) + "\n")
+        if self.json is not None:
+            Path(self.json).write_text(json.dumps(self.data | {"below": self.below} | more, indent=1) + "\n")
 
     def ratio(self, name: str, found: Sequence[float], alone: Sequence[float]) -> str:
         spread = Spread.of([ours / theirs for ours, theirs in zip(found, alone, strict=True)])
@@ -161,14 +172,14 @@ def beside_compute(device: Device, scale: Scale, clock: Clock, report: Report) -
     report.data["beside_compute"] = {"products": compute.products, "seconds": times}
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", default=".", help="folder on the drive to measure (default: here)")
     parser.add_argument("--seconds", type=float, default=230.0, help="how long it may take, about (default: 230)")
     parser.add_argument("--out", help="write the page there, too")
     parser.add_argument("--json", help="write every round there")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1, ...; cpu rehearses")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.device != "cpu" and not torch.cuda.is_available():
         print(f"bench-gpu: nothing was measured: torch {torch.__version__} finds no CUDA device")
         return 1
@@ -176,10 +187,10 @@ def main() -> int:
     scale = Scale() if device.cuda else REHEARSAL
     facts = environment() | device.facts()
     facts["commit"] = facts["commit"] or os.environ.get("COMMIT") or "unknown"
-    report = Report(data={"facts": facts})
+    report = Report(options.out, options.json, data={"facts": facts})
     report.say(f"# Copies to and from {facts['device']}", "", f"{time.strftime('%Y-%m-%d')}, commit {facts['commit']}.", "")
     report.say(*(f"- {name.replace('_', ' ')}: {value}" for name, value in facts.items() if name not in ("device", "commit")))
-    report.say("", "```", f"python -m bench.gpu {' '.join(sys.argv[1:])}", "```", "")
+    report.say("", "```", f"python -m bench.gpu {' '.join(sys.argv[1:] if arguments is None else arguments)}", "```", "")
     code = 0
     try:
         by_size(device, scale, clock, report)
@@ -192,10 +203,7 @@ def main() -> int:
     report.say("", f"Below {BAR}: {'; '.join(report.below) or 'nothing'}.")
     seen = noise.seen()
     report.say(f"Of the cores' time others had {seen['others']:.1%}, steal {seen['steal']:.1%}.")
-    if options.out:
-        Path(options.out).write_text("\n".join(report.lines) + "\n")
-    if options.json:
-        Path(options.json).write_text(json.dumps(report.data | {"below": report.below, "noise": seen}, indent=1) + "\n")
+    report.keep(noise=seen)
     return code
 
 

@@ -1,9 +1,9 @@
 """Everything that needs a CUDA device, in one call:
 
-    python -m tests.gpu [options of pytest]
+    python -m tests.gpu [files] [options of pytest]
 
-Runs the contract suites on the device, the tests of this folder, and on CUDA those of training on a device. Without a device it
-says so in one line and exits 0; where there is one that this torch cannot use, it exits 1.
+Runs the contract suites on the device, the tests of this folder, and on CUDA those of training on a device; or the files that
+are named. Without a device it says so in one line and exits 0; where there is one that this torch cannot use, it exits 1.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ def main(arguments: list[str]) -> int:
     if NAME.startswith("cuda"):
         os.environ["TIERED_TEST_DEVICE"] = NAME
         what += ON_CUDA
+    if any(os.path.exists(argument.partition("::")[0]) for argument in arguments):
+        what = []
     os.environ.setdefault("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # of plugins that happen to be installed beside torch
     import pytest
     import torch
