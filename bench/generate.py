@@ -53,6 +53,7 @@ from tiered.types import format_size, parse_size
 
 MIB = 1 << 20
 SAID = 128 * MIB
+VOCABULARY = 8192
 PROMPT = "The quick brown fox jumps"
 WAYS = ("tiered", "accelerate", "accelerate, all on disk", "mapped")
 MEMORY = "in memory"
@@ -254,15 +255,15 @@ def make(folder: Path, options: argparse.Namespace) -> int:
     from tiered import TieredStore
     from tiered.integrations.transformers import import_model
 
-    weights = write_weights(folder / "weights", options)
+    weights = write_weights(folder / "weights", options.layers, options.width)
     with TieredStore.open(folder / "store", dram=max(weights // 2, 256 * MIB)) as store:
         import_model(folder / "weights", store)
         store.close()
     return weights
 
 
-def write_weights(folder: Path, options: argparse.Namespace) -> int:
-    """Write a model with random weights, a tensor at a time. Returns the bytes of weights."""
+def write_weights(folder: Path, layers: int, width: int, vocabulary: int = VOCABULARY, dtype: str = "float32") -> int:
+    """Write a model with random weights of type ``dtype``, a tensor at a time. Returns the bytes of weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -270,28 +271,28 @@ def write_weights(folder: Path, options: argparse.Namespace) -> int:
     from tiered.format.safetensors import entry_of
     from tiered.format.safetensors_writer import Shards
 
-    width = options.width
     config = LlamaConfig(
         hidden_size=width,
         intermediate_size=width * 11 // 4 // 256 * 256,
-        num_hidden_layers=options.layers,
+        num_hidden_layers=layers,
         num_attention_heads=width // 64,
         num_key_value_heads=width // 64,
-        vocab_size=8192,
+        vocab_size=vocabulary,
         max_position_embeddings=512,
         tie_word_embeddings=False,
         architectures=["LlamaForCausalLM"],
-        dtype="float32",
+        dtype=dtype,
     )
+    stored = getattr(torch, dtype)
     with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    entries = [entry_of(n, TensorSpec("float32", tuple(p.shape), 4)) for n, p in model.named_parameters()]
+        model = LlamaForCausalLM(config).to(stored)
+    entries = [entry_of(n, TensorSpec(dtype, tuple(p.shape), stored.itemsize)) for n, p in model.named_parameters()]
     generator = torch.Generator().manual_seed(0)
 
     def values(entry: Any) -> Any:
         shape = entry.spec.shape
         made = torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * 0.02
-        return made.view(-1).view(torch.uint8).numpy().data
+        return made.to(stored).view(-1).view(torch.uint8).numpy().data
 
     weights = sum(p.nbytes for p in model.parameters())
     Shards(folder, entries, "500MB", "refuse").write(values(entry) for entry in entries)
@@ -303,7 +304,7 @@ def beside(options: argparse.Namespace) -> int:
     """Return the bytes of activations and KV cache: the logits of the prompt and some of its widest activations."""
     positions = len(PROMPT) + options.tokens
     caches = 2 * options.layers * positions * options.width * 4
-    return caches + 8 * positions * (8192 + 4 * options.width) * 4
+    return caches + 8 * positions * (VOCABULARY + 4 * options.width) * 4
 
 
 def compared(folder: Path, options: argparse.Namespace, weights: int, say: Callable[[str], None]) -> bool:

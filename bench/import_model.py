@@ -196,7 +196,7 @@ def main(given: list[str] | None = None) -> int:
     options = parser.parse_args(given)
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="bench-import-") as made:
         folder = Path(made)
-        weights = write_weights(folder / "weights", options)
+        weights = write_weights(folder / "weights", options.layers, options.width)
         model = f"{options.layers} layers of width {options.width}: {weights / 1e9:.2f} GB in fp32"
         print(f"{told_environment(environment())}\n\n{model}; {format_size(options.dram)} of memory\n")
         return 0 if compared(folder, options, weights) else 1

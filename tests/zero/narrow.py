@@ -13,8 +13,8 @@ __all__ = ["MasterAdamW", "Narrow", "half_up"]
 
 def half_up(master: torch.Tensor) -> torch.Tensor:
     """fp32 to bf16, ties away from zero."""
-    bits = master.contiguous().view(torch.int32).to(torch.int64)
-    return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+    bits = master.contiguous().view(torch.int32)
+    return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)  # a sum that wraps has the same upper half
 
 
 class MasterAdamW(torch.optim.AdamW):
