@@ -46,7 +46,7 @@ DIR ?= .
 bench-gpu: setup ## copies to and from the device beside what the hardware does alone; DIR=folder on the drive; 4 minutes
 	@$(BIN)/python -m bench.gpu --dir $(DIR)
 
-gpu: ## both on a bare machine with an NVIDIA device, the environment included; OUT=folder; 9 minutes
+gpu: ## the most useful first on a bare machine with an NVIDIA device, environment included; OUT=folder LIMIT=530 (seconds)
 	@bench/gpu.sh
 
 clean: ## remove what the targets above made

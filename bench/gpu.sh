@@ -1,18 +1,21 @@
 #!/usr/bin/env bash
-# Tests and measures on a machine with an NVIDIA device, from nothing, in one call of at most nine minutes:
+# Measures and tests on a machine with an NVIDIA device, from nothing, in one call of at most nine minutes, the most useful first
+# (bench/gpu_steps.py, which takes the arguments):
 #
 #     OUT=results bench/gpu.sh
+#     OUT=results bench/gpu.sh --only train-nvme copies
 #
-# OUT       folder for the page, the rounds and the logs (default: bench/results)
+# OUT       folder for the page and the files of the steps, which are written as they go (default: bench/results)
 # TORCH     what pip installs, such as torch==2.13.0 (default: a torch with CUDA that is here already, else the Makefile's)
 # WHEELS    folder of wheels (and of libaio-dev*.deb) to install from where there is no network
-# PYTHON    interpreter to build upon (default: .venv's, python3, python)
+# PYTHON    interpreter to build upon, or to take as it is where it has all that is needed (default: .venv's, python3, python)
 # DIR       folder on the drive to measure (default: here)
 # LIMIT     seconds for everything (default: 530)
 # REHEARSE  set it to run on the stand-in where there is no device
 #
-# Uses .venv when its torch sees a device and TORCH is not given; else makes build/gpu-venv, over the site-packages of an interpreter whose torch does, or
-# with one from pip. What pip and apt-get cannot fetch is gone without: only Python packages that the tests import are needed.
+# Uses .venv when its torch sees a device and TORCH is not given; else makes build/gpu-venv, over the site-packages of an interpreter
+# whose torch does, or with one from pip. What pip and apt-get cannot fetch is gone without: only Python packages that the tests
+# import are needed. Where transformers cannot be had, generation and its rows are left out; accelerate's offload without accelerate.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 OUT=${OUT:-bench/results} DIR=${DIR:-.} LIMIT=${LIMIT:-530} VENV=build/gpu-venv
@@ -27,11 +30,13 @@ left() { echo $((LIMIT - SECONDS)); }
 
 sees_device() { # an interpreter whose torch can use what is here
 	command -v "$1" >/dev/null || return 1
-	timeout 90 "$1" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null
+	local sees='import torch, sys; sys.exit(not torch.cuda.is_available())'
+	[[ -z ${REHEARSE:-} ]] || sees='import importlib.util, sys; sys.exit(not importlib.util.find_spec("torch"))'
+	timeout 90 "$1" -c "$sees" 2>/dev/null
 }
 new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; }
-missing() { # of NEEDED, and of cffi, which only the libaio backend needs
-	"$py" - $NEEDED "$@" <<-'PY'
+missing() { # of these packages
+	"$py" - "$@" <<-'PY'
 		import importlib.util, sys
 		print(*(name for name in sys.argv[1:] if importlib.util.find_spec(name) is None))
 	PY
@@ -42,7 +47,7 @@ install() {
 	torch=$("$py" -c 'import torch; print("torch==" + torch.__version__)' 2>/dev/null)
 	echo "$torch" >"$constraints"
 	if [[ -n ${WHEELS:-} ]] && "$py" -m pip install -q --no-index --find-links "$WHEELS" "$@"; then return 0; fi
-	timeout 120 "$py" -m pip install -q --retries 1 --timeout 15 -c "$constraints" "$@"
+	timeout "${PATIENCE:-120}" "$py" -m pip install -q --retries 1 --timeout 15 -c "$constraints" "$@"
 }
 
 # Which Python, which torch
@@ -59,11 +64,11 @@ py='' base=''
 for found in ${PYTHON:-} python3 python python3.14 python3.13 python3.12 python3.11 python3.10; do
 	new_enough "$found" && base=$found && break
 done
-for found in .venv "$VENV"; do
-	if [[ -z ${TORCH:-} ]] && sees_device "$found/bin/python"; then
-		py=$PWD/$found/bin/python
-		say "environment: $found"
-		break
+for found in ${PYTHON:-} "$PWD/.venv/bin/python" "$PWD/$VENV/bin/python"; do
+	if [[ -z ${TORCH:-} ]] && sees_device "$found"; then
+		py=$found
+		[[ $found != "${PYTHON:-}" || -z $(missing $NEEDED) ]] && say "environment: $found" && break
+		py=''
 	fi
 done
 [[ -n $py || -n $base ]] || die "no Python 3.10 or newer here"
@@ -94,7 +99,7 @@ from_pip() {
 	fi
 	say "environment: $VENV; installing $1"
 	timeout 240 "$py" -m pip install -q --retries 1 --timeout 20 "$1" 'setuptools>=77' wheel || return 1
-	[[ -n ${REHEARSE:-} ]] || sees_device "$py"
+	sees_device "$py"
 }
 
 if [[ -z $py ]]; then
@@ -102,7 +107,7 @@ if [[ -z $py ]]; then
 	if [[ -n ${TORCH:-} ]]; then
 		from_pip "$TORCH" || { say "pip did not bring $TORCH with a device"; py=''; }
 	fi
-	if [[ -z $py ]] && { sees_device "$base" || { [[ -n ${REHEARSE:-} ]] && "$base" -c 'import torch' 2>/dev/null; }; }; then
+	if [[ -z $py ]] && sees_device "$base"; then
 		over_base || { say "could not build over the packages of $base"; py=''; }
 	fi
 	if [[ -z $py && -z ${TORCH:-} ]]; then
@@ -125,7 +130,7 @@ if [[ ! -e /usr/include/libaio.h ]]; then
 		apt_install libaio-dev gcc libc6-dev
 	fi
 fi
-absent=$(missing cffi)
+absent=$(missing $NEEDED cffi) # which only the libaio backend needs
 "$py" -c 'import sys, setuptools; sys.exit(int(setuptools.__version__.split(".")[0]) < 77)' 2>/dev/null || absent+=" setuptools>=77"
 if [[ -n $absent ]]; then
 	say "installing $absent"
@@ -133,39 +138,26 @@ if [[ -n $absent ]]; then
 		(($(left) < 300)) || install "$name" || true
 	done
 fi
-absent=$(missing)
+absent=$(missing $NEEDED)
 [[ -z $absent ]] || die "these packages are needed and cannot be fetched: $absent; WHEELS=folder installs them from there"
-"$py" -m pip install -q --no-deps --no-build-isolation --no-index -e . >build/gpu-install.log 2>&1 ||
-	say "not installed, used from here: $(tail -1 build/gpu-install.log)"
-"$py" - <<'PY' || die "the package cannot be imported"
-import platform, torch, tiered
-from tiered.io.probe import libaio_unavailable
-print(f"Python {platform.python_version()}, torch {torch.__version__}, CUDA {torch.version.cuda}, "
-      f"libaio: {libaio_unavailable() or 'works'}")
-PY
-
-# Tests, then measurements
-
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" # for what the tests start elsewhere, if it could not be installed
-name=$(tr '[:upper:]' '[:lower:]' <<<"${devices%%,*}" | sed -E 's/nvidia //; s/[^a-z0-9]+/-/g; s/^-|-$//g')
-page=$OUT/gpu_${name:-none}_$(date +%F)
-if [[ -n ${REHEARSE:-} && -z $devices ]]; then
-	export TIERED_TEST_DEVICE=cpu
-	bench_options=(--device cpu)
+absent=$(missing transformers accelerate)
+if [[ -n $absent ]] && (($(left) > 420)); then
+	say "installing $absent, which generation compares"
+	PATIENCE=45 install $absent >/dev/null 2>&1 || say "going on without $absent"
 fi
-enough=$(($(left) - 100))
-((enough > 20)) || die "no time is left for tests"
-say "tests, at most $enough s"
-timeout --signal=INT --kill-after=10 "$enough" "$py" -m tests.gpu --durations=8 2>&1 | tee "$page.tests.log"
-tested=${PIPESTATUS[0]}
-say "tests ended with $tested"
 
-enough=$(($(left) - 25))
-((enough < 235)) || enough=235
-((enough > 30)) || die "no time is left to measure"
-say "measuring, about $enough s"
-COMMIT=${COMMIT:-} timeout --signal=INT --kill-after=10 $((enough + 20)) "$py" -m bench.gpu --seconds "$enough" --dir "$DIR" \
-	--out "$page.md" --json "$page.json" "${bench_options[@]+"${bench_options[@]}"}"
-measured=$?
-say "measuring ended with $measured; tests had ended with $tested; results: $page.*"
-((tested == 0 && measured == 0))
+installed() { # this folder's package is what is imported elsewhere
+	(cd / && "$py" -c 'import importlib.util; print(importlib.util.find_spec("tiered").origin)' 2>/dev/null) | grep -q "^$PWD/"
+}
+if ! installed; then
+	"$py" -m pip install -q --no-deps --no-build-isolation --no-index -e . >build/gpu-install.log 2>&1 ||
+		say "not installed, used from here: $(tail -1 build/gpu-install.log)"
+	export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" # for what the tests start elsewhere, if it could not be installed
+fi
+
+# The steps, each with its share of what is left
+
+name=$(tr '[:upper:]' '[:lower:]' <<<"${devices%%,*}" | sed -E 's/nvidia //; s/[^a-z0-9]+/-/g; s/^-|-$//g')
+options=(--out "$OUT" --name "gpu_${name:-none}_$(date +%F)" --dir "$DIR" --seconds $(($(left) - 5)))
+[[ -n ${REHEARSE:-} && -z $devices ]] && options+=(--device stand-in)
+exec "$py" -m bench.gpu_steps "${options[@]}" "$@"
