@@ -58,7 +58,7 @@ TREE: dict[str, tuple[str, ...]] = {
     ),
     "zero.optimizers": ("resident_shard", "resident", "optimizer", "named", "elementwise"),
     "zero.build": ("staging", "construct", "deferred"),
-    "zero.checkpoint": ("loaders", "beside", "checkpoint", "reshard", "safetensors", "foreign", "exports", "dcp"),
+    "zero.checkpoint": ("weights", "loaders", "beside", "checkpoint", "reshard", "safetensors", "foreign", "exports", "dcp"),
     "integrations": ("saves", "kept", "importing", "transformers", "axolotl", "accelerate", "lightning"),
     "integrations.transformers": (
         *("shapes", "experts", "pretrained", "training", "kv_layer", "kv_record", "kv_model", "kv_cache"),

@@ -589,7 +589,7 @@ def test_a_damaged_record(store: TieredStore) -> None:
     for wrong in (
         b"{}",
         right[:-5],
-        right.replace(b'"version":1', b'"version":2'),
+        right.replace(b'"version":2', b'"version":1'),
         right.replace(b'"block":8', b'"block":4'),
         right.replace(b'"rest":[]', b'"rest":[[1],[2]]'),
         right.replace(b'"block":8', b'"block":0'),

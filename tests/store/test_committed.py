@@ -17,6 +17,7 @@ from tiered import (
     LeaseConflict,
     MisuseError,
     TieredError,
+    TieredStore,
 )
 from tiered.format.generations import generations
 
@@ -178,3 +179,31 @@ def test_commits_from_many_threads(open_store: Open) -> None:
     for thread in threads:
         thread.join()
     assert sorted(found) == list(range(1, 9))
+
+
+def test_what_a_commit_says_of_bytes(open_store: Open, folder: Path) -> None:
+    """The same of the same bytes, wherever they are opened, and nothing of a tensor that has changed since."""
+    store = open_store()
+    for key in "abc":
+        store.put(key, torch.ones(10))
+    assert store.committed("abc") == {}
+    store.commit()
+    said = store.committed(["a", "b", "c", "none"])
+    assert [*said] == ["a", "b", "c"]
+    assert len({*said.values()}) == 3  # of other tensors with the same bytes, too
+    with store.lease("b", access="write") as b:
+        assert store.committed(["a", "b"]) == {"a": said["a"]}
+        b[3] = 2
+    store.delete("c")
+    assert store.committed(said) == {"a": said["a"]}
+    store.rollback()
+    assert store.committed(said) == said
+    store.put("b", torch.ones(10))
+    store.commit()
+    assert store.committed(["a"]) == {"a": said["a"]}
+    assert store.committed(["b"])["b"] != said["b"]
+    now = store.committed(said)
+    store.close()
+    assert open_store().committed(said) == now
+    with TieredStore.open(folder, dram="1MiB", access="read") as reading:
+        assert reading.committed([*said, "none"]) == now

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import xxhash
 
 from tiered.engine.engine import Engine
 from tiered.engine.requests import Request
@@ -31,7 +32,7 @@ from tiered.types import CHECKSUM_BYTES, PIECE_BYTES, Access, Key, Slot, Urgency
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["Commits", "Encoding", "Generations"]
+__all__ = ["Commits", "Encoding", "Generations", "said_of"]
 
 
 class Encoding:
@@ -65,6 +66,13 @@ class Encoding:
                 )
             )
         return copy.record
+
+
+def said_of(uuid: bytes, entry: Entry, copy: Copy) -> str:
+    """Return a digest of what a manifest says of the bytes of ``copy``, at the bottom, wherever they lie: 32 hex digits. Where
+    it is the same the bytes are; a tensor that is written again, with the same bytes too, has another one."""
+    written = f"{uuid.hex()} {entry.tensor_id} {copy.generation} {entry.spec}".encode()
+    return xxhash.xxh3_128_hexdigest(written + copy.checksums)
 
 
 MANIFEST_BYTES = 16 << 10
@@ -121,6 +129,10 @@ class Generations:
     def uncommitted(self) -> int:
         """Return how many tensors differ from the newest commit; 0 where nothing can be committed."""
         return 0
+
+    def committed(self, keys: Iterable[Key]) -> dict[Key, str]:
+        """Return of those of ``keys`` whose bytes are as the generation has them a digest of what it says of them."""
+        return {}
 
     def committing(self, store: object) -> Commits:
         """Return the part that commits. Raises MisuseError where nothing can be committed."""
@@ -197,6 +209,18 @@ class Commits(Generations):
                     copy = entry.copies[-1]
                     same += entry.unsaved is None and copy is not None and copy.record == committed.get(key, b"none")
             return there - same + len([key for key in committed if key not in state.directory])
+
+    def committed(self, keys: Iterable[Key]) -> dict[Key, str]:
+        engine, committed = self._engine, self.newest.tensors if self.newest else {}
+        found: dict[Key, str] = {}
+        with engine.lock:
+            directory = engine.state.directory
+            for key in keys:
+                entry = directory.entry(key) if key in directory and key in committed else None
+                copy = None if entry is None or entry.unsaved is not None else entry.copies[-1]
+                if entry is not None and copy is not None and copy.record == committed[key]:
+                    found[key] = said_of(self._nvme.uuid, entry, copy)
+        return found
 
     def committing(self, store: object) -> Commits:
         return self

@@ -19,10 +19,10 @@ from tiered.format.data_file import read_header
 from tiered.format.locked_file import make_direct
 from tiered.format.manifest import TensorRecord
 from tiered.store.at_rest import StoreAtRest, Taken
-from tiered.store.commit import Commits, Generations
+from tiered.store.commit import Commits, Generations, said_of
 from tiered.system import direct_io_alignment
 from tiered.tiers.nvme import NvmeTier
-from tiered.types import Access, Location, Slot
+from tiered.types import Access, Key, Location, Slot
 
 __all__ = ["DiskAtRest", "OneGeneration"]
 
@@ -138,6 +138,12 @@ class OneGeneration(Generations):
     @property
     def meta(self) -> dict[str, Any]:
         return deepcopy(dict(self._rest.manifest.meta))
+
+    def committed(self, keys: Iterable[Key]) -> dict[Key, str]:
+        with self._engine.lock:
+            directory = self._engine.state.directory
+            entries = [directory.entry(key) for key in keys if key in directory]
+            return {one.key: said_of(self._nvme.uuid, one, copy) for one in entries if (copy := one.copies[-1]) is not None}
 
     def committing(self, store: object) -> Commits:
         raise self._why(store)

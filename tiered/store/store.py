@@ -659,6 +659,17 @@ class TieredStore(TensorMapping):
         return self._generations.kept
 
     @from_here
+    def committed(self, keys: Iterable[Key]) -> dict[Key, str]:
+        """Return of each of ``keys`` a digest of what the commit numbered ``generation`` says of its bytes, 32 hex digits.
+
+        Those that are not there, or have changed since that commit, are left out. Reads no tensor. Where a store, or a copy of
+        its folder, says the same of a tensor at two times, its bytes are the same. Of a tensor that was written again, with the
+        same bytes too, it says something else.
+        """
+        self._running()
+        return self._generations.committed(listed(keys))
+
+    @from_here
     def retain(
         self, newest: int | None = None, *, also: Collection[int] = (), drop: Collection[int] = (), owner: str = ""
     ) -> None:

@@ -23,7 +23,7 @@ from transformers.cache_utils import DummyLayer
 from tiered import Access, ManifestError, MisuseError, StoreClosed, TieredStore, Touch, Use
 from tiered.integrations.transformers.kv_layer import Copies, Extent, PagedLayer
 from tiered.integrations.transformers.kv_model import ARGUMENT, NO_STATE, WatchingCache, unwatch, watch, windows
-from tiered.integrations.transformers.kv_record import VERSION, LayerRecord, Model, Record, read, sampled, tensor_of
+from tiered.integrations.transformers.kv_record import VERSION, LayerRecord, Model, Record, read, tensor_of
 from tiered.zero.paging.pager import pager_of
 
 __all__ = ["TieredCache"]
@@ -69,6 +69,12 @@ class TieredCache(WatchingCache):
     def __init__(
         self, model: Any, store: TieredStore, *, name: str = "chat", block: int = 256, existing: str = "refuse"
     ) -> None:
+        self._begin(model, store, name, block, existing, None)
+
+    def _begin(
+        self, model: Any, store: TieredStore, name: str, block: int, existing: str, made_by: Model | None
+    ) -> None:
+        """Be a cache without tokens. ``made_by``: the model as its keys and values are to be of; None: as it is now."""
         if existing not in ("refuse", "overwrite"):
             raise MisuseError(f"existing is 'refuse' or 'overwrite', not {existing!r}")
         self._prepare(model, store, name, block)
@@ -78,6 +84,7 @@ class TieredCache(WatchingCache):
                 f"{store} keeps a cache named {name!r} already: TieredCache.open goes on with it; or give another name=, or "
                 "existing='overwrite'"
             )
+        self._made_by = Model.noted(model) if made_by is None else made_by
         self._collect(())
         self._stamp()
         self._register(model)
@@ -95,7 +102,7 @@ class TieredCache(WatchingCache):
             raise MisuseError(f"{store} keeps no cache named {name!r} (there are: {names}): TieredCache makes one")
         record = read(store, _record_key(name))
         cache._prepare(model, store, name, record.block)
-        record.model.refuse_other(cache._made_by, f"the cache {name!r} in {store}")
+        cache._made_by = record.model.opened(model, f"the cache {name!r} in {store}")
         batch, length = len(record.ids), len(record.ids[0]) if record.ids else 0
         try:
             if len(record.layers) != len(cache._layers):
@@ -152,7 +159,6 @@ class TieredCache(WatchingCache):
             layers.append(layer)
             self._layers.append(layer)
         super().__init__(layers=layers)
-        self._made_by = Model.of(model)
         self._turn = Turn(torch.zeros((0, 0), dtype=torch.long), None, tuple(Extent() for _ in self._layers))
         self._pending: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self._rest: torch.Tensor | None = None
@@ -227,7 +233,8 @@ class TieredCache(WatchingCache):
         """Return another cache with the same tokens, named ``name``, in the same store. The blocks are copied."""
         self._settle()
         self._refuse_rolled_back()
-        other = TieredCache(self._its_model(), self._store, name=name, block=self._block, existing=existing)
+        other = TieredCache.__new__(TieredCache)
+        other._begin(self._its_model(), self._store, name, self._block, existing, self._made_by)
         for mine, theirs in zip(self._layers, other._layers, strict=True):
             for block in mine.extent.blocks:
                 with self._store.lease(mine.key(block)) as flat:
@@ -259,11 +266,7 @@ class TieredCache(WatchingCache):
                 )
             self._rest = given[:, self._turn.length :]
         self._refuse_rolled_back()
-        if sampled(self._its_model()) != self._made_by.weights:
-            raise MisuseError(
-                f"the weights of the model have changed since the cache {self._name!r} was made, so its keys and values are "
-                "another model's: make another cache"
-            )
+        self._made_by = self._made_by.kept(self._its_model(), self._name)
         turn = self._turn
         record = Record(
             VERSION,

@@ -14,58 +14,94 @@ import torch
 
 from tiered import ManifestError, MisuseError, TieredStore
 from tiered.integrations.transformers.kv_layer import Block, Extent, Geometry, PagedLayer
+from tiered.zero.checkpoint.weights import Weights
 
 __all__ = ["LayerRecord", "Model", "Record", "read", "tensor_of"]
 
-VERSION = 1
+VERSION = 2
 MOST = 1 << 30
 """Bytes of a record: of some ten million tokens."""
-SAMPLE = 4096
-"""Elements of a weight that stand for all weights."""
 IRRELEVANT = {"transformers_version", "architectures", "dtype", "torch_dtype", "use_cache", "return_dict", "problem_type"}
 """Fields of a configuration that keys and values do not depend on; so do not those that begin with "_", or end with
 "_token_id"."""
 
 
 class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which model keys and values are of: its class, digests of its configuration and of a sample of its weights."""
+    """Which model keys and values are of: its class, digests of its configuration and of which adapters are in use, and its
+    weights, those of adapters too."""
 
     kind: str
     config: str
-    weights: str
+    adapters: str
+    weights: Weights
 
     @classmethod
-    def of(cls, model: Any) -> Model:
-        """Describe ``model``. Reads one weight, and so one unit where the model is paged."""
-        fields = {
-            name: value
-            for name, value in model.config.to_dict().items()
-            if name not in IRRELEVANT and not name.startswith("_") and not name.endswith("_token_id")
-        }
-        text = json.dumps(fields, sort_keys=True, default=str)
-        return cls(type(model).__name__, hashlib.sha256(text.encode()).hexdigest(), sampled(model))
+    def noted(cls, model: Any) -> Model:
+        """Note what ``model`` is now. Reads the weights that no commit has as they are. Raises MisuseError for a model without
+        weights, and for weights on the meta device."""
+        if next(model.parameters(), None) is None:
+            raise MisuseError(f"a {type(model).__name__} has no weights, and so no keys and values to keep")
+        return cls(type(model).__name__, _config(model), _adapters(model), Weights.noted(model))
 
-    def refuse_other(self, other: Model, what: str) -> None:
-        """Raise MisuseError where ``other`` is another model. ``what`` names what was made with this one."""
-        for field, differs in (("kind", "class"), ("config", "configuration"), ("weights", "weights")):
-            if getattr(self, field) != getattr(other, field):
-                raise MisuseError(
-                    f"{what} was made with a {self.kind} of another {differs} than that of this {other.kind}: open it with "
-                    "that model, or make another cache with another name=, or with existing='overwrite'"
-                )
+    def kept(self, model: Any, cache: str) -> Model:
+        """Return this with digests of all values, to be kept. Raises MisuseError where ``model`` has changed since, and what
+        reading its weights raises. ``cache`` names what was made with it."""
+        now, changed = self.weights, ""
+        if _adapters(model) != self.adapters:
+            changed = "other adapters are active in the model, or with other scales,"
+        else:
+            now = Weights.whole(model, self.weights)
+            other = self.weights.other(now)
+            if other is not None:
+                changed = f"the weights of the model have changed (first {other!r})"
+        if changed:
+            raise MisuseError(
+                f"{changed} since the cache {cache!r} was made, so its keys and values are another model's: make another cache"
+            )
+        return Model(self.kind, self.config, self.adapters, now)
+
+    def opened(self, model: Any, what: str) -> Model:
+        """Return what is known of ``model`` where it is this one. Raises MisuseError where it is another, and as ``kept``.
+        ``what`` names what was made with this one."""
+        kind, config, adapters = type(model).__name__, _config(model), _adapters(model)
+        differs = ""
+        if self.kind != kind:
+            differs = "class"
+        elif self.config != config:
+            differs = "configuration"
+        elif self.adapters != adapters:
+            differs = "choice of adapters"
+        else:
+            here = self.weights.opened(model)
+            if isinstance(here, Weights):
+                return Model(kind, config, adapters, here)
+            differs = "weights"
+        first = f" (first {here!r})" if differs == "weights" else ""
+        raise MisuseError(
+            f"{what} was made with a {self.kind} of another {differs} than that of this {kind}{first}: open it with that "
+            "model, or make another cache with another name=, or with existing='overwrite'"
+        )
 
 
-def sampled(model: Any) -> str:
-    """Return a digest of the first elements of the smallest weight matrix, the last one of several: training changes it."""
-    smallest = None
-    for parameter in model.parameters():
-        if parameter.dim() >= 2 and (smallest is None or parameter.numel() <= smallest.numel()):
-            smallest = parameter
-    if smallest is None:
-        raise MisuseError(f"a {type(model).__name__} has no weight matrices, and so no keys and values to keep")
-    with torch.no_grad():
-        values = smallest.detach().reshape(-1)[:SAMPLE].to("cpu", torch.float64)
-    return hashlib.sha256(values.numpy().tobytes()).hexdigest()
+def _config(model: Any) -> str:
+    """Return a digest of what keys and values depend on in a configuration."""
+    fields = {
+        name: value
+        for name, value in model.config.to_dict().items()
+        if name not in IRRELEVANT and not name.startswith("_") and not name.endswith("_token_id")
+    }
+    return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _adapters(model: Any) -> str:
+    """Return a digest of which adapters compute in which modules, and of their scales: what ``peft`` has beside weights."""
+    found = {}
+    for name, module in model.named_modules():
+        active, off = getattr(module, "active_adapters", None), getattr(module, "disable_adapters", None)
+        if isinstance(active, list) and isinstance(off, bool):
+            scales = getattr(module, "scaling", {})
+            found[name] = [] if off else [[one, str(scales.get(one))] for one in active]
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
 
 
 class LayerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -147,5 +183,8 @@ def read(store: TieredStore, key: str) -> Record:
             raise ValueError(f"version {record.version} is not {VERSION}")
         record.check()
     except (ValueError, RecursionError) as error:  # msgspec's are ValueErrors
-        raise ManifestError(f"{key!r} in {store} is damaged, or of another version: {error!s:.200}") from error
+        raise ManifestError(
+            f"{key!r} in {store} is damaged, or of another version ({error!s:.200}): make another cache, with "
+            "existing='overwrite'"
+        ) from error
     return record
