@@ -391,7 +391,8 @@ class Commits(Generations):
         """Restore the state of ``generation`` (None: the newest) and return its number. Tensors that did not change since stay
         where they are."""
         self._engine.refuse_nested()
-        self._engine.end_struck()
+        self._engine.end_struck_leases(Access.WRITE)
+        self._engine.reclaim()
 
         def work() -> int:
             with self._engine.commits:
@@ -436,7 +437,7 @@ class Commits(Generations):
         """
         encoded = self._encoded(meta)
         self._engine.refuse_nested()
-        self._engine.end_struck()
+        self._engine.end_struck_leases(Access.READ)
 
         def work() -> int:
             with self._engine.commits:
@@ -453,7 +454,7 @@ class Commits(Generations):
         commit."""
         encoded, engine = self._encoded(meta), self._engine
         engine.refuse_nested()
-        engine.end_struck()
+        engine.end_struck_leases(Access.READ)
 
         def work() -> int:
             with engine.commits:

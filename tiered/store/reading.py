@@ -186,7 +186,7 @@ class OneGeneration(Generations):
         if self._fixed is not None:
             raise MisuseError(self._fixed)
         self._engine.refuse_nested()
-        self._engine.end_struck()
+        self._engine.end_struck_leases(Access.WRITE)
 
         def work() -> int:
             with self._engine.commits:
