@@ -20,7 +20,8 @@ def half_up(master: torch.Tensor) -> torch.Tensor:
 class MasterAdamW(torch.optim.AdamW):
     """torch's fused AdamW on fp32 copies of the narrow parameters (others are their own masters).
 
-    ``storage``: fp32 parameters are narrow, too, for they are stored so; their values are rounded at once.
+    ``storage``: fp32 parameters are narrow, too, for they are stored so; their values are rounded at once. Without it, a value
+    that somebody wrote to a narrow parameter since the last step is the master that the next one begins with.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], storage: torch.dtype | None = None, **options: Any) -> None:
@@ -57,6 +58,10 @@ class MasterAdamW(torch.optim.AdamW):
         if not self._widened:
             self.widen()
         self._widened = False
+        for parameter, master in self.pairs if self._storage is None else ():
+            kept = half_up(master) if parameter.dtype is torch.bfloat16 else master.to(parameter.dtype)
+            written = kept.view(torch.int16) != parameter.view(torch.int16)
+            master.copy_(torch.where(written, parameter.float(), master))
         super().step()
         for parameter, master in self.pairs:
             if master.grad is not None:

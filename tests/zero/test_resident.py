@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.zero.harness import equal
 from tests.zero.models import Tied, parameter_groups
-from tests.zero.narrow import MasterAdamW, Narrow
+from tests.zero.narrow import MasterAdamW, Narrow, half_up
 from tiered import MisuseError, TieredStore, zero
 
 STEPS = 5
@@ -184,20 +184,69 @@ def test_state_dicts_go_both_ways(tmp_path: Path, make: Any) -> None:
             assert train(plain, theirs, STEPS, 7) == train(model, optimizer, STEPS, 7)
 
 
+def write(number: int, model: nn.Module) -> None:
+    """Change values between steps: a mask, other weights, zeros, clipping, a few elements; with and without a trace."""
+    chance = torch.Generator().manual_seed(number)
+    first, *others = (parameter for parameter in model.parameters() if parameter.dtype in (torch.bfloat16, torch.float16))
+    with torch.no_grad():
+        if number % 5 == 0:
+            first.data.mul_(torch.rand(first.shape, generator=chance) > 0.5)
+        elif number % 5 == 1:
+            values = {name: value.roll(1) for name, value in model.state_dict().items()}
+            model.load_state_dict(values)
+        elif number % 5 == 2:
+            others[0].zero_()
+            first.neg_()
+        elif number % 5 == 3:
+            for parameter in model.parameters():
+                parameter.clamp_(-0.01, 0.01)
+        else:
+            first.data.view(-1)[::7] = -0.0
+
+
 def test_a_value_that_was_changed_is_its_own_master(tmp_path: Path) -> None:
-    """An fp16 one; the master of a bf16 one keeps bits below the value's last place."""
+    """Bit for bit: where it is another one than the last step left, and nowhere else. Over a rollback and a commit, too."""
+    torch.manual_seed(0)
+    reference = Narrow(layers=2)
+    model = copy.deepcopy(reference)
+    masters = MasterAdamW([{"params": list(reference.parameters())}], lr=LR)
     with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
-        for dtype in (torch.float16, torch.bfloat16):
-            weight = nn.Parameter(torch.randn(40, dtype=dtype))
-            optimizer = zero.AdamW([weight], lr=LR, store=store, name=str(dtype))
-            for _ in range(2):
-                weight.grad = torch.randn(40, dtype=dtype)
-                optimizer.step()
-            with torch.no_grad():
-                weight.fill_(3.0)
-            optimizer.param_groups[0]["lr"] = 0.0
-            optimizer.step()
-            assert torch.equal(weight, torch.full((40,), 3.0, dtype=dtype))
+        ours = zero.AdamW(model.parameters(), lr=LR, store=store)
+        for number in range(10):
+            assert train(model, ours, number, number + 1, clip=None) == train(reference, masters, number, number + 1, clip=None)
+            assert equal(reference.state_dict(), model.state_dict())
+            write(number, reference)
+            write(number, model)
+            found = ours.state_dict()["state"]
+            index = {id(parameter): index for index, parameter in enumerate(reference.parameters())}
+            for parameter, master in masters.pairs:
+                if parameter.dtype is torch.bfloat16 and index[id(parameter)] in found:
+                    unchanged = half_up(master).view(torch.int16) == parameter.view(torch.int16)
+                    expected_master = torch.where(unchanged, master, parameter.float())
+                    assert torch.equal(found[index[id(parameter)]]["master"], expected_master)
+        store.commit()
+        committed = copy.deepcopy(model.state_dict())
+        expected = train(reference, masters, 10, 12, clip=None)
+        train(model, ours, 10, 12, clip=None)
+        store.rollback()
+        model.load_state_dict(committed)
+        assert train(model, ours, 10, 12, clip=None) == expected
+        store.rollback()
+        store.close()
+    for older in (False, True):
+        torch.manual_seed(older)
+        model = Narrow(layers=2)  # other values, until they are loaded
+        with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+            for key in [key for key in store if "/lo.value#" in key] if older else ():
+                store.delete(key)  # as an earlier release left it
+            ours = zero.AdamW(model.parameters(), lr=LR, store=store, existing="resume")
+            model.load_state_dict(committed)
+            numbers = train(model, ours, 10, 12, clip=None)
+            if not older:  # whose values are all taken for those that the last step left
+                assert numbers == expected
+                assert equal(reference.state_dict(), model.state_dict())
+            assert all("/lo.value#" in key or key.replace("/lo#", "/lo.value#") in store for key in store if "/lo#" in key)
+            store.close()
 
 
 def test_what_is_no_gradient_moves_nothing(tmp_path: Path) -> None:

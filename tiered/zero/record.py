@@ -624,6 +624,8 @@ def refuse_other_states(store: Specified, states: States, parts: Sequence[Placem
                 )
             first = states.form_of(keys[0])
             for key in keys:  # of parameters with other rules in this chunk, one may have been enlarged, and the other not yet
+                if key not in store and states.may_lack(key):
+                    continue
                 form, sizes = states.form_of(key), states.sizes(key)
                 least, most = size, size if states.uniform else max(sizes)
                 if not (form.elementwise and first.elementwise):

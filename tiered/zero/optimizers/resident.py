@@ -129,6 +129,7 @@ class Round:
         self.states = States(store, key, self.own, share, {self.dtype})
         for name in {segment.name for mine in segments for segment in mine}:
             self.states.use(name, kept_by(rule, self.states.wide))
+        self.states.follow()
         self.states.stale_masters.clear()  # a first step begins with the parameter anyway
 
     def concerns(self, locals_: Mapping[LocalShard, object]) -> bool:
@@ -151,8 +152,8 @@ class Round:
             self.states.apply(Pending(mine), NOTHING, NOTHING)
 
     def _follow(self, segment: Segment) -> None:
-        """Restart the fp16 master of elements whose value was changed since the last step. (The master of a bf16 value is the
-        value itself and more bits.)"""
+        """Restart the fp16 master of elements whose value was changed since the last step. (``States.follow`` has an update do
+        so for bf16.)"""
         value = host(segment.all)
         copies = self.states.copies(segment, value)
         kept = copies["master"].to(torch.float16) == value

@@ -65,6 +65,8 @@ UPDATED_AT_ONCE = 1 << 18
 _MASTER = Kept(torch.float32)
 _NARROW = {torch.bfloat16: "lo", torch.float16: "master"}
 """What is kept of a master, beside the moments."""
+_OF_LO = "lo.value"
+"""Bits of the bf16 values to which ``lo`` belongs. It is no identifier, so no rule has a state of this name."""
 
 
 @dataclass(frozen=True)
@@ -237,6 +239,17 @@ class States:
         """Returns all of a parameter, or of a tensor like it, of which ranks have parts; all call it together."""
         for name, states in (used or {}).items():
             self.use(name, states)
+
+    def follow(self) -> None:
+        """Have an update begin with the values that bf16 parameters have, where somebody else wrote to them since the last one.
+        So ``lo`` is kept with the values that it belongs to. (Who writes to paged parameters makes their masters stale.)"""
+        if "lo" in self._masters:
+            self._masters[_OF_LO] = Kept(torch.int16)
+            self._planned = None
+
+    def may_lack(self, key: str) -> bool:
+        """Return whether an earlier release did not write the tensor of this key."""
+        return _kind(key) == _OF_LO
 
     def use(self, name: str, states: Mapping[str, Kept]) -> None:
         """Have the parameter of this name keep ``states``: forms by name. Raises what ``refuse`` raises."""
@@ -427,6 +440,8 @@ class States:
         first = min((part.of.element for part in self._placements), default=math.inf)
         self._help([placement for placement in pending.elsewhere if placement.element < first])
         for index, keys, pieces, most in self.plan(pending.updates)[pending.chunks_done :]:
+            blank = {_kind(key) for key in keys if not self._length(key)}
+            untold = _OF_LO in blank and "lo" not in blank  # an earlier release took all values for those that it had written
             if any(self._length(key) < size for key, size in zip(keys, most, strict=True)):
                 self._create(index, keys, pending.updates)
             with (
@@ -440,6 +455,9 @@ class States:
                     state = {kind: chunk[number][span] for kind, (number, span) in piece.spans.items()}
                     update = pending.updates[placement]
                     param, grad = placement.stored_flat(unit, start, stop), None
+                    if untold and _OF_LO in state:
+                        _drop_strange(state["lo"], param)
+                        state[_OF_LO].copy_(param.view(torch.int16))
                     if update.graded:
                         assert gradient is not None
                         grad = placement.flat(gradient, start, stop)
@@ -529,6 +547,8 @@ class States:
         master = scratch.take("master", torch.float32, size)
         if stale:
             state["lo"].zero_()
+        elif _OF_LO in state:
+            _restart(state["lo"], state[_OF_LO], param)
         join(param, state["lo"], master, scratch.take("spare", torch.float32, size))
         before = {
             name: scratch.take(f"before {name}", moment.dtype, moment.numel()).copy_(moment) for name, moment in moments.items()
@@ -539,6 +559,8 @@ class States:
                 moments[name].copy_(moment)
             raise _not_finite(placement)
         split(master, param, state["lo"])
+        if _OF_LO in state:
+            state[_OF_LO].copy_(param.view(torch.int16))
 
     def _round(
         self,
@@ -646,20 +668,27 @@ class States:
     def flat_copies(self, placement: Placement, param: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return ``copies`` as tensors of one dimension."""
         narrow = _NARROW.get(placement.stored) if self._masters_of(placement) else None
-        kept = () if narrow is None or placement in self.stale_masters else (narrow,)
+        kept: tuple[str, ...] = () if narrow is None or placement in self.stale_masters else (narrow,)
+        chunks = self.chunks([placement])
+        if "lo" in kept and _OF_LO in self._masters and all(self._length(f"{self.key}/{_OF_LO}#{i}") for i, _ in chunks):
+            kept += (_OF_LO,)
         forms = {**self._stored_of(placement), **{name: self._masters[name] for name in kept}}
         shape = placement.full_shape
         flat = {
             name: torch.empty(form.count(placement.numel, shape), dtype=form.dtype, device="cpu")
             for name, form in forms.items()
         }
-        for index, _ in self.chunks([placement]):
+        for index, _ in chunks:
             here = self._within(placement, index)
             for name, copy in flat.items():
                 with self.store.lease(f"{self.key}/{name}#{index}") as chunk:
                     form = forms[name]
                     copy[form.span(here.start, here.stop, shape)] = chunk[self._span(placement, index, form, here)]
                 del chunk
+        if _OF_LO in flat:
+            _restart(flat["lo"], flat.pop(_OF_LO), param)
+        elif "lo" in flat:
+            _drop_strange(flat["lo"], param)
         if "lo" in flat:
             flat["master"] = torch.empty(placement.numel, device="cpu")
             join(param, flat.pop("lo"), flat["master"], torch.empty(placement.numel, device="cpu"))
@@ -691,6 +720,8 @@ class States:
                 rounded.copy_(master)
             if torch.equal(rounded, param):
                 flat[narrow] = low if narrow == "lo" else master
+                if _OF_LO in self._masters and narrow == "lo":
+                    flat[_OF_LO] = param.view(torch.int16)
                 self.stale_masters.discard(placement)
         for index, keys in self.chunks([placement]):
             self._create(index, keys, [placement])
@@ -700,6 +731,17 @@ class States:
                 with self.store.lease(f"{self.key}/{name}#{index}", access=Access.WRITE) as chunk:
                     chunk[self._span(placement, index, form, here)] = value[form.span(here.start, here.stop, shape)]
                 del chunk
+
+
+def _restart(low: torch.Tensor, of: torch.Tensor, values: torch.Tensor) -> None:
+    """Clear ``low`` where ``values`` (bf16) are not the ones ``of`` which it is (their bits), so that each of those is its own
+    master."""
+    low.masked_fill_(of != values.view(torch.int16), 0)
+
+
+def _drop_strange(low: torch.Tensor, values: torch.Tensor) -> None:
+    """Clear ``low`` where it would make NaN of ``values`` (bf16) that are zero: no master that rounds to zero has it."""
+    low.masked_fill_((values == 0) & (low < 0), 0)
 
 
 def _not_finite(placement: Placement) -> MisuseError:
