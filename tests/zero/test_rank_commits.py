@@ -7,8 +7,10 @@ import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -19,12 +21,26 @@ from tests.zero.ranks import on_ranks
 from tests.zero.test_ranks import same
 from tiered import CapacityError, CommitError, ManifestError, MisuseError, TieredStore, zero
 from tiered.cli.main import main
+from tiered.zero import rank_stores
 from tiered.zero.checkpoint.reshard import opened
 from tiered.zero.rank_stores import newest_set
 
 MAKE = functools.partial(Tied, layers=2)
 STAGES = {"1": zero.Stage1(), "2": zero.Stage2(), "3": zero.Stage3()}
 LR = 1e-2
+
+
+def test_what_another_rank_says_of_its_store_is_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {"problem": "\x1b[2J\u202e" * 1000, "joints": [], "generations": [], "others": 0, "opened": False}
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
+    monkeypatch.setattr(rank_stores.Ranks, "of", staticmethod(lambda group: SimpleNamespace(rank=0, size=2)))
+    told = [{**said, "problem": ""}, said]
+    monkeypatch.setattr(rank_stores, "shared_json", lambda ranks, mine, kind: [msgspec.convert(one, kind) for one in told])
+    with pytest.raises(ManifestError, match="store of rank 1 cannot be read") as raised:
+        zero.open_store(tmp_path, dram="1MiB")
+    assert str(raised.value).isprintable()
+    assert len(str(raised.value)) < 1000
 
 
 def begin(store: TieredStore, stage: str, rank: int, **options: Any) -> tuple[Any, zero.AdamW, Any]:

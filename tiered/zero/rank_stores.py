@@ -242,7 +242,7 @@ def open_store(path: str | os.PathLike[str], *, group: dist.ProcessGroup | None 
     everybody = [msgspec.to_builtins(one) for one in shared_json(ranks, said, _Rank)]
     for rank, one in enumerate(everybody):
         if one["problem"]:
-            raise ManifestError(f"the store of rank {rank} cannot be read: {one['problem']}")
+            raise ManifestError(f"the store of rank {rank} cannot be read: {shown(one['problem'], 500)}")
     if not any(one["generations"] for one in everybody):
         return TieredStore.open(folder, **options)
     common = in_all([[RankCommit(*joint) for joint in one["joints"]] for one in everybody])
@@ -270,7 +270,7 @@ def _described(everybody: Sequence[Mapping[str, Any]]) -> str:
     found = []
     for rank, one in enumerate(everybody):
         if one["joints"]:
-            found.append(f"rank {rank} has {', '.join(str(number) for number, *_ in one['joints'])}")
+            found.append(f"rank {rank} has {shown(', '.join(str(number) for number, *_ in one['joints']), 200)}")
         elif one["generations"]:
             found.append(f"rank {rank} has commits of its own only, which ranks do not go on from (zero.commit makes others)")
         else:
@@ -294,5 +294,6 @@ def shared_json(ranks: Ranks, value: Any, kind: Any) -> list[Any]:
         try:
             found.append(msgspec.convert(json.loads(row.numpy().tobytes().rstrip(b"\0")), kind, strict=True))
         except (ValueError, RecursionError, OverflowError) as error:  # msgspec's and Unicode's errors are ValueErrors
-            raise RankError(f"rank {rank} says what no rank of this release says: {error!r:.200}") from error
+            said = shown(repr(error), 200)
+            raise RankError(f"rank {rank} says what no rank of this release says: {said}") from error
     return found

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from tiered import MisuseError, RankError, TieredStore
+from tiered.errors import shown
 from tiered.zero.checkpoint import checkpoint
 from tiered.zero.checkpoint import safetensors as weights
 from tiered.zero.checkpoint.loaders import Stateful
@@ -433,7 +434,7 @@ class Engine(nn.Module):
         folder = Path(load_dir).expanduser().absolute()
         there = self._found(folder, tag)
         if not there.mark and not there.foreign:
-            what = folder / (there.tag or tags.LATEST)
+            what = folder / shown(there.tag or tags.LATEST, 300)
             warnings.warn(f"there is no checkpoint to load: {what} does not exist", stacklevel=2)
             return Loaded(None, None)
         name = there.tag
@@ -445,7 +446,7 @@ class Engine(nn.Module):
             extra = self._taken_over(folder / name, anew=anew)
         else:
             tagged = tags.Tagged(there.mark, tuple(there.generations), there.store)
-            generation = self._generation(tagged, folder / name)
+            generation = self._generation(tagged, folder / shown(name, 300))
             extra = checkpoint.rollback(self.module, self.optimizer, scheduler=scheduler, generation=generation)
         if anew and self.optimizer is not None:
             self.optimizer.load_state_dict({"state": {}, "param_groups": _packed(self.optimizer)})
@@ -489,7 +490,8 @@ class Engine(nn.Module):
             mine = all(shared_json(self._ranks, mine, bool))
         if not mine:
             raise MisuseError(
-                f"{where} names generation {generation} of the store in {tagged.store}, and {self.store} does not have it: "
+                f"{where} names generation {generation} of the store in {shown(tagged.store, 300)}, and {self.store} does not "
+                "have it: "
                 f'open that one ("tiered": {{"path": ...}}), or bring it back'
             )
         budget = said.get(tags.BUDGET)
@@ -507,7 +509,8 @@ class Engine(nn.Module):
         said: list[_Saving] = shared_json(self._ranks, msgspec.to_builtins(mine), _Saving)
         for rank, one in enumerate(said):
             if one.tag != said[0].tag:
-                raise RankError(f"rank 0 saves the checkpoint {said[0].tag!r}, and rank {rank} {one.tag!r}: use one tag")
+                first, other = shown(said[0].tag), shown(one.tag)
+                raise RankError(f"rank 0 saves the checkpoint '{first}', and rank {rank} '{other}': use one tag")
         return said[0]
 
     def _found(self, folder: Path, tag: str | None) -> _Loading:
@@ -527,7 +530,7 @@ class Engine(nn.Module):
         if self._ranks is not None:
             mine = shared_json(self._ranks, msgspec.to_builtins(mine), _Loading)[0]
         if mine.problem:
-            raise MisuseError(mine.problem)
+            raise MisuseError(mine.problem if self.global_rank == 0 else shown(mine.problem, 500))
         return mine
 
     def save_16bit_model(
