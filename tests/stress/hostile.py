@@ -45,6 +45,7 @@ from tiered.store.at_rest import StoreAtRest
 from tiered.zero.checkpoint.checkpoint import extra_of
 from tiered.zero.checkpoint.reshard import Source
 from tiered.zero.checkpoint.safetensors import export_at_rest, parameters_of
+from tiered.zero.collectives import Ranks
 from tiered.zero.paging.pager import placement_of
 from tiered.zero.rank_stores import META, _Rank, number_of, shared_json
 
@@ -454,6 +455,8 @@ class Peers:
 
     def trial(self, source: random.Random) -> tuple[str, bool]:
         if source.random() < 0.3:
+            return self._agreement(source)
+        if source.random() < 0.3:
             what, data = changed_document(source, self.meta)
             meta = json.loads(data)
             if not isinstance(meta, dict):
@@ -465,7 +468,7 @@ class Peers:
         data = data[1:-1] or b"1"
         lengths = [len(data), source.choice([len(data)] * 9 + [2**62])]
 
-        class Ranks:
+        class Sharing:
             def all_gather(self, mine: torch.Tensor, what: str) -> torch.Tensor:
                 if mine.dtype is torch.int64:
                     return torch.tensor([[len(json.dumps(own))], [max(lengths)]])
@@ -473,9 +476,41 @@ class Peers:
                 other[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)[: mine.numel()]
                 return torch.stack([mine, other])
 
-        _, error = _only_ours(what, lambda: shared_json(Ranks(), own, kind))  # type: ignore[arg-type]
+        _, error = _only_ours(what, lambda: shared_json(Sharing(), own, kind))  # type: ignore[arg-type]
         assert error is None or isinstance(error, RankError | MisuseError), what
         return what, error is not None
+
+
+    def _agreement(self, source: random.Random) -> tuple[str, bool]:
+        """What another rank says as ranks compare what they are about to do."""
+        terms: list[Any] = [(f"é\x1b[2J {number}", source.choice(["text\n", 0.5, "\ud800" * 900])) for number in range(9)]
+
+        class Other(Ranks):
+            def __init__(self) -> None:
+                self.rank, self.size, self.failed = 0, 2, False
+
+            def all_gather(self, own: torch.Tensor, what: str, *, apart: bool = False) -> torch.Tensor:
+                written = own.numpy().tobytes().rstrip(b"\0")
+                kind = source.random()
+                if kind < 0.3:
+                    data = written or b"\0"
+                elif kind < 0.5:
+                    data = json.dumps([f"\x1b[2J{source.random()}" * 99, source.choice([1, 2.5, "\x07" * 99])]).encode()
+                else:
+                    data = (changed_bytes(source, written)[1] if kind < 0.8 else source.randbytes(own.numel())) or b"1"
+                other = torch.zeros_like(own)
+                data = data[: own.numel()]
+                other[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+                return torch.stack([own, other])
+
+        def compare() -> None:
+            with Other().agreeing("page this model") as agree:
+                agree(terms)
+
+        _, error = _only_ours("an agreement", compare)
+        assert error is None or isinstance(error, RankError), error
+        assert error is None or (str(error).isprintable() and len(str(error)) < 2 * WIDEST), str(error)
+        return "an agreement", error is not None
 
 
 KINDS: dict[str, Callable[[Path], Trial]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.zero.ranks import PATIENCE, on_ranks
-from tiered import CapacityError, RankError, zero
+from tiered import CapacityError, MisuseError, RankError, zero
 from tiered.zero.collectives import TAG, Ranks
 from tiered.zero.paging.pager import placement_of
 
@@ -31,13 +32,14 @@ def told(rank: int, folder: Path, what: str, of: list[torch.Tensor]) -> str:
         ([torch.zeros(2), torch.zeros(2).double()], ("2 of torch.float32", "2 of torch.float64")),
     ],
 )
-@pytest.mark.parametrize("what", ["numbers", "numbers of " + "a.b." * TAG])
+@pytest.mark.parametrize("what", ["numbers \x1b[2J\u202e", "numbers of " + "a.b." * TAG])
 def test_ranks_that_share_other_sizes_are_told(
     tmp_path: Path, what: str, of: list[torch.Tensor], named: tuple[str, str]
 ) -> None:
     """gloo ends a process that receives more than it expects."""
     for said in on_ranks(2, told, tmp_path / "run", what, of):
         assert all(one in said for one in named)
+        assert said.isprintable()  # part of it is another rank's
 
 
 class Layers(nn.Sequential):
@@ -72,6 +74,46 @@ def test_what_rank_0_cannot_read_in_an_export_is_said_at_once(tmp_path: Path) ->
     assert first == "no room for this unit"
     assert left == []
     assert "rank 0 ended" in other
+
+
+def alone(rank: int, folder: Path) -> dict[str, str]:
+    """Rank 1 cannot do what all are about to do; then all can."""
+    found = {}
+
+    def refused(what: str, kind: type[Exception], call: Callable[[], object]) -> None:
+        with pytest.raises(RankError if rank == 0 else kind) as raised:
+            call()
+        found[what] = str(raised.value)
+
+    with zero.open_store(folder / "state", dram="4MiB") as store:
+        if rank == 1:
+            store.put("model/other", torch.zeros(1))
+        model = Layers()
+        refused("page", MisuseError, lambda: zero.page(model, store))
+        if rank == 1:
+            store.delete("model/other")
+        zero.page(model, store)
+        groups = [{"params": list(model.parameters()), **({"rule": "AdamW"} if rank == 1 else {})}]
+        refused("optimizer", MisuseError, lambda: zero.AdamW(groups, lr=1e-2))
+        optimizer = zero.AdamW(model.parameters(), lr=1e-2)
+        model(torch.ones(2, 128)).square().mean().backward()
+        optimizer.step()
+        zero.commit(model, optimizer)
+        other = optimizer if rank == 0 else None
+        refused("commit", RankError, lambda: zero.commit(model, other))
+        refused("resume", MisuseError, lambda: zero.resume(model, other))
+        zero.resume(model, optimizer)
+        store.close()
+    return found
+
+
+def test_what_one_rank_cannot_do_is_said_by_all(tmp_path: Path) -> None:
+    first, second = on_ranks(2, alone, tmp_path / "run", timeout=TIMEOUT)
+    for what in ("page", "optimizer", "resume"):
+        assert first[what].startswith("another rank could not "), what
+        assert f"rank 1 says MisuseError: {second[what][:50]}" in first[what]
+    assert first["commit"] == second["commit"]
+    assert "optimizer= is given on rank 0, and None on rank 1" in first["commit"]
 
 
 def exported(rank: int, folder: Path, out: Path) -> tuple[list[str], list[str]]:

@@ -15,7 +15,7 @@ from tests.zero.harness import equal
 from tests.zero.narrow import MasterAdamW
 from tests.zero.ranks import on_ranks
 from tests.zero.test_resident import LR, STEPS, train
-from tiered import MisuseError, TieredStore, zero
+from tiered import MisuseError, RankError, TieredStore, zero
 
 
 class Uneven(nn.Module):
@@ -113,6 +113,9 @@ def sharded(rank: int, folder: Path) -> dict[str, Any]:
         lows = zero.AdamW(narrow.parameters(), lr=LR, store=store, name="narrow")
         found["narrow"] = train(Losses(narrow, rank, torch.bfloat16), lows, 0, STEPS)
         found["master"] = {str(state["master"].to_local().dtype) for state in lows.state_dict()["state"].values()}
+        for more in ({"lr": LR * (1 + rank)}, {"lr": LR, "moments": torch.bfloat16 if rank else None}):
+            with pytest.raises(RankError, match=r"make this optimizer of DTensors together: .* on rank 0, and "):
+                zero.AdamW(make().parameters(), store=store, name=f"differs{len(more)}", **more)
         if rank == 1:  # one more step, in its store alone
             steps = store.get("optimizer/steps")
             store.put("optimizer/steps", steps + (steps > 0))

@@ -1,24 +1,30 @@
 """Run collectives over ``torch.distributed`` among the processes that train a model together, and name the rank that fails one.
 
 Every collective is told what it is for, and all ranks compare that before they look at the data: ranks that went different ways
-get an error that names both, never each other's bytes.
+get an error that names both, never each other's bytes. Before ranks begin something together (``Ranks.agreeing``) they compare
+the *terms* of it: all that must be the same on each of them so that each other's bytes mean the same.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from hashlib import blake2b
+from typing import Any, NoReturn
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 from tiered import RankError
+from tiered.errors import shortened, shown
 
-__all__ = ["Progress", "Ranks", "Under"]
+__all__ = ["Agree", "Progress", "Ranks", "Term", "Under"]
 
 TAG = 192
 """Bytes that say what a collective is for, and at their end how far the rank is."""
@@ -27,8 +33,18 @@ NUMBER = 8
 TEXT = TAG - NUMBER
 ADDED_AT_ONCE = 1 << 18
 """Elements that are added up at a time."""
+CLOSE = 1e-6
+"""Relative difference of two numbers that ranks may have computed from the same, on different processors."""
+SUBJECT, VALUE, MOST_TERM = 200, 400, 8192
+"""Characters of a term that is told to the other ranks, and bytes in which it has room, all of them escaped."""
+DIGEST = 16
+"""Bytes of a digest over terms."""
 GRACE = 5.0
 """Seconds in which the other ranks, which waited for as long, say that it failed there, too."""
+
+Term = tuple[str, str | float]
+"""What has to be the same on all ranks: its name, and its value. A float is the same where it is ``CLOSE``."""
+Agree = Callable[[Iterable[Term]], None]
 
 
 @dataclass
@@ -62,7 +78,9 @@ class Under:
         ``agree``."""
         try:
             self.agree()
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, RankError):  # it was begun ahead, and a rank that does something else never begins it
+                self._ranks.end(self._what)
             with contextlib.suppress(RuntimeError):
                 self.moving.wait()
             raise
@@ -70,12 +88,13 @@ class Under:
             self.moving.wait()
 
     def _compare(self) -> None:
-        said = [bytes(tag[:TEXT].tolist()).rstrip(b"\0").decode(errors="replace") for tag in self._tags]
+        said = [_read_text(tag) for tag in self._tags]
         here = said[self._ranks.rank]
         for rank, other in enumerate(said):
             if other != here:
                 raise RankError(
-                    f"the ranks do different things: rank {self._ranks.rank} is at {here!r}, and rank {rank} at {other!r}. All "
+                    f"the ranks do different things: rank {self._ranks.rank} is at {_quoted(here)}, and rank {rank} at "
+                    f"{_quoted(other)}. All "
                     "ranks must run the same modules in the same order, and call what looks at a model (state_dict, "
                     "evaluation, clipping, commit) together"
                 )
@@ -100,6 +119,8 @@ class Ranks:
         """A collective did; nothing can be agreed on any more."""
         self.progress: Progress | None = None
         """What ``gather`` sends along and learns from the others. All ranks have one, or none, at the same gathers."""
+        self.phase = ""
+        """What a pass that gathers parameters is, for ``AllGathered``: the same on all ranks."""
         with self.named("the other ranks"):
             self._gathers, self._reductions, calls = (
                 dist.new_group(members, timeout=self.timeout, backend="gloo", use_local_synchronization=len(members) > 1)
@@ -180,15 +201,82 @@ class Ranks:
             if self.rank and data.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(data)
 
+    # -- agreement ---------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def agreeing(self, what: str) -> Iterator[Agree]:
+        """Give what takes terms, for a block of code, and compare at its end that all ranks have the same ones, in one order.
+        ``what``: they are about to do that, "page this model". All ranks enter the block.
+
+        Raises RankError, on all ranks, which names the first difference, or what another rank raises in the block. Then the
+        ranks can go on to agree on something else: only digests and names were exchanged.
+        """
+        terms: list[Term] = []
+        try:
+            yield terms.extend
+        except Exception as error:
+            if not self.failed:
+                with contextlib.suppress(RankError):
+                    self._agree(what, [], f"{type(error).__name__}: {error}")
+            raise
+        self._agree(what, [_line(*term) for term in terms])
+
+    def _agree(self, what: str, lines: Sequence[bytes], problem: str | None = None) -> None:
+        """Compare the ``lines`` of all ranks; ``problem``: why this one has none to go on with."""
+        told = self._exchange(bytes([problem is not None]) + _digest(lines), what, 1 + DIGEST)
+        failed = [rank for rank, one in enumerate(told) if one[0]]
+        if failed and len(failed) < self.size:
+            why = self._exchange(_cut(_line("", problem or "")), f"{what}: why it cannot be", MOST_TERM)[failed[0]]
+            if problem is None:
+                said = shown(str(_term(why)[1]), VALUE)
+                raise RankError(f"another rank could not {what}, so no rank does: rank {failed[0]} says {said}")
+        elif not failed and len(set(told)) > 1:
+            self._find_difference(what, lines)
+
+    def _find_difference(self, what: str, lines: Sequence[bytes]) -> None:
+        """Raise RankError for the first line that is another one on some ranks, unless all of these are numbers that are close.
+        All ranks search alike, because each step of it depends only on what all were told."""
+        counts = self._exchange(len(lines).to_bytes(8, "little"), f"{what}: how much there is", 8)
+        fewest = min(int.from_bytes(count, "little") for count in counts)
+        start = 0
+        for _ in range(fewest + 1):
+            if not self._differ(what, lines[start:]):
+                return
+            same, other = start, fewest  # lines start to same are the same, start to other + 1 are not
+            while same < other:
+                middle = (same + other) // 2
+                if self._differ(what, lines[start : middle + 1]):
+                    other = middle
+                else:
+                    same = middle + 1
+            mine = lines[same] if same < len(lines) else b""
+            told = self._exchange(_cut(mine), f"{what}: what differs", MOST_TERM)
+            found = [_term(one) for one in told]
+            rank = next((rank for rank, one in enumerate(found) if one != found[0] and not _alike(found[0], one)), None)
+            if rank is not None:
+                _raise_difference(what, rank, found[0], found[rank])
+            start = same + 1
+        raise RankError(f"a rank says what no rank of this release says: it cannot {what}, and nothing differs")
+
+    def _differ(self, what: str, lines: Sequence[bytes]) -> bool:
+        """Return whether some ranks have other ``lines``."""
+        return len(set(self._exchange(_digest(lines), f"{what}: where the difference is", DIGEST))) > 1
+
+    def _exchange(self, mine: bytes, what: str, size: int) -> list[bytes]:
+        """Return what each rank says, at most ``size`` bytes, without the zeros at its end where it is less."""
+        padded = torch.zeros(size, dtype=torch.uint8, device="cpu")
+        if mine:
+            padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        return [row.numpy().tobytes() for row in self.all_gather(padded, what)]
+
+    # -- one collective ----------------------------------------------------------------------------------------------------
+
     def _begin(
         self, group: Any, what: str, start: Callable[[], Any], ahead: bool = False, progress: Progress | None = None
     ) -> Under:
         self._numbers[group] += 1
         tag = torch.zeros(TAG, dtype=torch.uint8, device="cpu")
-        said = f"collective {self._numbers[group]}: {what}".encode()
-        if len(said) > TEXT:  # sizes are at the end
-            said = said[: TEXT // 2] + b"..." + said[TEXT // 2 + 3 - TEXT :]
-        tag[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        _write_text(tag, f"collective {self._numbers[group]}: {what}")
         if progress is not None:
             tag[TEXT:].view(torch.int64).fill_(progress.here)
         tags = torch.empty(self.size * TAG, dtype=torch.uint8, device="cpu")
@@ -202,6 +290,12 @@ class Ranks:
 
     # -- failure -----------------------------------------------------------------------------------------------------------
 
+    def end(self, what: str) -> None:
+        """End all connections after a collective failed, and tell the other ranks that this one was at ``what``."""
+        self.failed = True
+        if self._calls is not None:
+            self._calls.tell(what)
+
     @contextlib.contextmanager
     def named(self, what: str) -> Iterator[None]:
         """Turn what torch raises in the block into a RankError that says which rank is missing."""
@@ -213,37 +307,49 @@ class Ranks:
             raise
         except (RuntimeError, ValueError) as error:
             self.failed = True
-            who = "another rank did not answer" if self._calls is None else self._calls.missing(until)
+            who = "another rank did not answer" if self._calls is None else self._calls.missing(until, what)
             raise RankError(
                 f"rank {self.rank} waited for {what}, and {who} (timeout: {self.timeout.total_seconds():g} s). The last commit "
                 "of all ranks is whole: start all of them again; torchrun --max-restarts does so by itself. "
-                f"({_first_line(error)})"
+                f"({shown(_first_line(error), 2 * TEXT)})"
             ) from error
 
 
 class _Calls:
-    """Calls for help: a byte to each other rank, once. Each rank listens for the others' from the beginning, so a call arrives
-    whatever its receiver does, and a connection that breaks before that is a process that ended.
+    """Calls for help: to each other rank, once, what this one waits for. Each rank listens for the others' from the beginning,
+    so a call arrives whatever its receiver does, and a connection that breaks before that is a process that ended.
 
     That is not left to the store in which the processes met: it ends or hangs with the rank that has it, and then blocks.
     """
 
     def __init__(self, group: Any, failing: list[Any], rank: int, size: int) -> None:
         self._group, self._failing = group, failing
-        self._call = torch.ones(1, dtype=torch.uint8, device="cpu")
-        self._heard = {other: _receive(group, other) for other in range(size) if other != rank}
+        others = [other for other in range(size) if other != rank]
+        self._said = {other: torch.zeros(TAG, dtype=torch.uint8, device="cpu") for other in others}
+        self._heard = {other: group.recv([said], other, 0) for other, said in self._said.items()}
+        self._call = torch.zeros(TAG, dtype=torch.uint8, device="cpu")
         self._sent: list[Any] = []
+        self._told = False
         self._found: str | None = None
 
-    def missing(self, until: float) -> str:
-        """Return which ranks do not call, and why; wait for calls until ``until`` (of ``time.monotonic``)."""
+    def missing(self, until: float, what: str) -> str:
+        """Return which ranks do not call, and why, or what those wait for that do; wait for calls until ``until`` (of
+        ``time.monotonic``). ``what`` this rank waits for."""
+        self.tell(what)
         if self._found is None:
-            for other in self._heard:
-                with contextlib.suppress(RuntimeError):  # it is gone
-                    self._sent.append(self._group.send([self._call], other, 0))
-            self.abort()
             self._found = self._listen(until)
         return self._found
+
+    def tell(self, what: str) -> None:
+        """Call, and end all other connections; the first time."""
+        if self._told:
+            return
+        self._told = True
+        _write_text(self._call, what)
+        for other in self._heard:
+            with contextlib.suppress(RuntimeError):  # it is gone
+                self._sent.append(self._group.send([self._call], other, 0))
+        self.abort()
 
     def abort(self) -> None:
         """End all connections, so that ranks that wait for this one need not wait for their timeout: gloo does so where
@@ -256,6 +362,7 @@ class _Calls:
     def _listen(self, until: float) -> str:
         ended: list[int] = []
         silent: list[int] = []
+        there: list[int] = []
         for other, heard in self._heard.items():
             left = max(0.001, until - time.monotonic())  # 0 would be without a limit
             try:
@@ -264,16 +371,90 @@ class _Calls:
                 # The first that is waited for in vain ends all connections; what came before is still there to be had.
                 timed_out = "imeout" in str(error) or "imed out" in str(error)
                 (silent if timed_out else ended).append(other)
+            else:
+                there.append(other)
         told = []
         if ended:
             told.append(f"{_named(ended)} ended")
         if silent:
             told.append(f"{_named(silent)} did not answer: it hangs, or cannot be reached")
-        return ", and ".join(told) or "it failed, though all ranks are there"
+        told += [f"rank {other} waited for {_quoted(_read_text(self._said[other]))}" for other in there[:2]]
+        return ", and ".join(told)
 
 
 def _receive(group: Any, other: int) -> Any:
     return group.recv([torch.zeros(1, dtype=torch.uint8, device="cpu")], other, 0)
+
+
+def _write_text(tag: torch.Tensor, text: str) -> None:
+    """Write ``text`` to the beginning of ``tag``, without its middle where it is too long: sizes are at the end."""
+    said = text.encode(errors="backslashreplace")
+    if len(said) > TEXT:
+        said = said[: TEXT // 2] + b"..." + said[TEXT // 2 + 3 - TEXT :]
+    tag[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+
+
+def _read_text(tag: torch.Tensor) -> str:
+    return bytes(tag[:TEXT].tolist()).rstrip(b"\0").decode(errors="replace")
+
+
+def _quoted(text: str) -> str:
+    """Return what a rank says of itself, as errors print it."""
+    return f"'{shown(text, 2 * TEXT)}'"
+
+
+def _line(subject: str, value: str | float) -> bytes:
+    """Return a term as it is compared."""
+    number = isinstance(value, float) and math.isfinite(value)
+    return json.dumps([subject, value if number else str(value)]).encode()
+
+
+def _cut(line: bytes) -> bytes:
+    """Return a line as it is told to other ranks, not longer than ``MOST_TERM``."""
+    if not line:
+        return b""
+    subject, value = json.loads(line)
+    if len(subject) > SUBJECT or (isinstance(value, str) and len(value) > VALUE):  # what differs may be where it is cut
+        value = f"{shortened(str(value), VALUE - 40)} (digest {_digest([line]).hex()})"
+    return _line(shortened(subject, SUBJECT), value)
+
+
+def _digest(lines: Iterable[bytes]) -> bytes:
+    found = blake2b(digest_size=DIGEST)
+    for line in lines:
+        found.update(line)
+        found.update(b"\n")
+    return found.digest()
+
+
+def _term(told: bytes) -> Term:
+    """Return the term that a rank told; an empty one where it has no more. Raises RankError for what is none."""
+    data = told.rstrip(b"\0")
+    if not data:
+        return "nothing more", ""
+    try:
+        return msgspec.json.decode(data, type=tuple[str, str | float], strict=True)
+    except ValueError as error:  # msgspec's and Unicode's errors are ValueErrors
+        raise RankError(f"a rank says what no rank of this release says: {shown(repr(error), 200)}") from error
+
+
+def _alike(one: Term, other: Term) -> bool:
+    """Return whether two terms whose lines differ are numbers that are close."""
+    return (
+        one[0] == other[0]
+        and isinstance(one[1], float)
+        and isinstance(other[1], float)
+        and math.isclose(one[1], other[1], rel_tol=CLOSE)
+    )
+
+
+def _raise_difference(what: str, rank: int, first: Term, other: Term) -> NoReturn:
+    (subject, value), (theirs, another) = ((shown(one, SUBJECT), shown(str(it), VALUE)) for one, it in (first, other))
+    if subject == theirs:
+        found = f"{subject} is {value} on rank 0, and {another} on rank {rank}"
+    else:
+        found = f"rank 0 has {f'{subject} {value}'.rstrip()} where rank {rank} has {f'{theirs} {another}'.rstrip()}"
+    raise RankError(f"the ranks cannot {what} together: {found}. Nothing of another rank was used: give all ranks the same")
 
 
 def _named(ranks: list[int]) -> str:

@@ -28,7 +28,7 @@ from tiered.zero.build.staging import PREFIX, Staged, Window, current, find
 from tiered.zero.checkpoint import checkpoint
 from tiered.zero.checkpoint.reshard import Source, opened, reshard
 from tiered.zero.checkpoint.safetensors import Pretrained
-from tiered.zero.collectives import Ranks
+from tiered.zero.collectives import Ranks, Term
 from tiered.zero.optimizers.optimizer import Optimizer, refuse_others
 from tiered.zero.paging.micro_batch import SAVED_SHARE, refuse_batch_dependent, split_modules
 from tiered.zero.paging.pager import Activations, Pager, PagerConfig, owner_of, pager_of, placements_of
@@ -432,32 +432,17 @@ class _Options:
 
 def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
     refuse_others()
-    in_update_tier(store, options.update_tier)
-    if options.activations in ("store", "auto"):
-        refuse_one_tier(store)
-    window = Window.of(store)
-    held = [key for key in store if key.startswith(f"{options.name}/")]
-    if held and options.existing == "refuse" and options.filling is None:
-        raise MisuseError(
-            f"the store already holds a model named {options.name!r} ({len(held)} tensors): give another name=, "
-            "existing='overwrite', or existing='resume' to go on with it"
-        )
-    for qualified, parameter in model.named_parameters():
-        if hasattr(parameter, "_tiered"):
-            raise MisuseError(f"parameter {qualified!r} is paged already")
-        if parameter.device.type not in ("cpu", "meta") and parameter.device != store.device:
-            raise MisuseError(
-                f"parameter {qualified!r} is on {parameter.device}, and this store's top tier on {store.device}: move the "
-                "model to the CPU first, or open the store with hbm= and that device="
-            )
-    staged = _staged(model, window)
-    strides = {parameter: found.stride for parameter, found in staged.items()}
     partition = _partition(options.stage, options.group, options.timeout)
-    if options.activations == "auto" and partition.shares > 1:
-        raise MisuseError(
-            "activations='auto' is for one process: several ranks would have to choose alike; choose 'memory', 'recompute' or "
-            "'store'"
-        )
+    with partition.agreeing("page this model") as agree:
+        window, held, staged = _found(model, store, options)
+        if options.activations == "auto" and partition.shares > 1:
+            raise MisuseError(
+                "activations='auto' is for one process: several ranks would have to choose alike; choose 'memory', 'recompute' "
+                "or 'store'"
+            )
+        agree(_asked(options, partition))
+        agree(_described(model))
+    strides = {parameter: found.stride for parameter, found in staged.items()}
     pool = partition.all_min(min(tier.capacity for tier in store.statistics().tiers if tier.name != "nvme"))
     limits = Limits.of(pool, partition.shares)
     if options.existing == "resume":
@@ -466,29 +451,11 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
         _refuse_newer(options.source, store, partition)
     elif options.existing == "resume" and options.source is not None:
         _take_over(model, store, options, limits, partition, pool)
-    slicing = Slicing(experts=options.experts == "sliced")
-    if options.existing == "resume":
-        limits, kept, names = checkpoint.layout(store, options.name)
-        strides |= {parameter: kept[qualified] for qualified, parameter in model.named_parameters() if qualified in kept}
-        slicing = Slicing(only=names)
-    elif options.largest_unit is not None:
-        if options.slice_weights:
-            slicing = replace(slicing, weights=True)
-        else:  # nothing more is sliced
-            usual = divide(model, limits, strides, options.policy, partition.shares, slicing)
-            slicing = Slicing(only={sliced.name: None for sliced in usual.sliced.values()})
-        limits = replace(limits, unit=min(limits.unit, options.largest_unit))
-    tentative = divide(model, limits, strides, options.policy, partition.shares, slicing)
-    _refuse_small_pool(tentative, model, store, pool, options, partition.shares)
-    together = 0 if options.existing == "resume" or options.weights is not None else _largest_meta(model)
-    refuse_little_room(store, "paging this model", largest=together)
-    for module, qualified in split_modules(model, tentative, options.micro_batch).items() if options.micro_batch > 1 else ():
-        refuse_batch_dependent(module, qualified)
-    if options.activations == "recompute" and not split_modules(model, tentative, options.micro_batch):
-        raise MisuseError(
-            "activations='recompute': no module of this model holds all of its parameters while it runs, so none can be "
-            "computed again: use activations='store', or a larger memory budget"
-        )
+    with partition.agreeing("divide this model into units") as agree:
+        limits, slicing = _ways(model, store, options, limits, strides, partition.shares)
+        tentative = divide(model, limits, strides, options.policy, partition.shares, slicing)
+        _refuse_plan(tentative, model, store, pool, options, partition.shares)
+        agree(_divided(tentative, model))
     config = PagerConfig(
         *(options.name, pool, partition, options.prefetch, options.micro_batch, options.update_tier, options.activations),
         plan=options.plan if isinstance(options.plan, AutoPlan) else AutoPlan(),
@@ -541,6 +508,95 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
     _place(buffers)
     unguard(model, window)
     return model
+
+
+def _found(
+    model: nn.Module, store: TieredStore, options: _Options
+) -> tuple[Window, list[str], dict[nn.Parameter, Staged]]:
+    """Return the window that ``model`` may wait in, the keys that the store has of its name, and the parameters that wait.
+    Raises MisuseError where the model cannot be paged into ``store``."""
+    in_update_tier(store, options.update_tier)
+    if options.activations in ("store", "auto"):
+        refuse_one_tier(store)
+    window = Window.of(store)
+    held = [key for key in store if key.startswith(f"{options.name}/")]
+    if held and options.existing == "refuse" and options.filling is None:
+        raise MisuseError(
+            f"the store already holds a model named {options.name!r} ({len(held)} tensors): give another name=, "
+            "existing='overwrite', or existing='resume' to go on with it"
+        )
+    for qualified, parameter in model.named_parameters():
+        if hasattr(parameter, "_tiered"):
+            raise MisuseError(f"parameter {qualified!r} is paged already")
+        if parameter.device.type not in ("cpu", "meta") and parameter.device != store.device:
+            raise MisuseError(
+                f"parameter {qualified!r} is on {parameter.device}, and this store's top tier on {store.device}: move the "
+                "model to the CPU first, or open the store with hbm= and that device="
+            )
+    return window, held, _staged(model, window)
+
+
+def _ways(
+    model: nn.Module,
+    store: TieredStore,
+    options: _Options,
+    limits: Limits,
+    strides: dict[nn.Parameter, tuple[int, ...]],
+    shares: int,
+) -> tuple[Limits, Slicing]:
+    """Return by which limits ``model`` is divided, and what is sliced. ``strides`` gets those that were committed."""
+    slicing = Slicing(experts=options.experts == "sliced")
+    if options.existing == "resume":
+        limits, kept, names = checkpoint.layout(store, options.name)
+        strides |= {parameter: kept[qualified] for qualified, parameter in model.named_parameters() if qualified in kept}
+        return limits, Slicing(only=names)
+    if options.largest_unit is None:
+        return limits, slicing
+    if options.slice_weights:
+        slicing = replace(slicing, weights=True)
+    else:  # nothing more is sliced
+        usual = divide(model, limits, strides, options.policy, shares, slicing)
+        slicing = Slicing(only={sliced.name: None for sliced in usual.sliced.values()})
+    return replace(limits, unit=min(limits.unit, options.largest_unit)), slicing
+
+
+def _asked(options: _Options, partition: Partition) -> Iterator[Term]:
+    """Yield what all ranks have to be asked alike."""
+    yield "the stage", str(partition.share()["stage"])
+    yield "name=", repr(options.name)
+    yield "existing=", "'resume'" if options.existing == "resume" else "'refuse' or 'overwrite'"
+    yield "source=", "None" if options.source is None else "given"
+    yield "micro_batch=", str(options.micro_batch)
+    yield "activations=", repr(options.activations)
+    yield "largest_unit=", str(options.largest_unit)
+    yield "policy=", str(options.policy)
+
+
+def _described(model: nn.Module) -> Iterator[Term]:
+    """Yield what all ranks have to have alike of a model: its parameters and buffers, in order, and which are one tensor."""
+    first: dict[torch.Tensor, str] = {}
+    for kind, tensors in (
+        ("parameter", model.named_parameters(remove_duplicate=False)),
+        ("buffer", model.named_buffers(remove_duplicate=False)),
+    ):
+        for name, tensor in tensors:
+            known = first.setdefault(tensor, name)
+            said = f"{tensor.dtype} of shape {tuple(tensor.shape)}" if known is name else f"tied to {known!r}"
+            frozen = ", frozen" if kind == "parameter" and not tensor.requires_grad else ""
+            yield f"{kind} {name!r}", said + frozen
+
+
+def _divided(plan: ModelPlan, model: nn.Module) -> Iterator[Term]:
+    """Yield what all ranks have to have alike of a model's units: where each parameter lies, and which modules hold them."""
+    yield "the limits", str(plan.limits)
+    for unit in plan.units:
+        yield f"unit {unit.name!r}", f"{len(unit.placements)} parameters, {unit.stored_nbytes} bytes for {unit.shares} ranks"
+        for at in unit.placements:
+            stored = f"{at.form} at byte {at.stored_offset}"
+            yield f"{at.name!r} in unit {unit.name!r}", f"{at.dtype} with strides {tuple(at.stride)}, stored as {stored}"
+    for name, module in model.named_modules():
+        if module in plan.held:
+            yield f"module {name!r} holds", ", ".join(repr(plan.units[index].name) for index in plan.held[module])
 
 
 def _partition(stage: Stage | None, group: dist.ProcessGroup | None, timeout: float | None) -> Partition:
@@ -664,6 +720,25 @@ def smallest_pool(plan: ModelPlan, model: nn.Module, *, saves: bool = False, sha
         together += 2 * max(sizes, default=0)
         together = -(-together * SAVED_SHARE // (SAVED_SHARE - 1) // 4096) * 4096
     return -(-max(3 * max(sizes, default=0) + converted, together, 1 << 20) // 4096) * 4096
+
+
+def _refuse_plan(
+    plan: ModelPlan, model: nn.Module, store: TieredStore, pool: int, options: _Options, shares: int
+) -> None:
+    """Raise CapacityError where there is too little memory for a model that is divided so, MisuseError where its modules cannot
+    do what was asked."""
+    _refuse_small_pool(plan, model, store, pool, options, shares)
+    together = 0 if options.existing == "resume" or options.weights is not None else _largest_meta(model)
+    refuse_little_room(store, "paging this model", largest=together)
+    splits = options.micro_batch > 1 or options.activations == "recompute"
+    split = split_modules(model, plan, options.micro_batch) if splits else {}
+    for module, qualified in split.items() if options.micro_batch > 1 else ():
+        refuse_batch_dependent(module, qualified)
+    if options.activations == "recompute" and not split:
+        raise MisuseError(
+            "activations='recompute': no module of this model holds all of its parameters while it runs, so none can be "
+            "computed again: use activations='store', or a larger memory budget"
+        )
 
 
 def _refuse_small_pool(

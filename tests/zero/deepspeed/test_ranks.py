@@ -134,6 +134,9 @@ def shared(rank: int, folder: Path) -> dict[str, Any]:
     from tests.zero.deepspeed.training import config_for
 
     config = config_for(folder, zero_optimization={"stage": 3})
+    other = {**config, "gradient_clipping": 0.25 * (1 + rank)}
+    with pytest.raises(RankError, match=r"cannot initialize together: clipping is 0\.25 on rank 0, and 0\.5 on rank 1"):
+        zero.initialize(model=made(), config=other)
     engine, _, loader, _ = zero.initialize(model=made(), config=config, training_data=data)
     assert loader is not None
     found["data"] = [value for (values,) in loader for value in values.tolist()]

@@ -78,6 +78,11 @@ def commit(
     def prepare() -> None:
         _prepare(model, optimizer, scheduler, scaler, data, extra)
 
+    others = ("optimizer=", optimizer), ("scheduler=", scheduler), ("scaler=", scaler)
+    with pager.partition.agreeing("commit") as agree:
+        agree((what, "None" if given is None else "given") for what, given in others)
+        if isinstance(optimizer, Optimizer):
+            agree(optimizer.terms(pager))
     _update_together(pager)
     return pager.partition.commit(pager.store, meta, prepare, pager.checkpoint.invalidate)
 
@@ -115,10 +120,11 @@ def resume(
     again before this call, which loads its values. Raises MisuseError where they differ from what was committed, ManifestError
     for a record that is damaged.
     """
-    _refuse_other_kind(optimizer)
     pager = pager_of(model)
-    record = read_record(pager.store, pager.name, pager.checkpoint.before)
-    return load_record(model, pager, record, optimizer, scheduler, scaler, data)
+    with pager.partition.agreeing("go on from this commit"):  # also where one rank cannot
+        _refuse_other_kind(optimizer)
+        record = read_record(pager.store, pager.name, pager.checkpoint.before)
+        return load_record(model, pager, record, optimizer, scheduler, scaler, data)
 
 
 def rollback(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +23,7 @@ from tiered.system import headroom
 from tiered.types import format_size
 from tiered.zero.build.construct import init
 from tiered.zero.build.staging import find
+from tiered.zero.collectives import Ranks, Term
 from tiered.zero.deepspeed import optimizers
 from tiered.zero.deepspeed.config import Config, Place, place_of, told
 from tiered.zero.deepspeed.engine import NARROW, Engine
@@ -31,7 +32,7 @@ from tiered.zero.deepspeed.tags import BUDGET, budget_of
 from tiered.zero.optimizers.optimizer import Optimizer
 from tiered.zero.page import page
 from tiered.zero.paging.pager import owner_of
-from tiered.zero.paging.sharding import Stage, Stage1, Stage2, Stage3
+from tiered.zero.paging.sharding import Stage, Stage1, Stage2, Stage3, Unsharded
 from tiered.zero.rank_stores import folder_of, has_commit, open_store
 
 __all__ = ["Init", "initialize"]
@@ -99,7 +100,9 @@ def initialize(
         batches = -(-samples // (one * ranks))
         return int(-(-epochs * max(batches // passes, 1) // 1))
 
-    read = Config.of(given, ranks=ranks, arguments=args, total_steps=total_steps)
+    with (Ranks.of(None) if ranks > 1 else Unsharded()).agreeing("initialize") as agree:
+        read = Config.of(given, ranks=ranks, arguments=args, total_steps=total_steps)
+        agree(_asked(read))
     groups = optimizers.groups_of(model, model_parameters)
     if isinstance(optimizer, torch.optim.Optimizer):
         groups = optimizers.groups_of(model, optimizer.param_groups)
@@ -133,6 +136,14 @@ def initialize(
         if read.reports.dump:
             print(json.dumps(read.values, indent=2, default=str), flush=True)
     return engine, made, loader, scheduler
+
+
+def _asked(config: Config) -> Iterator[Term]:
+    """Yield what all ranks have to be asked alike, beside what ``page`` and the optimizer compare."""
+    for name in ("train_batch_size", "micro_batch_size", "accumulation_steps", "dtype", "buffer_dtype", "stage"):
+        yield name, str(getattr(config, name))
+    for name in ("fp16", "check_overflow", "autocast", "clipping", "compute_norm", "optimizer", "scheduler", "drop_last"):
+        yield name, repr(getattr(config, name))
 
 
 def _given(args: Any, config: Any) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from torch.optim.optimizer import ParamsT, register_optimizer_step_pre_hook
 from tiered import CapacityError, TieredError, TieredStore
 from tiered.errors import MisuseError
 from tiered.system import compiler, refuse_little_room
-from tiered.zero.collectives import Ranks
+from tiered.zero.collectives import Agree, Ranks, Term
 from tiered.zero.intent import decide
 from tiered.zero.optimizers.resident import Resident
 from tiered.zero.paging.pager import Pager, name_of, owner_of, placement_of, placements_of
@@ -53,6 +54,7 @@ from tiered.zero.rules.rule import (
     rounds_by_chance,
     settings_of,
     stores_step,
+    terms_of,
     torch_name,
 )
 from tiered.zero.rules.rule import name_of as rule_name
@@ -138,16 +140,18 @@ class Optimizer(TorchOptimizer):
         """By param group: its rule, with the hyper-parameters that it had when the group was added or loaded."""
         given: Any = params
         if store is None:
-            given = list(params)
+            given = _listed(params)
             _refuse_little_room(given)
         self.steps: dict[Placement, int] = {}
         """How many each parameter has had."""
         self._mark = object()
         """Stands for this optimizer in units."""
-        self._resident = None if store is None else Resident(store, name, existing, _ranks(*share))
-        self._made = False
-        super().__init__(given, defaults)
-        self._made = True
+        ranks = None if store is None else _ranks(*share)
+        with self._agreeing("make this optimizer", given if store is None else (), ranks):
+            self._resident = None if store is None else Resident(store, name, existing, ranks)
+            self._made = False
+            super().__init__(given, defaults)
+            self._made = True
         if self._resident is not None:
             self._show(self._resident.write())
 
@@ -159,7 +163,43 @@ class Optimizer(TorchOptimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group, as in torch; every parameter must be paged, or none where there is a store."""
+        """Add a param group, as in torch; every parameter must be paged, or none where there is a store. All ranks add it."""
+        if not self._made:  # all groups are compared together
+            self._add_group(param_group)
+            return
+        (param_group,) = _listed([param_group])
+        ranks = None if self._resident is None else self._resident.ranks
+        with self._agreeing("add this param group", [param_group], ranks):
+            self._add_group(param_group)
+        if self._resident is not None:
+            self._show(self._resident.write())
+
+    @contextmanager
+    def _agreeing(self, what: str, params: Sequence[Any], ranks: Ranks | None) -> Iterator[None]:
+        """Have all ranks compare this optimizer after a block of code: those that have shares of ``params``, or ``ranks``."""
+        with ExitStack() as stack:
+            asked: list[tuple[Pager | None, Agree]] = []
+            if ranks is not None:
+                asked.append((None, stack.enter_context(ranks.agreeing(what))))
+            asked += [(pager, stack.enter_context(pager.partition.agreeing(what))) for pager in _pagers_of(params)]
+            yield
+            for pager, agree in asked:
+                agree(self.terms(pager))
+
+    def terms(self, pager: Pager | None) -> Iterator[Term]:
+        """Yield what all ranks need alike of this optimizer, as far as it updates the model of ``pager`` (None: any)."""
+        yield "update=", "'in_backward'" if self._in_backward else "'on_fetch'"
+        yield "existing=", "None" if self._resident is None else self._resident.existing
+        for index, group in enumerate(self.param_groups):
+            yield from terms_of(self._rules[index], f"param group {index}")
+            for number, parameter in enumerate(group["params"]):
+                whose = f"parameter {number} of param group {index}"
+                if self._resident is not None:
+                    yield whose, f"{parameter.dtype} of shape {tuple(parameter.shape)}, strides {tuple(parameter.stride())}"
+                elif owner_of(parameter) is pager:
+                    yield whose, repr(name_of(parameter))
+
+    def _add_group(self, param_group: dict[str, Any]) -> None:
         self._refuse_group(param_group)
         rule = param_group.get("rule", self._default_rule)
         if "rule" in param_group:  # the caller may make another optimizer of it
@@ -181,8 +221,6 @@ class Optimizer(TorchOptimizer):
                     _refuse_masters(name, parameter.dtype, rule)
                 self._resident.add(group["params"], self._names(group), rule)
                 self._rules.append(rule)
-                if self._made:
-                    self._show(self._resident.write())
                 return
             for pager, unit, placement in self._found(group):
                 unit.plan.refuse_writing()
@@ -234,25 +272,25 @@ class Optimizer(TorchOptimizer):
         missed: dict[Unit, dict[Placement, tuple[Update, dict[int, UpdateRule]]]] = {}
         deeds: list[Callable[[], object]] = []
         steps: dict[Placement, int] = {}
-        for index, group in enumerate(self.param_groups):
-            rule = self._rule(index)
-            for parameter in group["params"]:
-                found = placements_of(parameter)
-                for _, unit, placement in found:
-                    unit.gradients.refuse_interrupted(placement)
-                    deeds.append(partial(unit.gradients.close_step, placement))
-                    if unit.gradients.has(placement):
-                        unit.gradients.refuse_infinite(placement)
-                        unit.gradients.close()
-                        step = steps[placement] = self._next_step(unit, placement)
-                        update = Update(rule, step, *unit.gradients.factors(placement))
-                        updates.setdefault(unit, {})[placement] = update
-                if len(found) > 1:
-                    self._miss(found, rule, steps, missed)
-        for unit in updates:
-            updates[unit] |= {placement: update for placement, (update, _) in missed.pop(unit, {}).items()}
-        error: TieredError | None = None
-        try:
+        with ExitStack() as agreeing:  # of several ranks all make the step, or none
+            asked = [(p, agreeing.enter_context(p.partition.agreeing("make this step"))) for p in self.pagers()]
+            for index, group in enumerate(self.param_groups):
+                rule = self._rule(index)
+                for parameter in group["params"]:
+                    found = placements_of(parameter)
+                    for _, unit, placement in found:
+                        unit.gradients.refuse_interrupted(placement)
+                        deeds.append(partial(unit.gradients.close_step, placement))
+                        if unit.gradients.has(placement):
+                            unit.gradients.refuse_infinite(placement)
+                            unit.gradients.close()
+                            step = steps[placement] = self._next_step(unit, placement)
+                            update = Update(rule, step, *unit.gradients.factors(placement))
+                            updates.setdefault(unit, {})[placement] = update
+                    if len(found) > 1:
+                        self._miss(found, rule, steps, missed)
+            for unit in updates:
+                updates[unit] |= {placement: update for placement, (update, _) in missed.pop(unit, {}).items()}
             for unit in updates:  # the last that can fail, before anything is marked
                 unit.apply_update()  # an earlier update that nothing has asked for yet
                 for placement, update in updates[unit].items():
@@ -263,14 +301,8 @@ class Optimizer(TorchOptimizer):
                     unit.keep_states(placement, kept_by(update.rule, unit.states.wide))
                 if not all(unit.misses(placement, update.step) for placement, (update, _) in slices.items()):
                     unit.apply_update()
-        except TieredError as problem:
-            error = problem
-        for pager in self.pagers():  # of several ranks all make the step, or none
-            fine = pager.partition.all_true([error is None], "whether all can make this step")
-            if error is None and not all(fine):
-                error = TieredError("another rank could not make this step, and says why; no rank has made it")
-        if error is not None:
-            raise error
+            for pager, agree in asked:
+                agree(self._terms_of_step(pager, updates))
         deeds.append(partial(self.steps.update, steps))
         deeds += [partial(unit.counted_by.update, dict.fromkeys(changed, self._mark)) for unit, changed in updates.items()]
         deeds += [partial(unit.counted_by.update, dict.fromkeys(slices, self._mark)) for unit, slices in missed.items()]
@@ -280,6 +312,16 @@ class Optimizer(TorchOptimizer):
         self._decide(deeds)
         for trace in dict.fromkeys(pager.step_trace for pager in self.pagers()):
             trace.step_ended()
+
+    def _terms_of_step(self, pager: Pager, updates: Mapping[Unit, Mapping[Placement, Update]]) -> Iterator[Term]:
+        """Yield what all ranks need alike of a step so that the updates of their shares are one step."""
+        for index, group in enumerate(self.param_groups):
+            if any(owner_of(parameter) is pager for parameter in group["params"]):
+                yield from terms_of(self._rule(index), f"param group {index}")
+        units = set(pager.units)
+        for unit, here in updates.items():
+            for placement, update in here.items() if unit in units else ():
+                yield from update.terms(placement.name)
 
     def _miss(
         self,
@@ -1111,15 +1153,30 @@ def _refuse_lacking(name: str, shape: torch.Size, found: Mapping[str, Any], rule
             raise MisuseError(f"the state of {name} has no {key!r}: give what {method} returns")
 
 
+def _listed(params: Any) -> list[Any]:
+    """Return parameters, or param groups, as a list, also where an iterator gives those of a group."""
+    found = []
+    for one in params:
+        if isinstance(one, dict) and hasattr(one.get("params"), "__next__"):
+            one = {**one, "params": list(one["params"])}
+        found.append(one)
+    return found
+
+
+def _pagers_of(params: Sequence[Any]) -> list[Pager]:
+    """Return the pagers of paged parameters: of those, by name or alone, or of param groups."""
+    groups = [group.get("params") for group in params if isinstance(group, dict)]
+    given = [parameter for group in groups if isinstance(group, list | tuple) for parameter in group] if groups else params
+    given = [*given, *(group for group in groups if isinstance(group, torch.Tensor))]
+    alone = (one[1] if isinstance(one, tuple) and len(one) > 1 else one for one in given)
+    paged = (parameter for parameter in alone if isinstance(parameter, torch.Tensor) and hasattr(parameter, "_tiered"))
+    return list(dict.fromkeys(owner_of(parameter) for parameter in paged))
+
+
 def _refuse_little_room(params: Sequence[Any]) -> None:
     """Raise CapacityError where a memory cgroup leaves no room for the gradients of paged parameters, which are whole in
     ordinary memory before they are stored: one at a time, or two of one that several modules share."""
-    groups = [group["params"] for group in params if isinstance(group, dict)]
-    given = [parameter for group in groups if isinstance(group, list) for parameter in group] if groups else params
-    alone = (one[1] if isinstance(one, tuple) else one for one in given)
-    paged = (parameter for parameter in alone if isinstance(parameter, torch.Tensor) and hasattr(parameter, "_tiered"))
-    pagers = dict.fromkeys(owner_of(parameter) for parameter in paged)
-    for pager in pagers:
+    for pager in _pagers_of(params):
         named = [parameter for _, parameter in pager.model.named_parameters(remove_duplicate=False)]
         uses = Counter(id(parameter) for parameter in named)
         gradients = [p.nbytes * min(max(uses[id(p.parameter)], 1), 2) for p in pager.placements if p.parameter.requires_grad]

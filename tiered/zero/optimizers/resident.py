@@ -30,7 +30,7 @@ from tiered.zero.record import MOST, MOST_STEPS, refuse_other_states
 from tiered.zero.rules.exact import AdamWRule
 from tiered.zero.rules.forms import Kept, kept_by
 from tiered.zero.rules.inexact import EARLIER_CODES, are_earlier_codes
-from tiered.zero.rules.rule import SMALLEST_BLOCK, WHOLE, UpdateRule, constants_of, name_of
+from tiered.zero.rules.rule import SMALLEST_BLOCK, WHOLE, UpdateRule, constants_of, name_of, terms_of
 
 __all__ = ["Resident"]
 
@@ -235,7 +235,7 @@ class Resident:
     def __init__(self, store: TieredStore, name: str, existing: str, ranks: Ranks | None) -> None:
         if existing not in ("refuse", "overwrite", "resume"):
             raise MisuseError(f"existing is 'refuse', 'overwrite' or 'resume', not {existing!r}")
-        self.store, self.name, self._ranks, self._resume = store, name, ranks, existing == "resume"
+        self.store, self.name, self.ranks, self._resume = store, name, ranks, existing == "resume"
         self.locals: list[LocalShard] = []
         self._rounds: list[Round] = []
         self._layouts: list[bytes] = []
@@ -261,12 +261,17 @@ class Resident:
             )
 
     @property
+    def existing(self) -> str:
+        """Return whether it goes on with states that there were, as ranks compare it, and its name."""
+        return f"'resume', as {self.name!r}" if self._resume else f"'refuse' or 'overwrite', as {self.name!r}"
+
+    @property
     def _size(self) -> int:
-        return 1 if self._ranks is None else self._ranks.size
+        return 1 if self.ranks is None else self.ranks.size
 
     @property
     def _rank(self) -> int:
-        return 0 if self._ranks is None else self._ranks.rank
+        return 0 if self.ranks is None else self.ranks.rank
 
     @property
     def _key(self) -> str:
@@ -280,7 +285,7 @@ class Resident:
         group = len(self._layouts)
         fresh = [LocalShard(parameter, name, group) for parameter, name in zip(parameters, names, strict=True)]
         for local in fresh:
-            if local.divided and self._ranks is not None:
+            if local.divided and self.ranks is not None:
                 raise MisuseError(f"{local.name} is a DTensor, whose states are divided as it is: leave stage= out")
             _refuse_cut(local, rule)
             if _of_whole(rule):
@@ -348,6 +353,7 @@ class Resident:
 
     def write(self) -> list[int]:
         """Write what was added to the store; return ``steps``. Raises MisuseError where the ranks' stores differ in these."""
+        self._compare_shards()
         fresh = not self._written and not self._resume
         counted = torch.zeros(0, dtype=torch.int64, device="cpu") if fresh else self._counted()
         more = max(0, len(self.locals) - len(counted))
@@ -370,10 +376,21 @@ class Resident:
             self.store.put(self._key, steps)
         return mine[: len(self.locals)]
 
+    def _compare_shards(self) -> None:
+        """Raise RankError, on all ranks that have shards of the same DTensors, where these, or what updates them, differ."""
+        for group in dict.fromkeys(group for local in self.locals for group in local.groups()):
+            if dist.get_world_size(group) == 1:
+                continue
+            with Ranks.of(group).agreeing("make this optimizer of DTensors") as agree:
+                for index, rule in enumerate(self._rules):
+                    mine = [local for local in self.locals if local.group == index and group in local.groups()]
+                    agree(terms_of(rule, f"param group {index}") if mine else ())
+                    agree((f"{local.name} of param group {index}", local.shown_whole()) for local in mine)
+
     def _everybody(self, steps: torch.Tensor) -> list[list[int]]:
         """Return the step counts of all ranks that have a share of the same states, or of the same parameters."""
-        if self._ranks is not None:
-            return shared_json(self._ranks, steps.tolist(), _Steps)  # of another length where a rank's store is another
+        if self.ranks is not None:
+            return shared_json(self.ranks, steps.tolist(), _Steps)  # of another length where a rank's store is another
         found: list[list[int]] = []
         for group in dict.fromkeys(group for local in self.locals for group in local.groups()):
             if dist.get_world_size(group) > 1:
@@ -408,7 +425,7 @@ class Resident:
 
     def step(self, rules: Sequence[UpdateRule]) -> list[int]:
         """Update all parameters that have a gradient; ``rules``: by param group. Returns ``steps``. All ranks call it."""
-        steps = self.steps()
+        steps = self._agreed_steps(rules)
         self._refuse_different()
         updates = {
             local: Update(rules[local.group], step + 1)
@@ -430,12 +447,23 @@ class Resident:
         self.store.put(self._key, torch.tensor(steps, dtype=torch.int64, device="cpu"))
         return steps
 
+    def _agreed_steps(self, rules: Sequence[UpdateRule]) -> list[int]:
+        """Return ``steps``, once all ranks that have shares are about to make the same step."""
+        if self.ranks is None:
+            return self.steps()
+        with self.ranks.agreeing("make this step") as agree:
+            steps = self.steps()
+            for index, rule in enumerate(rules):
+                agree(terms_of(rule, f"param group {index}"))
+            agree((f"steps of parameter {number}", str(step)) for number, step in enumerate(steps))
+        return steps
+
     def _refuse_different(self) -> None:
         """Raise MisuseError, on all ranks, where one has a gradient that another has not."""
-        if self._ranks is None or not self.locals:
+        if self.ranks is None or not self.locals:
             return
         flags = torch.tensor([local.parameter.grad is not None for local in self.locals], dtype=torch.uint8, device="cpu")
-        everybody = self._ranks.all_gather(flags, "which parameters have a gradient")
+        everybody = self.ranks.all_gather(flags, "which parameters have a gradient")
         different = (everybody.amax(0) != everybody.amin(0)).nonzero().flatten().tolist()
         if different:
             raise MisuseError(
@@ -487,9 +515,9 @@ class Resident:
             coming = [key for later in rounds[number + 1 : number + 1 + AHEAD] for key in later.keys(updates)]
             self.store.prefetch([key for key in coming if key in self.store], tier="dram")
             here.update(updates)
-            if self._ranks is not None:
+            if self.ranks is not None:
                 _finish(under, updates)
-                under = here, *here.gather(self._ranks, updates)
+                under = here, *here.gather(self.ranks, updates)
         _finish(under, updates)
 
     # -- state -------------------------------------------------------------------------------------------------------------
@@ -509,7 +537,7 @@ class Resident:
                     found[local] = dict(empty.blank(Segment.made(local, 0, 0, 0)))
             for here in self._rounds:
                 if here.concerns(found):
-                    here.copies(found, self._ranks)
+                    here.copies(found, self.ranks)
         finally:
             for local in found:
                 local.unbind()

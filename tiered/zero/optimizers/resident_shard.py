@@ -80,6 +80,11 @@ class LocalShard:
             found += [list(whole.shape), str(whole.placements), list(whole.device_mesh.get_coordinate() or [])]
         return found
 
+    def shown_whole(self) -> str:
+        """Return what is the same on all ranks that have a shard of this DTensor."""
+        whole: Any = self.parameter
+        return f"{self.dtype} of shape {tuple(whole.shape)}, {whole.placements} over {tuple(whole.device_mesh.shape)}"
+
     # -- for a step --------------------------------------------------------------------------------------------------------
 
     def bind(self) -> None:

@@ -867,7 +867,7 @@ class Pager:
             self._close_gradients()
             for unit, placement in () if self._reduce_scatter is None else self._reduce_scatter.backward_ended():
                 self._updates.arrived(unit, placement)
-            self._updates.finish()
+            self._updates.finish(self.partition)
             self.intent.updated = False
             if self.adaptive is not None:
                 self.adaptive.pass_ended()

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from tiered import Access, MisuseError, TensorSpec
+from tiered import Access, MisuseError, RankError, TensorSpec
 from tiered.zero.collectives import Progress, Ranks, Under
 from tiered.zero.paging.gradients import LocalGradients
 from tiered.zero.paging.sharding import Partition, Sharded
@@ -66,7 +66,9 @@ class ReduceScatter:
     Reductions begin in one order on all ranks, the last unit of the model first. A reduction begins when backward goes on to
     another unit and the next unit in that order is complete; the end of backward begins and ends the reductions that are left.
     A rank whose data leave a unit out is behind with its reductions, and never in the way of a gather. One reduction is under
-    way at a time; a unit that is complete earlier waits in the store.
+    way at a time; a unit that is complete earlier waits in the store. Between passes ranks first ask which gradients there are,
+    by the way on which the next pass would begin (that of gathers, where parameters are gathered), so that ranks of which one
+    goes on to another pass notice that there.
 
     Each gather within backward tells all ranks how many units are complete on every one of them. That many reductions every
     rank can begin, so a rank may wait for them: at once where one thing is done after the other, and otherwise when more than
@@ -81,12 +83,13 @@ class ReduceScatter:
         self, ranks: Ranks, units: Sequence[Unit], *, early: bool, replicated: bool, overlapped: bool, prompt: bool
     ) -> None:
         self._ranks, self._early, self._overlapped, self._prompt = ranks, early, overlapped, prompt
-        self._replicas = list(units) if replicated else []
+        self._replicated, self._replicas = replicated, list(units) if replicated else []
         self.paused = False
         self._units = units
         self._order: list[Unit] = []
         self._begun = 0  # of these, in this pass
         self._progress = Progress()  # units of these that are complete, in this pass
+        self._trained = self._trained_now()  # of these all ranks know that they reduce them
         self._reducing = False  # a backward pass runs, or was interrupted, whose gradients are reduced as they arrive
         self._pending: PendingReduction | None = None
         self._backward = False
@@ -102,6 +105,29 @@ class ReduceScatter:
         self._last, self._backward = (None, None), backward
         self._forget_pass()
         self._reducing = backward and self._early and not self.paused
+        if self._reducing:
+            self._agree_on_trained()
+        self._ranks.phase = ", in backward within no_sync" if backward and self.paused else ", in backward" if backward else ""
+
+    def _agree_on_trained(self) -> None:
+        """Compare with all ranks which parameters are trained, where some were frozen or unfrozen since. A rank where none was
+        goes on to a reduction, of another size perhaps, and gloo ends a process that receives more than it expects."""
+        trained = self._trained_now()
+        if trained == self._trained:
+            return
+        mine = torch.tensor(trained, dtype=torch.uint8, device="cpu")
+        told = self._ranks.all_gather(mine, "which parameters are trained now", apart=not self._replicated)
+        for number, placement in enumerate(placement for unit in self._units for placement in unit.gradients.states):
+            here = [rank for rank, one in enumerate(told[:, number].tolist()) if one]
+            if 0 < len(here) < len(told):
+                raise RankError(
+                    f"the ranks train different parameters: {placement.name!r} is trained on rank {', '.join(map(str, here))}, "
+                    "and frozen elsewhere. Freeze and unfreeze parameters on all ranks"
+                )
+        self._trained = trained
+
+    def _trained_now(self) -> list[bool]:
+        return [_is_trained(placement) for unit in self._units for placement in unit.gradients.states]
 
     def before_hold(self, unit: Unit) -> None:
         """Have what other processes updated of a unit that will be held now."""
@@ -206,6 +232,7 @@ class ReduceScatter:
 
     def _forget_pass(self) -> None:
         self._begun, self._reducing, self._progress, self._ranks.progress = 0, False, Progress(), None
+        self._ranks.phase = ""
         self._order = [unit for unit in reversed(self._units) if any(map(_is_trained, unit.gradients.states))]
 
     def synchronise(self) -> None:
@@ -216,7 +243,7 @@ class ReduceScatter:
         places = [(unit, placement) for unit in reversed(self._units) for placement in unit.gradients.states]
         some = [unit.gradients.states[placement].unreduced for unit, placement in places]
         flags = torch.tensor(some, dtype=torch.uint8, device="cpu")
-        anywhere = self._ranks.all_gather(flags, "which gradients there are").amax(0)
+        anywhere = self._ranks.all_gather(flags, "which gradients there are", apart=not self._replicated).amax(0)
         wanted: dict[Unit, list[Placement]] = {}
         for (unit, placement), there in zip(places, anywhere.tolist(), strict=True):
             if there:  # also of one that was frozen since
@@ -264,7 +291,7 @@ class ReduceScatter:
     # -- agreeing ----------------------------------------------------------------------------------------------------------
 
     def norms(self, partial: torch.Tensor, order: float) -> torch.Tensor:
-        everybody = self._ranks.all_gather(host(partial), "norms of gradients")
+        everybody = self._ranks.all_gather(host(partial), f"norms of gradients, of order {order:g}")
         if order == float("inf"):
             return everybody.amax(0)
         if order == 0:  # how many elements are not zero

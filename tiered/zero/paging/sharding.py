@@ -10,7 +10,7 @@ A partition knows plans of units, never units: ``reduction.gradient_sync`` makes
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from tiered import Access, CommitError, MisuseError, RankError, TensorSpec, TieredError, TieredStore
-from tiered.zero.collectives import Ranks
+from tiered.zero.collectives import Agree, Ranks, Term
 from tiered.zero.paging.gradients import Arriving, LocalGradients, UnitGradients
 from tiered.zero.paging.storage import AllGathered, CheckpointRecord, Local, ParameterStorage, Replicated, TensorStore, in_dram
 from tiered.zero.paging.units import Placement, UnitPlan
@@ -112,6 +112,10 @@ _unfinished: weakref.WeakKeyDictionary[TieredStore, str] = weakref.WeakKeyDictio
 """Stores whose last commit is not known to be one of all ranks."""
 
 
+def _disregard(terms: Iterable[Term]) -> None:
+    """Take no terms: generators of them are not run."""
+
+
 def _lost(fine: torch.Tensor) -> str:
     return "rank " + ", ".join(str(rank) for rank, one in enumerate(fine.tolist()) if not one)
 
@@ -148,6 +152,10 @@ class Partition(Protocol):
 
     def same_buffers(self, model: nn.Module) -> None:
         """Overwrite the model's buffers with the values of rank 0."""
+        ...
+
+    def agreeing(self, what: str) -> AbstractContextManager[Agree]:
+        """Give what takes terms, for a block of code, at whose end all processes compare these: ``Ranks.agreeing``."""
         ...
 
     def all_min(self, value: int) -> int:
@@ -218,6 +226,10 @@ class Unsharded:
 
     def same_buffers(self, model: nn.Module) -> None: ...
 
+    @contextmanager
+    def agreeing(self, what: str) -> Iterator[Agree]:
+        yield _disregard
+
     def all_min(self, value: int) -> int:
         return value
 
@@ -285,6 +297,9 @@ class Sharded:
     def same_buffers(self, model: nn.Module) -> None:
         for name, buffer in model.named_buffers():
             self.ranks.broadcast(buffer, f"the buffer {name!r}")
+
+    def agreeing(self, what: str) -> AbstractContextManager[Agree]:
+        return self.ranks.agreeing(what)
 
     def all_min(self, value: int) -> int:
         return int(self.ranks.all_gather(torch.tensor([value], device="cpu"), "the smallest pool").amin())

@@ -378,7 +378,8 @@ class AllGathered:
             room.enter_context(self._made())
             whole = lease.enter_context(self._host.lease(self._gathered, access=Access.WRITE))
             own = sources.enter_context(self._host.lease(self._key))
-            self._begun = whole, self._ranks.gather(whole, own, f"parameters of {self._key!r}", ahead=ahead)
+            what = f"parameters of {self._key!r}{self._ranks.phase}"
+            self._begun = whole, self._ranks.gather(whole, own, what, ahead=ahead)
             del whole, own
             self._room, self._lease, self._sources = room.pop_all(), lease.pop_all(), sources.pop_all()
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Protocol
@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tiered import Access, MisuseError, TieredStore
+from tiered.zero.collectives import Term
 from tiered.zero.intent import Intent, decide
 from tiered.zero.paging.gradients import UnitGradients
 from tiered.zero.paging.saved_tensors import refuse_tracing, refuse_transforms
@@ -34,7 +35,7 @@ from tiered.zero.paging.tensors.parameters import paged_class
 from tiered.zero.paging.units import Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import Pending, States, Update
 from tiered.zero.rules.forms import Kept, kept_by
-from tiered.zero.rules.rule import WHOLE, UpdateRule
+from tiered.zero.rules.rule import WHOLE, UpdateRule, terms_of
 
 __all__ = ["BackwardUpdates", "DevicePlaceholder", "Placeholder", "Stepper", "Unit"]
 
@@ -649,15 +650,27 @@ class BackwardUpdates:
         for unit in [unit for unit in self._waiting if self._ready(unit)]:
             self._apply(unit)
 
-    def finish(self) -> None:
-        """Update all units that got a gradient, because backward is over. Raises what ``Unit.update`` raises; what is left then
-        is left to ``optimizer.step()``."""
+    def finish(self, partition: Partition) -> None:
+        """Update all units that got a gradient, because backward is over, once the ranks of ``partition`` have the same steps.
+        Raises what ``Unit.update`` raises; what is left then is left to ``optimizer.step()``."""
+        if self._waiting:
+            with partition.agreeing("make the updates of this backward pass") as agree:
+                agree(self._terms())
         for unit in list(self._waiting):
             if not unit.held:
                 self._apply(unit)
         for unit in self._arrived:
             unit.gradients.final_last_time = unit.gradients.final
         self.abandon()
+
+    def _terms(self) -> Iterator[Term]:
+        for unit in self._waiting:
+            for placement in unit.gradients.states:
+                stepper = unit.stepper(placement) if placement in unit.gradients.due else None
+                if stepper is not None:
+                    update, _ = stepper(placement)
+                    yield from terms_of(update.rule, repr(placement.name))
+                    yield from update.terms(placement.name)
 
     def abandon(self) -> None:
         """Forget which units are to be updated: gradients stay as they are."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -23,6 +23,7 @@ import torch
 
 from tiered import Access, InterruptedStep, MisuseError, TensorSpec
 from tiered.packing.moments import round_by_chance
+from tiered.zero.collectives import Term
 from tiered.zero.paging.saved_tensors import without_grad
 from tiered.zero.paging.storage import TensorStore
 from tiered.zero.paging.units import Placement
@@ -107,6 +108,12 @@ class Update:
     wide_scales: tuple[torch.Tensor, ...] = ()
     graded: bool = True
     missed: Missed | None = None
+
+    def terms(self, name: str) -> Iterator[Term]:
+        """Yield what all ranks need alike of this step of parameter ``name``, beside its rule."""
+        yield f"the step of {name!r}", str(self.step)
+        for number, scale in enumerate((*self.scales, *self.wide_scales)):
+            yield f"factor {number} of the gradient of {name!r}", float(scale)
 
     @property
     def last(self) -> int:

@@ -9,7 +9,7 @@ is given pieces of whole blocks, which are counted from the beginning of the par
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from hashlib import blake2b
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ from tiered import MisuseError, TensorSpec
 __all__ = [
     *("COLUMNS", "LARGEST_BLOCK", "ROWS", "SMALLEST_BLOCK", "State", "VECTOR", "WHOLE"),
     *("UpdateRule", "block_of", "chance_of", "constants_of", "made_from", "name_of", "rounds_by_chance", "settings_of"),
-    *("stores_step", "torch_name"),
+    *("stores_step", "terms_of", "torch_name"),
 ]
 
 WHOLE, SMALLEST_BLOCK, LARGEST_BLOCK = 0, 16, 1024
@@ -139,6 +139,25 @@ def name_of(rule: UpdateRule) -> str:
     """Return the name by which a commit knows a rule."""
     found: str = getattr(rule, "name", type(rule).__name__)
     return found
+
+
+def terms_of(rule: UpdateRule, whose: str) -> Iterator[tuple[str, str | float]]:
+    """Yield what all ranks need alike of a rule so that its updates of their shares are one update: ``Ranks.agreeing``."""
+    yield f"the rule of {whose}", name_of(rule)
+    for name, value in settings_of(rule).items():
+        if isinstance(value, tuple | list):
+            for index, one in enumerate(value):
+                yield f"{name}[{index}] of {whose}", _as_term(one)
+        else:
+            yield f"{name} of {whose}", _as_term(value)
+
+
+def _as_term(value: Any) -> str | float:
+    """Return a hyper-parameter as ranks compare it. A whole number up to 10,000 may be a float on another rank."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    small = type(value) is int and abs(value) <= 10_000
+    return float(value) if small or isinstance(value, float) else repr(value)
 
 
 def constants_of(rule: UpdateRule) -> tuple[Any, ...]:
