@@ -117,6 +117,8 @@ def run(rows: Sequence[Row], options: argparse.Namespace) -> list[Outcome]:
         lacking = missing(row)
         if lacking:
             found.append(Outcome(row.group, row.name, MISSING, lacking, 0.0, tier=options.tier))
+            if options.verbose:
+                print(line(found[-1], options.verbose), flush=True)
             continue
         judged = partial(judge, row, check=options.check, folder=options.dir, tier=options.tier)
         outcome = judged(timeout=options.timeout)

@@ -150,8 +150,9 @@ installed() { # this folder's package is what is imported elsewhere
 	(cd / && "$py" -c 'import importlib.util; print(importlib.util.find_spec("tiered").origin)' 2>/dev/null) | grep -q "^$PWD/"
 }
 if ! installed; then
-	"$py" -m pip install -q --no-deps --no-build-isolation --no-index -e . >build/gpu-install.log 2>&1 ||
-		say "not installed, used from here: $(tail -1 build/gpu-install.log)"
+	make=("$py" -m pip install -q --no-deps --no-build-isolation --no-index -e .)
+	[[ $py != "${PYTHON:-}" ]] || make=("$py" setup.py -q build_ext --inplace) # it is somebody's: nothing is installed there
+	"${make[@]}" >build/gpu-install.log 2>&1 || say "not built, used from here: $(tail -1 build/gpu-install.log)"
 	export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" # for what the tests start elsewhere, if it could not be installed
 fi
 

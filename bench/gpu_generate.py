@@ -138,7 +138,7 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m bench.gpu_generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--dir", default=".", help="where the files are made, and removed (default: .)")
-    parser.add_argument("--layers", type=int, default=16, help="(default: 16)")
+    parser.add_argument("--layers", type=int, default=8, help="(default: 8)")
     parser.add_argument("--width", type=int, default=2048, help="of the hidden layers (default: 2048)")
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help=f"(default: {VOCABULARY})")
     parser.add_argument("--tokens", type=int, default=16, help="to generate (default: 16)")

@@ -211,15 +211,15 @@ STEPS = (
     Step("train-device", "training, all in device memory", 50, train("device")),
     Step("train-states", "training, states in DRAM", 45, train("states")),
     Step("train-dram", "training, everything in DRAM", 60, train("dram")),
-    Step("train-nvme", "training, everything on NVMe", 95, train("nvme")),
+    Step("train-nvme", "training, everything on NVMe", 110, train("nvme")),
     Step("train-fsdp2", "training, FSDP2 with CPUOffloadPolicy", 45, train("fsdp2")),
     Step("tests", "tests that never ran on a GPU", 30, tests(ON_DEVICE, "-k", " or ".join(NEVER_RAN))),
     Step("ranks", "two ranks on one device", 40, tests(ON_DEVICE, "-k", RANKS)),
     Step("compile", "rows with torch.compile", 25, rows(("tracing", "*compile*"))),
     Step("generate", "generation, twice the device memory", 45, generate),
-    Step("copies", "copies by size", 60, copies),
+    Step("copies", "copies by size", 50, copies),
     Step("rows", "rows that had other bits", 30, rows(*OTHER_BITS)),
-    Step("all-tests", "all tests on the device", 25, tests()),
+    Step("all-tests", "all tests on the device", 10, tests()),
 )
 
 
@@ -483,7 +483,9 @@ def generation(data: dict[str, Any]) -> list[str]:
     return lines + [f"| {way} | left out: {why} | | | | |" for way, why in data.get("left_out", {}).items()]
 
 
-VERDICT = re.compile(r"^(identical|clear error|stated limit|wrong|not valid|missing) +[\d.]+ s .*?read  (.*)$", re.MULTILINE)
+VERDICT = re.compile(
+    r"^(identical|clear error|stated limit|wrong|not valid|not installed) +[\d.]+ s .*?read  (.*)$", re.MULTILINE
+)
 
 
 def verdicts(log: str) -> list[str]:

@@ -230,7 +230,7 @@ def one_rank(folder: Path) -> Iterator[None]:
     """Have a process group of this process alone."""
     import torch.distributed as dist
 
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, init_method=f"file://{folder / 'meeting'}", rank=0, world_size=1)
     try:
