@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import os
@@ -155,6 +156,57 @@ def test_save_state_commits_and_load_state_goes_back(tmp_path: Path) -> None:
         run.accelerator.load_state(str(folder))
         assert run.train(1, skip=2) == rest
         assert same(run.result(), reference.result())
+        store.close()
+
+
+def test_hooks_for_saving_and_loading_get_all_models(tmp_path: Path) -> None:
+    """As without a store: the models, their state dicts, which a hook may take out to save them itself, and the folder."""
+
+    def hooked(store: TieredStore | None, folder: Path) -> tuple[Any, list[Any], Any]:
+        run, seen = Run(store), []
+        beside = run.accelerator.prepare(torch.nn.Linear(2, 2))
+
+        def save(models: list[Any], weights: list[Any], output_dir: str) -> None:
+            seen.append(("save", len(models), [sorted(one) for one in weights], output_dir == str(folder)))
+            assert models == run.accelerator._models
+            for model, found in zip(models, weights, strict=True):
+                assert isinstance(found, dict)
+                assert same({**found}, dict(model.state_dict()))
+                assert same(dict(copy.deepcopy(found)), dict(found))
+            torch.save(weights[0], folder / "mine.bin")
+
+        def load(models: list[Any], input_dir: str) -> None:
+            seen.append(("load", len(models), input_dir == str(folder)))
+            if store is not None:  # the commit is there already
+                assert same(dict(models[0].state_dict()), torch.load(folder / "mine.bin"))
+
+        run.accelerator.register_save_state_pre_hook(save)
+        handle = run.accelerator.register_load_state_pre_hook(load)
+        run.accelerator.save_state(str(folder))
+        with torch.no_grad():
+            for parameter in (*beside.parameters(), *run.model.parameters()):
+                parameter.add_(1)
+        run.accelerator.load_state(str(folder))
+        handle.remove()
+        run.accelerator.load_state(str(folder))
+        return run, seen, {**run.model.state_dict(), **beside.state_dict()}
+
+    _, expected, values = hooked(None, tmp_path / "memory")
+    with TieredStore.open(tmp_path / "store", dram="1MiB", keep=3) as store:
+        run, seen, found = hooked(store, tmp_path / "paged")
+        assert seen == expected
+        assert same(found, values)
+        files = set(os.listdir(tmp_path / "paged"))
+        assert ("model.safetensors" in files, "model_1.safetensors" in files) == (True, False)  # that is the one in memory
+
+        def by_itself(models: list[Any], weights: list[Any], output_dir: str) -> None:
+            while weights:
+                weights.pop()
+            models[0].n = 1  # what a hook finds are the models themselves
+
+        run.accelerator.register_save_state_pre_hook(by_itself)
+        run.accelerator.save_state(str(tmp_path / "none"))
+        assert "model.safetensors" not in os.listdir(tmp_path / "none")
         store.close()
 
 

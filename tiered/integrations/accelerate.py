@@ -11,7 +11,8 @@ import base64
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -47,6 +48,9 @@ def register(accelerator: Accelerator, store: TieredStore) -> None:
       the store is needed to load it, and has to keep the commit: ``TieredStore.open(keep=)``.
     - ``load_state(folder)`` goes back to that commit. It also loads a folder that Accelerate saved without this, from a model
       in memory or in a store. ``export_state`` writes such a folder.
+    - Hooks of ``register_save_state_pre_hook`` and ``register_load_state_pre_hook`` are called with all models, as without
+      this. When the latter are called, paged models are as of the commit already: what a hook loads stays. The state dict of a
+      paged model is read when a hook uses it.
 
     Models and optimizers of ``accelerator`` that are not paged stay as they are. Raises MisuseError where the accelerator
     divides models itself (FSDP, DeepSpeed, Megatron-LM) or is registered for another store.
@@ -75,12 +79,58 @@ def export_state(accelerator: Accelerator, folder: str | os.PathLike[str]) -> No
     plain.save_state(os.fspath(folder))
 
 
+def _filled(name: str) -> Callable[..., Any]:
+    """Return the method of this name of ``_StateDict``."""
+
+    def method(self: _StateDict, *given: Any, **more: Any) -> Any:
+        self.fill()
+        return getattr(super(_StateDict, self), name)(*given, **more)
+
+    return method
+
+
+class _StateDict(dict[str, Any]):
+    """What ``model.state_dict()`` returns, which is called when this is used first: it copies all parameters to memory."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model: nn.Module | None = model
+        self._versions: Any = None
+
+    def fill(self) -> None:
+        """Read the values, where nobody has."""
+        model, self._model = self._model, None
+        if model is not None:
+            found = model.state_dict()
+            super().update(found)
+            self._versions = getattr(found, "_metadata", None)
+
+    @property
+    def _metadata(self) -> Any:
+        """Return the versions of modules, which ``load_state_dict`` looks for."""
+        self.fill()
+        return self._versions
+
+    def __reduce__(self) -> Any:
+        """Called by copy and pickle: an OrderedDict, as other state dicts are, which ``torch.load`` takes."""
+        return OrderedDict, (), None, None, iter(self.items())
+
+
+for _name in (
+    *("__getitem__", "__setitem__", "__delitem__", "__contains__", "__iter__", "__len__", "__reversed__", "__eq__", "__repr__"),
+    *("keys", "values", "items", "get", "copy", "pop", "popitem", "update", "setdefault", "clear"),
+):
+    setattr(_StateDict, _name, _filled(_name))
+
+
 class _Registered(Accelerator):
     """An accelerator after ``register``."""
 
     _tiered_store: TieredStore
     _models: list[Any]
     _optimizers: list[Any]
+    _save_model_state_pre_hook: Any
+    _load_model_state_pre_hook: Any
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -173,15 +223,52 @@ class _Registered(Accelerator):
 
     @contextmanager
     def _without(self, pairs: list[Pair]) -> Iterator[None]:
-        """Leave the models and optimizers that the store has out of what Accelerate saves and loads, for a block."""
+        """Leave the models and optimizers that the store has out of what Accelerate saves and loads, for a block; but give them
+        to the hooks for saving and loading."""
         models, optimizers = self._models, self._optimizers
+        saving, loading = self._save_model_state_pre_hook, self._load_model_state_pre_hook
         paged = [id(one) for pair in pairs for one in pair]
-        self._models = [model for model in models if id(model) not in paged]
-        self._optimizers = [prepared for prepared in optimizers if id(prepared.optimizer) not in paged]
+        others = [model for model in models if id(model) not in paged]
+        others_optimizers = [prepared for prepared in optimizers if id(prepared.optimizer) not in paged]
+
+        @contextmanager
+        def all_of_it() -> Iterator[None]:
+            self._models, self._optimizers = models, optimizers
+            try:
+                yield
+            finally:
+                self._models, self._optimizers = others, others_optimizers
+
+        def save(_: Any, weights: list[Any], folder: str) -> None:
+            rest = iter(list(weights))
+            given = [self._state_of(model) if id(model) in paged else next(rest) for model in models]
+            with all_of_it():
+                for hook in saving.values():
+                    hook(models, given, folder)
+            weights[:] = [one for one in given if not isinstance(one, _StateDict)]  # the commit has the others
+
+        def load(left: list[Any], folder: str) -> None:
+            given = list(models)
+            with all_of_it():
+                for hook in loading.values():
+                    hook(given, folder)
+            left[:] = [one for one in given if id(one) not in paged]
+
+        self._models, self._optimizers = others, others_optimizers
+        self._save_model_state_pre_hook = {0: save} if saving else saving
+        self._load_model_state_pre_hook = {0: load} if loading else loading
         try:
             yield
         finally:
             self._models, self._optimizers = models, optimizers
+            self._save_model_state_pre_hook, self._load_model_state_pre_hook = saving, loading
+
+    def _state_of(self, model: nn.Module) -> _StateDict:
+        """Return the state dict of a paged model. With several processes all of them read it here, together."""
+        state = _StateDict(model)
+        if self.num_processes > 1:
+            len(state)
+        return state
 
 
 @cache
