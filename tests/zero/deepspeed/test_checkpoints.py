@@ -200,9 +200,20 @@ def test_what_cannot_be_loaded(tmp_path: Path) -> None:
             engine.load_checkpoint(saved)
     (saved / "one" / FILE).write_text(json.dumps(found))
     engine.load_checkpoint(saved)
-    for tag in ("a/b", "", "..", LATEST):
-        with pytest.raises(MisuseError, match="not a name for a folder"):
+    made = engine.store.generation
+    for tag, says in (
+        *((tag, "not a name for a folder") for tag in ("a/b", "", ".", "..", LATEST, f"{LATEST}.tmp", "a\0")),
+        *((tag, "begins or ends with a space") for tag in (" x", "x ", "x\n", "\t", "\u2003x", "x\x85")),
+        ("x" * 300, "has 300 bytes"),
+        ("\u00e4" * 128, "has 256 bytes"),
+        ("x\udc80", "leave surrogates out"),
+    ):
+        with pytest.raises(MisuseError, match=says):
             engine.save_checkpoint(saved, tag)
+    assert engine.store.generation == made
+    for tag in ("two words", "a\nb", "-", "..a", "\u00e4" * 127):  # what a save takes, a load finds
+        engine.save_checkpoint(saved, tag)
+        assert engine.load_checkpoint(saved).load_path == engine.load_checkpoint(saved, tag).load_path == str(saved / tag)
     with pytest.raises(MisuseError, match="save_dir is empty"):
         engine.save_checkpoint("")
     with pytest.raises(MisuseError, match="client_state"):

@@ -37,6 +37,8 @@ __all__ = [
 FILE, LATEST = "tiered.json", "latest"
 MOST_TEXT = 1 << 20
 """Bytes of each of these files: many times what the generations of thousands of ranks take."""
+MOST_NAME = 255
+"""Bytes of a folder's name on Linux."""
 META = "tiered.tag"
 """Where the meta of a commit says its tag, its folder, and its mark."""
 BUDGET = "tiered.budget"
@@ -53,9 +55,17 @@ class Tagged:
 
 
 def refuse_tag(tag: str) -> None:
-    """Raise MisuseError for a tag that is not the name of a folder."""
-    if not tag or tag in (".", "..", LATEST) or "/" in tag or "\0" in tag:
-        raise MisuseError(f"the tag {tag!r} is not a name for a folder: leave slashes out")
+    """Raise MisuseError for a tag that is not the name of a folder, or that ``latest`` would not return as it is."""
+    try:
+        nbytes = len(tag.encode())
+    except UnicodeEncodeError:
+        raise MisuseError(f"the tag {tag!r:.100} is no text that a file can have: leave surrogates out") from None
+    if not tag or tag in (".", "..", LATEST, f"{LATEST}.tmp") or "/" in tag or "\0" in tag:
+        raise MisuseError(f"the tag {tag!r:.100} is not a name for a folder: leave slashes out")
+    if tag != tag.strip():
+        raise MisuseError(f"the tag {tag!r:.100} begins or ends with a space or a line break: leave those out")
+    if nbytes > MOST_NAME:
+        raise MisuseError(f"the tag {tag!r:.40}... has {nbytes} bytes, and the name of a folder at most {MOST_NAME}")
 
 
 def write(folder: Path, tag: str, tagged: Tagged, *, as_latest: bool) -> None:
@@ -69,7 +79,7 @@ def write(folder: Path, tag: str, tagged: Tagged, *, as_latest: bool) -> None:
 
 def _replace(path: Path, text: str) -> None:
     part = path.with_name(f"{path.name}.tmp")
-    with part.open("w") as file:
+    with part.open("w", encoding="utf-8", newline="") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
