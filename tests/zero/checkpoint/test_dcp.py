@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,31 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
             zero.load_dcp(tmp_path / "dcp", paged)
     with pytest.raises(MisuseError, match=r"has no file \.metadata"):
         Folder(tmp_path, model)
+
+
+@pytest.mark.parametrize("found", [torch.ones(3), torch.ones(2, 2), torch.ones(()), torch.ones(2, dtype=torch.int64)])
+def test_a_buffer_of_another_shape_or_type_is_refused(tmp_path: Path, found: torch.Tensor) -> None:
+    """Of a folder of torch, and of a commit, with nothing changed."""
+    had = f"{str(found.dtype).removeprefix('torch.')} of shape {tuple(found.shape)}"
+    says = re.escape(f"{had}, and this model has float32 of shape (2,)")
+
+    def made(buffer: torch.Tensor) -> nn.Module:
+        model = nn.Linear(2, 2)
+        model.register_buffer("mean", buffer)
+        model.register_buffer("cache", buffer, persistent=False)
+        return model
+
+    dcp.save({"model": made(found).state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        model = zero.page(made(torch.zeros(2)), store)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        with pytest.raises(MisuseError, match=rf"dcp has the buffer 'mean' as {says}"):
+            zero.load_dcp(tmp_path / "dcp", model)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        zero.commit(zero.page(made(found), store, name="other"))
+        with pytest.raises(MisuseError, match=rf"committed as 'other': that had the buffer 'mean' as {says}"):
+            zero.page(made(torch.zeros(2)), store, name="other", existing="resume")
+        store.rollback()
 
 
 def test_nothing_in_a_folder_runs(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ it."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
 __all__ = ["commit", "commit_async", "load_record", "resume", "rollback"]
+
+Alike = Literal["none", "floats"]
+"""Which types of a buffer count as the same: see ``other_buffer``."""
+
 
 class Readable(Protocol):
     """The methods of a store that reading a record needs."""
@@ -523,9 +527,25 @@ def refuse_other(store: TieredStore, name: str, plan: ModelPlan, partition: Part
     buffers, mine = record["buffers"], set(persistent(places))
     # Of another program's checkpoint a record has no other buffers than that had: those that state_dict has.
     foreign = record.get("persistent") == list(buffers)
-    for fresh in places:
+    for fresh, (module, last) in places.items():
         if fresh not in buffers and not (foreign and fresh not in mine):
             raise MisuseError(f"this model is not what was committed as {name!r}: that had no buffer {fresh!r}")
+        present = module._buffers[last]
+        if fresh in mine and fresh in buffers and present is not None:  # others may grow while modules are called
+            other = other_buffer(present, buffers[fresh], "floats" if foreign else "none")
+            if other:
+                raise MisuseError(f"this model is not what was committed as {name!r}: that had the buffer {fresh!r} as {other}")
+
+
+def other_buffer(present: torch.Tensor, found: torch.Tensor, alike: Alike = "none") -> str:
+    """Return how a buffer that was ``found`` differs in shape or type from the one that a model has, in words; empty where it
+    does not. ``alike``: which types count as the same: "none", or "floats", because DeepSpeed's modules are narrow, and their
+    buffers may be wider."""
+    floats = alike == "floats" and found.is_floating_point() and present.is_floating_point()
+    if found.shape == present.shape and (floats or found.dtype == present.dtype):
+        return ""
+    one, other = (f"{str(buffer.dtype).removeprefix('torch.')} of shape {tuple(buffer.shape)}" for buffer in (found, present))
+    return f"{one}, and this model has {other}"
 
 
 def _fitting(

@@ -18,7 +18,7 @@ from torch import nn
 
 from tiered import MisuseError, TensorSpec, TieredError, TieredStore, TorchFileError
 from tiered.errors import shown
-from tiered.zero.checkpoint.checkpoint import recall
+from tiered.zero.checkpoint.checkpoint import Alike, other_buffer, recall
 from tiered.zero.checkpoint.loaders import random_states
 from tiered.zero.checkpoint.reshard import Elements, reshard
 from tiered.zero.paging.pager import Pager
@@ -266,10 +266,13 @@ def put(
     reshard(source, store, plan, Unsharded())
 
 
-def take_over(pager: Pager, foreign: Foreign, groups: Sequence[ForeignGroup], record: Mapping[str, Any]) -> None:
+def take_over(
+    pager: Pager, foreign: Foreign, groups: Sequence[ForeignGroup], record: Mapping[str, Any], alike: Alike = "none"
+) -> None:
     """Replace the values and states of a paged model by those of a foreign checkpoint, as ``replace`` does; the caller loads
-    the optimizer and the others of ``record``. Raises MisuseError for a buffer that the model does not have, and as that."""
-    _refuse_buffers(pager.model, foreign)
+    the optimizer and the others of ``record``. Raises MisuseError for a buffer that the model does not have, or has in another
+    shape or type (``alike``: as of ``other_buffer``), and as that."""
+    _refuse_buffers(pager.model, foreign, alike)
     plan = ModelPlan([unit.plan for unit in pager.units], {}, pager.limits)
     replace(pager, ForeignSource(foreign, pager.name, plan, groups, record))
 
@@ -305,9 +308,12 @@ def _refuse_other_model(source: Elements, plan: ModelPlan) -> None:
         raise MisuseError(f"the checkpoint of {source.name!r} has {lost[0]!r}, which this model does not have")
 
 
-def _refuse_buffers(model: nn.Module, foreign: Foreign) -> None:
-    """Raise MisuseError for a buffer that the model does not have."""
+def _refuse_buffers(model: nn.Module, foreign: Foreign, alike: Alike) -> None:
+    """Raise MisuseError for a buffer that the model does not have, or has in another shape or type."""
     there = dict(model.named_buffers(remove_duplicate=False))
-    for name in foreign.buffers:
+    for name, value in foreign.buffers.items():
         if name not in there:
             raise MisuseError(f"{foreign.where} has the buffer {name!r}, which this model does not have")
+        other = other_buffer(there[name], value, alike)
+        if other:
+            raise MisuseError(f"{foreign.where} has the buffer {name!r} as {other}")

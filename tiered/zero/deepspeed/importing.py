@@ -59,7 +59,7 @@ def load_saved(
     if scheduler is not None:
         rates = [float(group.settings.get("lr", math.nan)) for group in groups]
         record["scheduler"] = _schedule(scheduler, saved.scheduler, rates, saved.where)
-    take_over(pager, saved, groups, record)
+    take_over(pager, saved, groups, record, alike="floats")
     checkpoint.load_record(pager.model, pager, checkpoint.read_record(pager.store, pager.name), optimizer, scheduler)
     return extra
 
