@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import os
@@ -15,7 +16,9 @@ import torch
 
 from tests.fakes import in_child
 from tests.stress.contents import content, holds
+from tests.stress.fusefs import FaultyDisk, Rule, faulty_disk, why_not
 from tiered import CapacityError, CommitError, MisuseError, TieredError, TieredStore, verify
+from tiered.cli.info.machine import filesystem
 from tiered.format import generations
 from tiered.types import BackendName
 
@@ -66,6 +69,67 @@ def test_a_warning_that_is_an_error_lets_the_lock_go(tmp_path: Path, buffered: N
             if which != "new":
                 holds(store, "t", 1, 100_000)
     del raised  # its traceback has all that the first one made
+
+
+# Direct I/O that open takes, and the first read or write refuses
+
+
+@pytest.fixture(scope="module")
+def refusing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyDisk]:
+    if why_not():
+        pytest.skip(why_not())
+    with faulty_disk(tmp_path_factory.mktemp("fuse") / "disk") as found:
+        yield found
+
+
+@pytest.mark.parametrize("operation", ["direct write", "direct read"])
+def test_direct_io_that_is_refused_late_is_buffered_from_the_start(refusing: FaultyDisk, operation: str) -> None:
+    folder = refusing.folder / operation.split()[1]
+    with TieredStore.open(folder / "before", dram=MIB) as store:
+        store["t"] = content("t", 1, 300_000)
+        assert store.statistics().direct
+    refusing.add(Rule(operation, "error", errno.EINVAL, times=-1))
+    try:
+        for name in ("before", "new"):
+            with pytest.warns(UserWarning, match="no O_DIRECT"):
+                store = TieredStore.open(folder / name, dram=MIB)
+            with store:
+                for number in range(8):
+                    store[f"{number}"] = content(f"{number}", 1, 300_000)
+                store.commit()
+                store.offload()
+                holds(store, "3", 1, 300_000)
+                seen = store.statistics()
+                assert not seen.direct
+                assert "not past the page cache" in str(seen)
+        facts = filesystem(str(folder))
+        assert facts["o_direct"] is False
+        assert facts["why_not"] is None
+        assert not list(folder.glob("tiered-scratch*"))
+        warned = pytest.warns(UserWarning, match="no O_DIRECT") if operation == "direct read" else contextlib.nullcontext()
+        with warned:
+            store = TieredStore.open(folder / "before", dram=MIB, access="read")
+        with store:
+            holds(store, "t", 1, 300_000)
+            assert store.statistics().direct is (operation == "direct write")
+        assert not verify(folder / "before").damages
+    finally:
+        refusing.clear()
+
+
+def test_what_a_probe_left_that_was_killed_is_taken(committed: Path) -> None:
+    """Open asks by a write behind the end of the file, which is cut off again."""
+    file = committed / "data.0"
+    before = file.stat().st_size
+    with TieredStore.open(committed, dram=MIB) as store:
+        store.close()
+    assert file.stat().st_size == before
+    with file.open("ab") as more:
+        more.write(bytes(4096))
+    with TieredStore.open(committed, dram=MIB) as store:
+        holds(store, "t", 1, 100_000)
+        store["more"] = content("m", 1, 200_000)
+    assert not verify(committed).damages
 
 
 # Before the first commit

@@ -39,6 +39,7 @@ RECORD = struct.Struct("<1sBxxIQ")
 @dataclass
 class Rule:
     """Requests ``operation`` on a file whose name matches ``name`` that touch bytes in [``start``, ``stop``) get ``effect``:
+    "direct write" and "direct read" are those with O_DIRECT.
 
     "error" with ``errno``; "short": only so many bytes as lie before ``start`` are moved, or ``moves`` of them; "flip": the
     byte at ``start`` is read as another; "stall": no answer until ``release``. The first ``skip`` are left alone, then
@@ -282,10 +283,11 @@ class _Server:
 
     def _rule(self, request: _Request) -> Rule | None:
         kind = _KINDS.get(request.opcode)
-        start, stop = 0, 1 << 62
+        start, stop, direct = 0, 1 << 62, False
         if kind in ("read", "write"):
             _, start, size = struct.unpack_from("<QQI", request.body)
             stop = start + size
+            direct = bool(struct.unpack_from("<I", request.body, 32)[0] & os.O_DIRECT)
         elif kind == "fallocate":
             _, start, size = struct.unpack_from("<QQQ", request.body)
             stop = start + size
@@ -293,7 +295,8 @@ class _Server:
         if kind in ("create", "rename", "unlink"):
             name = request.body.split(b"\0")[-2].decode(errors="replace")
         for rule, counts in self.rules:
-            if rule.operation == kind and start < rule.stop and rule.start < stop and re.fullmatch(rule.name, name):
+            applies = rule.operation == kind or (direct and rule.operation == f"direct {kind}")
+            if applies and start < rule.stop and rule.start < stop and re.fullmatch(rule.name, name):
                 counts[0] += 1
                 if counts[0] > rule.skip and (rule.times < 0 or counts[1] < rule.times):
                     counts[1] += 1

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import mmap
 import os
 import struct
@@ -25,7 +24,7 @@ import xxhash
 
 from tiered.allocator import FreeSpace
 from tiered.errors import ManifestError, MisuseError
-from tiered.format.locked_file import LockedFile
+from tiered.format.locked_file import LockedFile, make_buffered, make_direct, writes_direct
 from tiered.system import LARGEST_ALIGNMENT, direct_io_alignment
 from tiered.types import format_size
 
@@ -90,7 +89,9 @@ class DataFile:
     def begin(self, alignment: int, uuid: bytes, index: int) -> None:
         """Write the header of a new data file. Raises MisuseError where there is no room for it."""
         os.ftruncate(self.fd, 0)  # contents that an interrupted creation left
+        self.direct = self.direct and writes_direct(self.fd, 0)
         self._write_header(_encode(alignment, uuid, index))
+        self.direct = self.direct and make_direct(self.fd)  # of an empty file nothing was read
         self._file.sync_names()
         self._size = alignment
         self._take(alignment, uuid, index)
@@ -99,9 +100,13 @@ class DataFile:
         """Read the header. Raises ManifestError where it is damaged."""
         self._take(*_decode(self._header, self.path))
 
+    def look(self) -> None:
+        """Ask the filesystem of a file that is the store's whether it takes direct writes; ``direct`` says so afterwards."""
+        self.direct = self.direct and (self._size % self.alignment > 0 or writes_direct(self.fd, self._size))
+
     def _take(self, alignment: int, uuid: bytes, index: int) -> None:
         if self.direct and alignment % self.wants:  # the file came from a drive with smaller sectors
-            fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+            make_buffered(self.fd)
             self.direct = False
         self.alignment, self.uuid, self.index = alignment, uuid, index
         self.device = os.fstat(self.fd).st_dev

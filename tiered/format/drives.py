@@ -145,6 +145,8 @@ def open_drives(folder: Path, paths: Sequence[Path], growth: int) -> Drives:
         for index, file in files.items():
             if file.blank:
                 file.begin(record.alignment, record.uuid_of(index), index)
+            else:
+                file.look()
         if record.folders != now:
             with contextlib.suppress(OSError):  # only errors quote it
                 listed.replace(_encode(Record(record.store, record.alignment, now)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import mmap
 import os
 import shlex
 import stat
@@ -17,9 +18,18 @@ from pathlib import Path
 
 from tiered.errors import MisuseError, StoreLocked
 from tiered.format.folder import OpenFolder, cannot_open, whereabouts
-from tiered.system import Once
+from tiered.system import LARGEST_ALIGNMENT, Once, direct_io_alignment
 
-__all__ = ["LockedFile", "holder", "make_direct", "open_to_lock", "open_to_read"]
+__all__ = [
+    "LockedFile",
+    "holder",
+    "make_buffered",
+    "make_direct",
+    "makes_direct",
+    "open_to_lock",
+    "open_to_read",
+    "writes_direct",
+]
 
 
 class LockedFile:
@@ -253,14 +263,59 @@ def _open(folder: OpenFolder, name: str, flags: int) -> tuple[int, bool, bool]:
 
 
 def make_direct(fd: int) -> bool:
-    """Set ``fd`` to direct I/O; return whether the filesystem has it."""
+    """Set ``fd``, open for reading, to direct I/O; return whether the filesystem has it.
+
+    Some filesystems (Lustre, FUSE) take the flag and refuse the first read or write with it, so a page is read. Whoever writes
+    asks ``writes_direct`` too.
+    """
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
         return False
-    return True
+    with mmap.mmap(-1, _probe_bytes(fd)) as page:
+        return _is_direct(fd, lambda: os.preadv(fd, [page], 0))
+
+
+def writes_direct(fd: int, end: int) -> bool:
+    """Return whether a file that does direct I/O takes a write, too; where it does not, make its I/O buffered. ``end``: the
+    file's size, a multiple of the alignment; a page is written behind it and cut off again. (A process that is killed in
+    between leaves a file that is a page longer.)"""
+    try:
+        with mmap.mmap(-1, _probe_bytes(fd)) as page:
+            return _is_direct(fd, lambda: os.pwrite(fd, page, end))
+    finally:
+        with contextlib.suppress(OSError):
+            os.ftruncate(fd, end)
+
+
+def makes_direct(fd: int) -> bool:
+    """Set an empty file, open for reading and writing, to direct I/O; return whether its filesystem takes reads and writes."""
+    os.ftruncate(fd, LARGEST_ALIGNMENT)  # where there is nothing, reading need not ask the filesystem
+    try:
+        return make_direct(fd) and writes_direct(fd, LARGEST_ALIGNMENT)
+    finally:
+        os.ftruncate(fd, 0)
+
+
+def make_buffered(fd: int) -> None:
+    """Set ``fd`` to I/O through the page cache."""
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+
+
+def _probe_bytes(fd: int) -> int:
+    return max(mmap.PAGESIZE, direct_io_alignment(fd))
+
+
+def _is_direct(fd: int, probe: Callable[[], int]) -> bool:
+    try:
+        probe()
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+            make_buffered(fd)
+            return False
+    return True  # another error is none of the flag's: whoever reads or writes reports it
 
 
 def _lock(fd: int, folder: Path, how: int) -> None:

@@ -524,4 +524,5 @@ def _begin_or_adopt(file: DataFile) -> bool:
     file.adopt()
     if file.index != 0:
         raise ManifestError(f"{file.path}: the header names file index {file.index}")
+    file.look()
     return False

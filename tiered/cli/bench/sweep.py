@@ -42,7 +42,7 @@ from tiered.cli.output import (
 )
 from tiered.cli.stop import Stopped, StopRequest
 from tiered.format.data_file import digest
-from tiered.format.locked_file import make_direct
+from tiered.format.locked_file import makes_direct
 from tiered.interfaces import IOBackend
 from tiered.store.opening import open_backend
 from tiered.system import direct_io_alignment
@@ -110,7 +110,7 @@ class Drive:
         self.path, self._nbytes, self._stop = os.path.join(folder, name), nbytes, stop
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         self._memory = DramTier(DramConfig(max(memory, LAYOUT_BLOCK)))
-        self.direct = cache == "direct" and make_direct(self._fd)
+        self.direct = cache == "direct" and makes_direct(self._fd)
         self.alignment = max(512, direct_io_alignment(self._fd)) if self.direct else 1
         contents = bytes_of(self._memory.capacity).numpy()
         ctypes.memmove(self._memory.address, contents.ctypes.data, self._memory.capacity)

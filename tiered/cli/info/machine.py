@@ -24,6 +24,7 @@ from tiered.cli.arguments import BACKENDS
 from tiered.cli.measure import DATA_FILE, bytes_of, environment, measure, scratch_store
 from tiered.cli.output import counted, rate, refuse_unwritable, write_report
 from tiered.cli.stop import Stopped, StopRequest
+from tiered.format.locked_file import makes_direct
 from tiered.store.opening import SMALLEST_DRAM, default_dram
 from tiered.system import cgroup_room, direct_io_alignment
 from tiered.tiers.dram import HUGE_PAGE, DramConfig, DramTier
@@ -94,16 +95,11 @@ def filesystem(folder: str) -> dict[str, Any]:
     except OSError as error:
         return facts | {"why_not": f"cannot make a file in {folder}: {error.strerror}"}
     try:
-        os.close(fd)
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
-        except OSError:
-            return facts | {"o_direct": False, "alignment": SMALLEST_ALIGNMENT}
-        try:
-            return facts | {"o_direct": True, "alignment": max(SMALLEST_ALIGNMENT, direct_io_alignment(fd))}
-        finally:
-            os.close(fd)
+        direct = makes_direct(fd)
+        alignment = direct_io_alignment(fd) if direct else 0
+        return facts | {"o_direct": direct, "alignment": max(SMALLEST_ALIGNMENT, alignment)}
     finally:
+        os.close(fd)
         os.unlink(path)
 
 
