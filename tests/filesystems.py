@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import stat
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,3 +60,21 @@ def fill(disk: Path) -> None:
                 file.write(block)
             except OSError:
                 block = block[: len(block) // 2]
+
+
+def instead(file: Path, kind: str) -> None:
+    """Put something else in the place of a file: a "fifo", "socket", "device" or "folder"."""
+    file.unlink()
+    if kind == "fifo":
+        os.mkfifo(file)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as made:
+            here = os.open(file.parent, os.O_PATH)
+            made.bind(f"/proc/self/fd/{here}/{file.name}")  # a path of a socket has at most 107 characters
+            os.close(here)
+    elif kind == "device":
+        if os.geteuid():
+            pytest.skip("making a device needs root")
+        os.mknod(file, stat.S_IFCHR | 0o666, os.makedev(1, 3))
+    else:
+        file.mkdir()

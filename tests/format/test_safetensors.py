@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.filesystems import instead
 from tiered import MisuseError, SafetensorsError, TensorSpec, TieredStore, import_safetensors
 from tiered.format.safetensors import CODES, INDEX, WeightFiles, encode_header, entry_of
 from tiered.format.safetensors_writer import Shards
@@ -131,6 +132,20 @@ def test_a_hostile_index(tmp_path: Path, index: Any, says: str) -> None:
     (tmp_path / INDEX).write_text(index if isinstance(index, str) else json.dumps(index))
     with pytest.raises(SafetensorsError, match=says):
         WeightFiles(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model-00002-of-00002.safetensors", INDEX])
+@pytest.mark.parametrize("kind", ["fifo", "socket", "device", "folder"])
+def test_what_is_no_file_is_named_and_not_waited_for(tmp_path: Path, name: str, kind: str) -> None:
+    shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    for number, shard in enumerate(shards):
+        save_file({f"{number}": torch.ones(2)}, tmp_path / shard)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"0": shards[0], "1": shards[1]}}))
+    instead(tmp_path / name, kind)
+    with pytest.raises(SafetensorsError, match=f"{name} is not a regular file"):
+        WeightFiles(tmp_path)
+    with TieredStore.open(None, dram="1MiB") as store, pytest.raises(SafetensorsError, match=f"{name} is not a regular file"):
+        import_safetensors(store, tmp_path)
 
 
 def test_which_files(tmp_path: Path) -> None:

@@ -7,17 +7,19 @@ import errno
 import gc
 import os
 import resource
+import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.fakes import in_child
+from tests.filesystems import instead
 from tests.stress.contents import content, holds
 from tests.stress.fusefs import FaultyDisk, Rule, faulty_disk, why_not
-from tiered import CapacityError, CommitError, MisuseError, TieredError, TieredStore, verify
+from tiered import CapacityError, CommitError, MisuseError, StoreLocked, TieredError, TieredStore, verify
 from tiered.cli.info.machine import filesystem
 from tiered.format import generations
 from tiered.types import BackendName
@@ -130,6 +132,88 @@ def test_what_a_probe_left_that_was_killed_is_taken(committed: Path) -> None:
         holds(store, "t", 1, 100_000)
         store["more"] = content("m", 1, 200_000)
     assert not verify(committed).damages
+
+
+# Advice that fits
+
+
+def as_nobody(work: Callable[[], object]) -> str:
+    """What ``work`` says when it runs without root's rights."""
+
+    def body() -> str:
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+        try:
+            return f"no error: {work()}"
+        except TieredError as error:
+            return f"{type(error).__name__}: {error}"
+
+    return in_child(body)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can run as another user")
+@pytest.mark.parametrize("shut", ["manifest.2", "manifest.1", "data.0", "."])
+@pytest.mark.parametrize("way", ["write", "read", "verify"])
+def test_what_may_not_be_read_is_not_damaged(shut: str, way: str) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as home:  # where others may pass
+        os.chmod(home, 0o755)
+        folder = Path(home) / "state"
+        with TieredStore.open(folder, dram=MIB) as store:
+            store.put("t", content("t", 1, 100))
+            store.commit()
+            store.put("t", content("t", 2, 100))
+        for one in (folder, *folder.iterdir()):
+            os.chown(one, 65534, 65534)
+        os.chmod(folder / shut, 0)
+
+        def work() -> object:
+            if way == "verify":
+                return verify(folder)
+            with TieredStore.open(folder, dram=MIB, access=way) as store:
+                store.close()
+            return None
+
+        said = as_nobody(work)
+        os.chmod(folder / shut, 0o700)
+        if way == "read" and shut == "manifest.1":
+            assert said == "no error: None", "which it does not need"
+        else:
+            assert said.startswith("MisuseError: cannot "), said
+            assert "Permission denied; user 65534 has no permission: run as the owner" in said
+            assert str(folder if shut == "." else folder / shut) in said
+        assert as_nobody(work).startswith("no error")
+        assert len(generations.generations(folder)) == 2
+
+
+@pytest.mark.parametrize("name", ["manifest.1", "data.0"])
+@pytest.mark.parametrize("kind", ["fifo", "socket", "device", "folder"])
+def test_what_is_no_file_is_named_and_not_waited_for(committed: Path, name: str, kind: str) -> None:
+    instead(committed / name, kind)
+    for access in ("write", "read"):
+        with pytest.raises(TieredError, match=f"{name}.*(not a regular file|No such device|no file)"):
+            TieredStore.open(committed, dram=MIB, access=access)
+    assert verify(committed).damages
+
+
+def test_a_store_that_this_process_has_open_is_said_to_be(committed: Path) -> None:
+    with TieredStore.open(committed, dram=MIB), pytest.raises(StoreLocked, match="which is this one: use the TieredStore"):
+        TieredStore.open(committed, dram=MIB)
+
+
+def test_a_path_that_cannot_be_says_what_is_wrong_with_it(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for path, mend in (
+        (tmp_path / "file" / "x", "Not a directory; a part of the path is a file"),
+        (tmp_path / "loop" / "x", "symbolic links lead in a circle"),
+        (tmp_path / ("x" * 300), "File name too long; give a shorter path"),
+    ):
+        with pytest.raises(MisuseError, match=mend):
+            TieredStore.open(path, dram=MIB)
+        for other in (lambda path=path: TieredStore.open(path, dram=MIB, access="read"), lambda path=path: verify(path)):
+            with pytest.raises(MisuseError):
+                other()  # type: ignore[misc]
 
 
 # Before the first commit

@@ -22,7 +22,7 @@ import xxhash
 
 from tiered.errors import ManifestError, MisuseError
 from tiered.format.data_file import MINIMUM_ALIGNMENT, DataFile
-from tiered.format.folder import SHORTAGES, cannot_open
+from tiered.format.folder import NO_DAMAGE, cannot_open
 from tiered.format.locked_file import LockedFile
 from tiered.system import LARGEST_ALIGNMENT
 
@@ -186,7 +186,7 @@ def _by_index(folder: Path, record: Record, paths: Sequence[Path], committed: bo
         try:
             numbers = [int(match[1]) for match in map(DRIVE.fullmatch, os.listdir(path)) if match]
         except OSError as error:
-            if error.errno in SHORTAGES:
+            if error.errno in NO_DAMAGE:
                 raise cannot_open(path, error) from error
             numbers = []
         if len(numbers) > 1:

@@ -14,13 +14,17 @@ import shlex
 from functools import partial
 from pathlib import Path
 
-from tiered.errors import MisuseError, TieredError
+from tiered.errors import MisuseError, TieredError, shown
 from tiered.system import Once
 
-__all__ = ["SHORTAGES", "OpenFolder", "cannot_open", "names_in", "whereabouts"]
+__all__ = ["NO_DAMAGE", "SHORTAGES", "OpenFolder", "cannot_open", "mend_of", "names_in", "whereabouts"]
 
+WIDEST_PATH = 300
+"""Most characters of a path that cannot be opened that an error prints."""
 SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 """Errors of a process or machine that has run out of resources: they say nothing about the file."""
+NO_DAMAGE = SHORTAGES | {errno.EACCES, errno.EPERM}
+"""Errors of reading that say nothing about what is read."""
 
 
 def names_in(folder: int) -> list[str]:
@@ -85,12 +89,15 @@ class OpenFolder:
         except FileNotFoundError:  # a parent was removed meanwhile
             return
         except OSError as error:
-            what = f"cannot create {self.path}: {error.strerror}; name a folder that you may write to"
-            raise MisuseError(what) from error
+            raise cannot_open(self.path, error, "create") from error
 
     def names(self) -> list[str]:
-        """Return the names in the folder."""
-        return names_in(self.fd)
+        """Return the names in the folder. Raises OSError, which has the folder's path."""
+        try:
+            return names_in(self.fd)
+        except OSError as error:
+            error.filename = str(self.path)
+            raise
 
     def holds(self, name: str, fd: int) -> bool:
         """Return whether ``name`` in the folder leads to the file ``fd``."""
@@ -174,14 +181,34 @@ def whereabouts(fd: int) -> str | None:
         return None
 
 
-def cannot_open(path: str | Path, error: OSError) -> TieredError:
-    """Return the error to raise for a file or folder of a store that cannot be opened."""
+def mend_of(error: OSError) -> str | None:
+    """Return what a person can do about an error that says nothing about what a file holds; None for any other one."""
+    if error.errno in (errno.EACCES, errno.EPERM):
+        who = f"user {os.geteuid()} has no permission"
+        return f"{who}: run as the owner, have it granted (chmod, chown), or name another folder"
     if error.errno in SHORTAGES:
-        return TieredError(
-            f"cannot open {path} now: {error.strerror} (errno {error.errno}); nothing is known to be wrong with it: close "
-            "other files, or raise the limit (ulimit -n)"
-        )
-    return MisuseError(f"cannot open {path}: {error.strerror}; name a folder that you may write to")
+        return "nothing is known to be wrong with it: close other files, or raise the limit (ulimit -n)"
+    return _MENDS.get(error.errno or 0)
+
+
+_MENDS = {
+    errno.EROFS: "have it mounted for writing, or name a folder elsewhere (a store that is there opens with access='read')",
+    errno.ENOTDIR: "a part of the path is a file: name another folder",
+    errno.ELOOP: "its symbolic links lead in a circle: name the folder itself",
+    errno.ENAMETOOLONG: "give a shorter path",
+    errno.ENOSPC: "make room, or name a folder on another device",
+    errno.EDQUOT: "make room, or have the quota raised",
+    errno.ENXIO: "it is a socket or a device, and no file: move it away",
+    errno.EISDIR: "it is a folder, and no file: move it away",
+}
+
+
+def cannot_open(path: str | Path, error: OSError, doing: str = "open") -> TieredError:
+    """Return the error to raise for a file or folder of a store that cannot be opened."""
+    what, mend = f"cannot {doing} {shown(str(path), WIDEST_PATH)}", mend_of(error)
+    if error.errno in SHORTAGES:
+        return TieredError(f"{what} now: {error.strerror} (errno {error.errno}); {mend}")
+    return MisuseError(f"{what}: {error.strerror}; {mend or 'name a folder that you may write to'}")
 
 
 def _open(path: Path, nofollow: int) -> int:

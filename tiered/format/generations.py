@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tiered.errors import CommitError, ManifestError, MisuseError, TieredError
-from tiered.format.folder import SHORTAGES, OpenFolder, names_in
+from tiered.format.folder import NO_DAMAGE, SHORTAGES, OpenFolder, cannot_open, names_in
 from tiered.format.manifest import HEADER_BYTES, MAX_BYTES, Manifest, decode
 from tiered.format.pins import CANNOT_LOOK, Pin, Pins, look
 
@@ -203,7 +203,7 @@ def load(folder: Folder, generation: int | None = None, *, limit: int = MAX_BYTE
 
     A manifest that has its name was complete when it got it. So an invalid newest one is damage, not an unfinished commit, and
     raises ``ManifestError``: whether to go back to older tensors is the caller's decision. Raises ``TieredError`` where the
-    process or the machine lacks the resources to read it now.
+    process or the machine lacks the resources to read it now, ``MisuseError`` where it has no permission: neither is damage.
     """
     with _opened(folder, ManifestError) as at:
         for _ in range(LISTINGS):
@@ -219,8 +219,8 @@ def load(folder: Folder, generation: int | None = None, *, limit: int = MAX_BYTE
                 return decode(_read(at, name, limit), generation=number, limit=limit)
             except OSError as error:
                 why = f"cannot be read: {os.strerror(error.errno or 0)} (errno {error.errno})"
-                if error.errno in SHORTAGES:
-                    raise TieredError(f"{_where(folder, name)} {why}; nothing is known to be wrong with it") from error
+                if error.errno in NO_DAMAGE:
+                    raise cannot_open(_where(folder, name), error, "read") from error
                 if generation is None and isinstance(error, FileNotFoundError):
                     continue  # a running job has committed newer ones and dropped it meanwhile
             except MemoryError:
@@ -431,8 +431,11 @@ def _where(folder: Folder, name: str) -> str:
     return os.path.join(os.fspath(folder), name) if name else os.fspath(folder)
 
 
+_READING = {"cannot open", "cannot list", "cannot read"}
+
+
 def _fail(kind: type[CommitError | ManifestError], what: str, folder: Folder, name: str, error: OSError) -> NoReturn:
     number = error.errno or 0
-    if kind is ManifestError and number in SHORTAGES:
-        raise TieredError(f"{what} {_where(folder, name)} now: {os.strerror(number)} (errno {number})") from error
+    if kind is ManifestError and number in (NO_DAMAGE if what in _READING else SHORTAGES):
+        raise cannot_open(_where(folder, name), error, what.removeprefix("cannot ")) from error
     raise kind(f"{what} {_where(folder, name)}: {os.strerror(number)} (errno {number})") from error

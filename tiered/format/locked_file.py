@@ -255,7 +255,7 @@ def _open(folder: OpenFolder, name: str, flags: int) -> tuple[int, bool, bool]:
         raise cannot_open(path, error) from error
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise MisuseError(f"{path} is not a regular file; name an empty or new folder")
+            raise MisuseError(f"{path} is not a regular file: move it away, or name an empty or new folder")
         return fd, bool(flags & os.O_DIRECT) and make_direct(fd), made
     except BaseException:
         os.close(fd)
@@ -324,8 +324,11 @@ def _lock(fd: int, folder: Path, how: int) -> None:
     except OSError as error:
         if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
             raise MisuseError(f"the filesystem of {folder} cannot lock files: {error.strerror}") from error
-        beside = " (access='read' reads beside it)" if how == fcntl.LOCK_EX else ""
-        raise StoreLocked(f"{folder} is in use by {holder(fd)}; close it there or name another folder{beside}") from error
+        who, beside = holder(fd), " (access='read' reads beside it)" if how == fcntl.LOCK_EX else ""
+        mend = "close it there or name another folder"
+        if who == f"process {os.getpid()}":
+            mend = "which is this one: use the TieredStore that is open already, or close it first"
+        raise StoreLocked(f"{folder} is in use by {who}{',' if mend.startswith('which') else ';'} {mend}{beside}") from error
 
 
 def holder(fd: int) -> str:

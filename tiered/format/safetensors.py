@@ -116,8 +116,6 @@ def encode_header(entries: Sequence[Entry]) -> tuple[bytes, list[Entry]]:
 def read_header(fd: int, path: str) -> list[Entry]:
     """Return the tensors of an open file, in the order of their offsets. Raises SafetensorsError and OSError."""
     status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode):
-        raise SafetensorsError(f"{path} is not a regular file")
     if status.st_size < 8:
         raise SafetensorsError(f"{path} is not a safetensors file: it has {status.st_size} bytes")
     (length,) = struct.unpack("<Q", _pread(fd, 8, 0, path))
@@ -213,7 +211,7 @@ class WeightFiles:
     def _open(self, file: str) -> int:
         if file != self._open_path or self._fd < 0:
             self.close()
-            self._fd, self._open_path = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), file
+            self._fd, self._open_path = _opened(file), file
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # within a tensor it is; the kernel reads further ahead
         return self._fd
 
@@ -300,10 +298,8 @@ def _files_of(path: Path) -> Iterator[tuple[Path, set[str] | None]]:
 
 
 def _indexed(index: Path) -> Iterator[tuple[Path, set[str]]]:
-    if index.stat().st_size > MAX_HEADER:
-        raise SafetensorsError(f"{index} has {index.stat().st_size} bytes; the limit is {MAX_HEADER}")
     try:
-        found = msgspec.json.decode(index.read_bytes(), type=dict[str, msgspec.Raw])
+        found = msgspec.json.decode(_index_of(str(index)), type=dict[str, msgspec.Raw])
         places = msgspec.json.decode(found.get("weight_map", msgspec.Raw(b"null")), type=dict[str, str])
     except (ValueError, RecursionError) as error:
         raise SafetensorsError(f"{index} is not an index of safetensors files: {shown(str(error), 300)}") from None
@@ -316,6 +312,30 @@ def _indexed(index: Path) -> Iterator[tuple[Path, set[str]]]:
         if not (index.parent / file).exists():
             raise SafetensorsError(f"{index} names {shortened(file)!r}, which is missing")
         yield index.parent / file, names[file]
+
+
+def _opened(file: str) -> int:
+    """Open a file for reading. A pipe, which nobody may ever write to, is refused and not waited for. Raises SafetensorsError
+    for what is no regular file, and OSError."""
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket, or a device without a driver
+            raise SafetensorsError(f"{_told(file)} is not a regular file") from None
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise SafetensorsError(f"{_told(file)} is not a regular file")
+    return fd
+
+
+def _index_of(file: str) -> bytes:
+    """Return the contents of an index. Raises as ``_opened``, and SafetensorsError for one that is too large."""
+    with open(_opened(file), "rb") as opened:
+        data = opened.read(MAX_HEADER + 1)
+    if len(data) > MAX_HEADER:
+        raise SafetensorsError(f"{_told(file)} has more than {MAX_HEADER:,} bytes, the limit of an index")
+    return data
 
 
 def _told(file: str) -> str:

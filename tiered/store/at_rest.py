@@ -121,6 +121,9 @@ class StoreAtRest:
             self.places.append(str(place / file.name))
             try:
                 self.descriptors.append(opening(place, file.name, own))
+            except OSError as error:
+                error.filename = self.places[-1]
+                raise
             except StoreLocked as error:
                 raise StoreLocked(f"{error}. (A reader beside it makes a file in {self.folder}: {taken.why})") from error
             uuid = read_header(self.descriptors[-1], self.places[-1], direct=False)[1]

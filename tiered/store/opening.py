@@ -18,6 +18,7 @@ from tiered.engine.engine import Engine, EngineConfig
 from tiered.engine.policy import LRU
 from tiered.engine.residency import Copy
 from tiered.errors import CapacityError, MisuseError, TieredError
+from tiered.format.folder import cannot_open, mend_of
 from tiered.format.generations import generations
 from tiered.interfaces import EvictionPolicy, IOBackend, Link, Memory, Tier
 from tiered.io.posix import PosixBackend, PosixConfig
@@ -275,8 +276,7 @@ def _assemble_to_read(options: OpenOptions) -> tuple[Parts, Engine, Generations]
     try:
         rest = StoreAtRest(options.path, paths=options.paths, generation=options.generation)
     except OSError as error:
-        where = error.filename or options.path
-        raise TieredError(f"cannot open the store: {where}: {error.strerror} (errno {error.errno})") from error
+        raise _cannot_open(options, error) from error
     try:
         disk = DiskAtRest(rest)
         parts, engine = _begin(options, replace(_config_of(options), disk=lambda: disk))
@@ -298,9 +298,8 @@ def _begin(options: OpenOptions, config: StoreConfig) -> tuple[Parts, Engine]:
     """Return the parts and the engine, not started. Raises as ``TieredStore.open`` says; then nothing stays open."""
     try:
         parts = build(config)
-    except OSError as error:  # errors that a healthy filesystem does not give
-        where = error.filename or options.path
-        raise TieredError(f"cannot open the store: {where}: {error.strerror} (errno {error.errno})") from error
+    except OSError as error:
+        raise _cannot_open(options, error) from error
     try:
         limits = EngineConfig(deadline=options.deadline, eviction=options.eviction)
         return parts, Engine(parts.tiers, parts.links, parts.policies, limits)
@@ -309,8 +308,16 @@ def _begin(options: OpenOptions, config: StoreConfig) -> tuple[Parts, Engine]:
             link.close()
         parts.close()
         if isinstance(error, OSError):
-            raise TieredError(f"cannot open the store: {error.strerror} (errno {error.errno})") from error
+            raise _cannot_open(options, error) from error
         raise
+
+
+def _cannot_open(options: OpenOptions, error: OSError) -> TieredError:
+    """Return the error to raise for one of the system."""
+    where = error.filename or options.path or "the store"
+    if mend_of(error) is not None:
+        return cannot_open(os.fsdecode(where), error)
+    return TieredError(f"cannot open the store: {where}: {error.strerror} (errno {error.errno})")  # from no healthy filesystem
 
 
 def _warn_buffered(folder: str, stacklevel: int = 5) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import math
 import os
@@ -21,7 +22,7 @@ from tiered.errors import ManifestError, MisuseError
 from tiered.format import generations, stripes
 from tiered.format.data_file import MINIMUM_ALIGNMENT, digest, read_header
 from tiered.format.drives import DATA_FILE, DRIVE, LIST_FILE, Record, folders_of, read_record
-from tiered.format.folder import SHORTAGES, OpenFolder, cannot_open
+from tiered.format.folder import NO_DAMAGE, OpenFolder, cannot_open
 from tiered.format.locked_file import make_direct, open_to_lock, open_to_read
 from tiered.format.manifest import Extent, Manifest, TensorRecord
 from tiered.format.pins import Pin
@@ -159,8 +160,11 @@ def _named(path: str | os.PathLike[str]) -> Path:
     if not os.fspath(path):
         raise MisuseError("a store's folder has a name; '.' is the current one")
     folder = Path(os.path.expanduser(path)).absolute()
-    if folder.is_symlink():
-        raise MisuseError(f"{folder} is a symbolic link; name the folder that it points to")
+    try:
+        if folder.is_symlink():
+            raise MisuseError(f"{folder} is a symbolic link; name the folder that it points to")
+    except OSError as error:
+        raise cannot_open(folder, error) from error
     return folder
 
 
@@ -169,6 +173,8 @@ def _open_folder(folder: Path) -> OpenFolder:
         return OpenFolder(folder, os.O_NOFOLLOW)
     except (FileNotFoundError, MisuseError) as error:
         cause = error if isinstance(error, OSError) else error.__cause__
+        if isinstance(cause, OSError) and cause.errno not in (errno.ENOENT, errno.ENOTDIR):
+            raise
         why = cause.strerror if isinstance(cause, OSError) else error
         raise MisuseError(f"{folder} is not a tiered store: {why}") from error
 
@@ -214,7 +220,7 @@ def _open_files(
         except ManifestError as error:
             damages.append(Damage(_without(str(error), folder / LIST_FILE), str(folder / LIST_FILE)))
         except OSError as error:
-            if error.errno in SHORTAGES:
+            if error.errno in NO_DAMAGE:
                 raise cannot_open(folder / LIST_FILE, error) from error
             damages.append(Damage(_cannot("open", error), str(folder / LIST_FILE)))
     else:
@@ -238,7 +244,7 @@ def _indices(place: Path) -> list[int]:
     try:
         return sorted(int(match[1]) for match in map(DRIVE.fullmatch, os.listdir(place)) if match)
     except OSError as error:
-        if error.errno in SHORTAGES:
+        if error.errno in NO_DAMAGE:
             raise cannot_open(place, error) from error
         return []
 
@@ -249,10 +255,8 @@ def _open_file(
     path = str(folder / name)
     try:
         fd = opening(folder, name, at)
-    except PermissionError as error:
-        raise MisuseError(f"cannot open {path}: {error.strerror}; run as the store's owner") from error
     except OSError as error:
-        if error.errno in SHORTAGES:
+        if error.errno in NO_DAMAGE:
             raise cannot_open(path, error) from error
         what = _cannot("open", error)
         return _File(path, problem=what), [Damage(what, path)]
@@ -319,7 +323,7 @@ def _load(
                 checked.append(CheckedGeneration(number, None, None, None))
                 continue
             except MisuseError:
-                if generation is None:  # a job has dropped it meanwhile
+                if generation is None and number not in generations.generations(opened):  # a job has dropped it meanwhile
                     continue
                 raise
             except OSError as error:
