@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.zero.ranks import PATIENCE, on_ranks
@@ -103,17 +106,17 @@ def alone(rank: int, folder: Path) -> dict[str, str]:
         refused("commit", RankError, lambda: zero.commit(model, other))
         refused("resume", MisuseError, lambda: zero.resume(model, other))
         zero.resume(model, optimizer)
+        if rank == 0:
+            shutil.copytree(folder / "state", folder / "older")
+        dist.barrier()
+        zero.commit(model, optimizer)
+        store.close()
+    with zero.open_store(folder / "new", dram="4MiB") as store:
+        source = folder / ("state", "older")[rank]
+        refused("source", RankError, lambda: zero.page(Layers(), store, existing="resume", source=source))
+        zero.page(Layers(), store, existing="resume", source=folder / "older")
         store.close()
     return found
-
-
-def test_what_one_rank_cannot_do_is_said_by_all(tmp_path: Path) -> None:
-    first, second = on_ranks(2, alone, tmp_path / "run", timeout=TIMEOUT)
-    for what in ("page", "optimizer", "resume"):
-        assert first[what].startswith("another rank could not "), what
-        assert f"rank 1 says MisuseError: {second[what][:50]}" in first[what]
-    assert first["commit"] == second["commit"]
-    assert "optimizer= is given on rank 0, and None on rank 1" in first["commit"]
 
 
 def exported(rank: int, folder: Path, out: Path) -> tuple[list[str], list[str]]:
@@ -129,9 +132,34 @@ def exported(rank: int, folder: Path, out: Path) -> tuple[list[str], list[str]]:
     return files, sorted(path.name for path in mine.iterdir())
 
 
-def test_what_is_in_the_folder_of_an_export_on_another_node_does_not_matter(tmp_path: Path) -> None:
-    (first, _), (second, there) = on_ranks(2, exported, tmp_path / "run", tmp_path / "out")
+def play(rank: int, folder: Path, out: Path) -> Any:
+    return exported(rank, folder / "exported", out), alone(rank, folder / "alone")
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("out")
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory, out: Path) -> list[Any]:
+    return on_ranks(2, play, tmp_path_factory.mktemp("run"), out, timeout=TIMEOUT)
+
+
+def test_what_one_rank_cannot_do_is_said_by_all(played: list[Any]) -> None:
+    (_, first), (_, second) = played
+    for what in ("page", "optimizer", "resume"):
+        assert first[what].startswith("another rank could not "), what
+        assert f"rank 1 says MisuseError: {second[what][:50]}" in first[what]
+    assert first["commit"] == second["commit"]
+    assert "optimizer= is given on rank 0, and None on rank 1" in first["commit"]
+    assert first["source"] == second["source"]
+    assert re.search("take over this checkpoint together: .* generation 3 on rank 0, and .* generation 2 on", first["source"])
+
+
+def test_what_is_in_the_folder_of_an_export_on_another_node_does_not_matter(played: list[Any], out: Path) -> None:
+    ((first, _), _), ((second, there), _) = played
     assert first == second
     assert len(first) > 1
-    assert sorted(path.name for path in (tmp_path / "out" / "new").iterdir()) == [*first, "model.safetensors.index.json"]
+    assert sorted(path.name for path in (out / "new").iterdir()) == [*first, "model.safetensors.index.json"]
     assert there == ["model.safetensors"]

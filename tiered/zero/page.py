@@ -627,12 +627,15 @@ def _take_over(
     """Have in ``store`` the checkpoint of ``options.source``, divided as the model is."""
     assert options.source is not None
     with ExitStack() as stack:
-        stores = opened(options.source, stack)
-        there = Source(stores, options.name)
-        strides = {p: there.stride(qualified) for qualified, p in model.named_parameters()}
-        slicing = Slicing(experts=options.experts == "sliced")
-        plan = divide(model, limits, strides, options.policy, partition.shares, slicing)
-        _refuse_small_pool(plan, model, store, pool, options, partition.shares)
+        with partition.agreeing("take over this checkpoint") as agree:
+            stores = opened(options.source, stack)
+            there = Source(stores, options.name)
+            strides = {p: there.stride(qualified) for qualified, p in model.named_parameters()}
+            slicing = Slicing(experts=options.experts == "sliced")
+            plan = divide(model, limits, strides, options.policy, partition.shares, slicing)
+            _refuse_small_pool(plan, model, store, pool, options, partition.shares)
+            manifests = [one.manifest for one in stores]
+            agree((f"store {n} of it", f"{one.store}, generation {one.generation}") for n, one in enumerate(manifests))
         reshard(there, store, plan, partition)
         partition.goes_on(number_of(stores[0].manifest.meta))
 
