@@ -30,12 +30,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
+from types import UnionType
 from typing import ParamSpec, TypeVar
 
 WIDEST = 100
 """Most characters of a name, or of another text from a file, that an error prints."""
+
+LONGEST_NAME = 255
+"""Bytes of the name of a file, on Linux."""
 
 __all__ = [
     "CapacityError",
@@ -113,6 +117,39 @@ def quoted(value: object, most: int = WIDEST) -> str:
     if value is None or isinstance(value, float) or (isinstance(value, int) and value.bit_length() <= 1024):
         return shown(repr(value), most)
     return f"a {type(value).__name__}"
+
+
+def expect_type(value: object, kinds: type | UnionType | tuple[type, ...], what: str) -> None:
+    """Raise MisuseError where an argument is of none of ``kinds``. The message is ``what``, which says what is right, and
+    what is given."""
+    if not isinstance(value, kinds):
+        raise MisuseError(f"{what}, not {quoted(value)}")
+
+
+def listed(given: Iterable[_R], what: str) -> list[_R]:
+    """Return the items of an iterable that a caller gives. Raises MisuseError, as ``expect_type``, for another type, and for a
+    text."""
+    expect_type(given, Iterable, what)
+    try:
+        if not isinstance(given, str | bytes):
+            return list(given)
+    except TypeError:  # of a tensor without a dimension
+        pass
+    raise MisuseError(f"{what}, not {quoted(given)}")
+
+
+def path_of(path: object, what: str) -> str:
+    """Return a path that a caller gives as text. Raises MisuseError for another type, and for what is no name of a file."""
+    expect_type(path, str | os.PathLike, f"{what} is a str or a pathlib.Path")
+    text = os.fspath(path)  # type: ignore[call-overload]
+    expect_type(text, str, f"{what} is a str or a pathlib.Path")
+    try:
+        named = "\0" not in text and all(len(part) <= LONGEST_NAME for part in os.fsencode(text).split(b"/"))
+    except UnicodeEncodeError:
+        named = False
+    if not named:
+        raise MisuseError(f"{what} is {quoted(text)}, which is not the name of a file or folder")
+    return str(text)
 
 
 def _escaped(text: str) -> str:

@@ -23,6 +23,7 @@ from accelerate import Accelerator, DistributedType  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration  # noqa: E402
 
+from tests.first_calls import WRONG, refused_in_one_line  # noqa: E402
 from tests.zero.ranks import on_ranks  # noqa: E402
 from tiered import MisuseError, TieredStore, zero  # noqa: E402
 from tiered.integrations.accelerate import FILE, export_state, register  # noqa: E402
@@ -434,3 +435,8 @@ def test_two_processes_are_what_one_would_be(tmp_path: Path) -> None:
             assert complaint.startswith("parameter '0.weight' is paged, and ")
             assert name == "prepare" or name in complaint
             assert "tiered.integrations.accelerate.register before prepare" in complaint
+
+
+def test_first_calls_with_wrong_types_are_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert refused_in_one_line("tiered.integrations.accelerate") >= 1 * len(WRONG)

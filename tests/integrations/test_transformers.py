@@ -38,6 +38,7 @@ from transformers import (  # noqa: E402
 )
 
 import tiered  # noqa: E402
+from tests.first_calls import WRONG, refused_in_one_line  # noqa: E402
 from tests.quick import quick  # noqa: E402
 from tiered import MisuseError, TieredStore, zero  # noqa: E402
 from tiered.integrations.transformers import TieredCallback, TieredTrainer, from_pretrained  # noqa: E402
@@ -683,3 +684,8 @@ def test_a_callback_writes_a_page_of_the_training(tmp_path: Path) -> None:
     assert [step[0] for step in shown["timeline"]["steps"]] == ["step 6", "step 7", "step 8"]
     assert {name for name, *_ in shown["compared"]} >= {"a step", "read in a step", "written in a step"}
     assert shown["run"]["arguments"]["max_steps"] == 9
+
+
+def test_first_calls_with_wrong_types_are_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert refused_in_one_line("tiered.integrations.transformers") >= 5 * len(WRONG)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from tiered.errors import MisuseError
+from tiered.errors import MisuseError, expect_type
 from tiered.types import Candidate, Key, Others, Then, Use
 
 __all__ = ["LRU", "NEVER", "NextUse", "Plan", "Record", "Touch", "touch_of"]
@@ -303,6 +303,7 @@ class NextUse:
     def along(cls, plan: Plan, price: float, kept: Sequence[bool] | None, others: Others = "recency") -> NextUse:
         """Return a policy for ``plan``; ``kept`` says of each of its touches whether the tensor stays until its next use.
         ``others``: how tensors outside the order leave, by "recency" of their last use, or by the "frequency" of uses."""
+        expect_type(plan, Plan, "a policy that goes along a plan is given one")
         plan.counts_others = others == "frequency"
 
         def dropped(key: Key) -> bool:

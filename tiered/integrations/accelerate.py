@@ -25,6 +25,7 @@ from accelerate.utils import broadcast
 from torch import nn
 
 from tiered import MisuseError, TieredStore, zero
+from tiered.errors import expect_type, path_of
 from tiered.integrations.saves import Pair, Saved, is_paged, restore, save, store_of
 from tiered.zero.paging.pager import owner_of, pager_of
 
@@ -55,6 +56,8 @@ def register(accelerator: Accelerator, store: TieredStore) -> None:
     Models and optimizers of ``accelerator`` that are not paged stay as they are. Raises MisuseError where the accelerator
     divides models itself (FSDP, DeepSpeed, Megatron-LM) or is registered for another store.
     """
+    expect_type(accelerator, Accelerator, "what is registered is an accelerate.Accelerator")
+    expect_type(store, TieredStore, "an accelerator is registered for a TieredStore")
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     if kind in REFUSED:
         raise MisuseError(
@@ -75,8 +78,9 @@ def export_state(accelerator: Accelerator, folder: str | os.PathLike[str]) -> No
 
     The parameters and optimizer states are copied to memory for that, all at once. Several processes call it together.
     """
+    expect_type(accelerator, Accelerator, "what exports its state is an accelerate.Accelerator")
     plain: Any = super(_Registered, accelerator) if isinstance(accelerator, _Registered) else accelerator
-    plain.save_state(os.fspath(folder))
+    plain.save_state(path_of(folder, "the folder of a state"))
 
 
 def _filled(name: str) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from tiered import ManifestError, MisuseError, TieredStore
+from tiered.errors import expect_type
 
 __all__ = [
     "CONFIG",
@@ -78,6 +79,7 @@ def kept_models(store: TieredStore) -> list[str]:
 
 def only_model(store: TieredStore) -> str:
     """Return the name of the only model that can be opened without a folder. Raises MisuseError for none, and for several."""
+    expect_type(store, TieredStore, "models are kept in a TieredStore")
     found = kept_models(store)
     if not found:
         end = f"/files/{UNFINISHED}"

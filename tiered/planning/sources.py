@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tiered.errors import MisuseError
+from tiered.errors import MisuseError, path_of
 from tiered.planning.dry_run import DryRun, Loss, dry_run, on_meta
 from tiered.planning.waiting import Waiting
 
@@ -165,7 +165,8 @@ def subject_of(
     elif isinstance(what, nn.Module):
         model, name = on_meta(what), type(what).__name__
     else:
-        model, name = model_of_folder(os.fspath(what)), os.path.basename(os.path.abspath(os.fspath(what)))
+        folder = path_of(what, "what is planned for, if no torch.nn.Module and no numbers,")
+        model, name = model_of_folder(folder), os.path.basename(os.path.abspath(folder))
     args, kwargs = _arguments(inputs, batch, sequence)
     tokens = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)), None)
     if target is not None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from tiered.errors import KeyNotFound, MisuseError, TieredError, from_here, shortened
+from tiered.errors import KeyNotFound, MisuseError, TieredError, expect_type, from_here, shortened
 from tiered.small.names import (
     HEAD_BYTES,
     LONGEST_KEY,
@@ -56,6 +56,7 @@ class SmallTensors(TensorMapping):
     """
 
     def __init__(self, store: Store, name: str, record: Record, budget: int) -> None:
+        expect_type(record, Record, "store.small makes small tensors; their constructor is given a record")
         self.name = name
         """The name; keys of the store's tensors begin with it."""
         self._record = record_key(name)

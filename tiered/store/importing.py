@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Literal
 
-from tiered.errors import MisuseError, TieredError
+from tiered.errors import MisuseError, TieredError, expect_type, path_of
 from tiered.format.safetensors import WeightFiles
 from tiered.store.store import TieredStore
 from tiered.tensors.specs import flat
@@ -33,6 +33,8 @@ def import_safetensors(
 
     Raises MisuseError (no such file, names that are taken), SafetensorsError (damaged), and what ``store.create`` raises.
     """
+    expect_type(store, TieredStore, "tensors are imported into a TieredStore")
+    path = path_of(path, "the path of safetensors files")
     if existing not in ("refuse", "overwrite"):
         raise MisuseError(f"existing is 'refuse' or 'overwrite', not {existing!r}")
     try:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from tiered.errors import MisuseError, StoreClosed
+from tiered.errors import MisuseError, StoreClosed, expect_type
 from tiered.store.store import TieredStore
 from tiered.telemetry import MemoryStatistics
 from tiered.types import format_size, parse_size
@@ -94,6 +94,7 @@ class MemoryWatch:
     @staticmethod
     def of(store: TieredStore) -> MemoryWatch:
         """Return the watch of ``store``, which is made where there is none."""
+        expect_type(store, TieredStore, "the memory of a TieredStore is watched")
         found = _watches.get(store)
         return MemoryWatch(store) if found is None else found
 

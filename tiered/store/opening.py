@@ -17,7 +17,7 @@ import torch
 from tiered.engine.engine import Engine, EngineConfig
 from tiered.engine.policy import LRU
 from tiered.engine.residency import Copy
-from tiered.errors import CapacityError, MisuseError, TieredError
+from tiered.errors import CapacityError, MisuseError, TieredError, path_of, quoted
 from tiered.format.folder import cannot_open, mend_of
 from tiered.format.generations import generations
 from tiered.interfaces import EvictionPolicy, IOBackend, Link, Memory, Tier
@@ -347,8 +347,8 @@ def _refuse(options: OpenOptions) -> None:
         raise MisuseError(f"newer is 'keep' or 'drop' (with generation=: those after it), not {options.newer!r}")
     if path is None and options.nvme is not None:
         raise MisuseError("a store without a disk (path None) has no nvme=: leave it out, or name a folder")
-    if path is not None and not _is_path(path):
-        raise MisuseError(f"the path of a store's folder is a str or a pathlib.Path, or None, not {path!r}")
+    if path is not None:
+        path_of(path, "the path of a store's folder, if not None,")
     if options.existing not in ("may", "must", "must-not"):
         raise MisuseError(f"existing is 'may', 'must' or 'must-not', not {options.existing!r}")
     if options.existing != "may":
@@ -356,8 +356,10 @@ def _refuse(options: OpenOptions) -> None:
     if options.paths is not None:
         if path is None:
             raise MisuseError("a store without a disk (path None) has no paths=: leave them out, or name a folder")
-        if not isinstance(options.paths, list | tuple) or not options.paths or not all(map(_is_path, options.paths)):
-            raise MisuseError(f"paths is a list of folders, one on each drive, not {options.paths!r}")
+        if not isinstance(options.paths, list | tuple) or not options.paths:
+            raise MisuseError(f"paths is a list of folders, one on each drive, not {quoted(options.paths)}")
+        for one in options.paths:
+            path_of(one, "each of paths")
 
 
 def _refuse_existing(options: OpenOptions) -> None:
@@ -379,10 +381,6 @@ def access_of(access: Access | str) -> Access:
     if found is None:
         raise MisuseError(f"access is 'read' or 'write', not {access!r}")
     return found
-
-
-def _is_path(path: object) -> bool:
-    return isinstance(path, str | os.PathLike) and isinstance(os.fspath(path), str)
 
 
 def _config_of(options: OpenOptions) -> StoreConfig:

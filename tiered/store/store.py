@@ -23,7 +23,7 @@ from tiered.engine.requests import Delete, Install, Room, Work
 from tiered.engine.residency import Entry
 from tiered.engine.retention import affordable, decide, largest_streamed, room_for
 from tiered.engine.state import Token
-from tiered.errors import ForkedStore, KeyNotFound, MisuseError, StoreClosed, UncommittedWarning, from_here
+from tiered.errors import ForkedStore, KeyNotFound, MisuseError, StoreClosed, UncommittedWarning, expect_type, from_here
 from tiered.interfaces import EvictionPolicy, IOBackend, Returnable
 from tiered.small.tensors import SmallTensors, open_small
 from tiered.store.commit import Commits, Generations
@@ -73,6 +73,7 @@ class TieredStore(TensorMapping):
     """
 
     def __init__(self, parts: Parts, engine: Engine, known: Generations, *, scratch: bool) -> None:
+        expect_type(engine, Engine, "TieredStore.open opens a store; its constructor is given an engine")
         self._parts, self._engine, self._generations = parts, engine, known
         engine.end_struck, engine.clear_struck = end_struck, partial(clear_struck, is_stored)
         self._pid = os.getpid()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tiered.errors import ManifestError, MisuseError
+from tiered.errors import ManifestError, MisuseError, path_of
 from tiered.format import generations, stripes
 from tiered.format.data_file import MINIMUM_ALIGNMENT, digest, read_header
 from tiered.format.drives import DATA_FILE, DRIVE, LIST_FILE, Record, folders_of, read_record
@@ -157,7 +157,7 @@ _Opening = Callable[[Path, str, int | None], int]
 
 def _named(path: str | os.PathLike[str]) -> Path:
     """Return the folder that a store would open by this name. Raises MisuseError where it would refuse."""
-    if not os.fspath(path):
+    if not path_of(path, "the path of a store's folder"):
         raise MisuseError("a store's folder has a name; '.' is the current one")
     folder = Path(os.path.expanduser(path)).absolute()
     try:

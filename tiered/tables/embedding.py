@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiered.errors import MisuseError
+from tiered.errors import MisuseError, expect_type
 from tiered.tables.table import Table
 
 __all__ = ["TableWeight", "TieredEmbedding"]
@@ -69,6 +69,7 @@ class TieredEmbedding(nn.Module):
         """Raises MisuseError for a table that is not a matrix of floating point numbers, and for a ``padding_idx`` that is no
         row's."""
         super().__init__()
+        expect_type(table, Table, "an embedding is of a tiered.Table")
         if len(table.row_shape) != 1 or not table.dtype.is_floating_point:
             raise MisuseError(f"an embedding is a table of vectors of floating point numbers, not {table}")
         if padding_idx is not None and not -table.rows <= padding_idx < table.rows:

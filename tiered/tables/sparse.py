@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tiered.errors import MisuseError
+from tiered.errors import MisuseError, listed
 from tiered.tables.change import change
 from tiered.tables.embedding import TableWeight
 from tiered.tables.table import Table
@@ -26,7 +26,7 @@ class _Sparse(torch.optim.Optimizer):
     kind = ""
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        super().__init__(params, defaults)
+        super().__init__(listed(params, "an optimizer is given an iterable of weights of TieredEmbedding"), defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group. Raises MisuseError for parameters that are not of a ``TieredEmbedding``, and for values out of range."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tiered.errors import KeyNotFound, MisuseError, from_here
+from tiered.errors import KeyNotFound, MisuseError, expect_type, from_here
 from tiered.tables.buffer import absent
 from tiered.tables.cache import RowCache
 from tiered.tables.change import change
@@ -42,6 +42,7 @@ class Table:
     """
 
     def __init__(self, store: Store, name: str, layout: Layout, budget: int, cache: RowCache) -> None:
+        expect_type(layout, Layout, "store.table makes a table; its constructor is given a layout")
         self._store, self._layout = store, layout
         self.name = name
         """The name; keys of the table's tensors begin with it."""

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tiered import Access, ActivationStatistics, CapacityError, MisuseError, TieredError, TieredStore
+from tiered.errors import expect_type, listed
 from tiered.store.activations import refuse_one_tier
 from tiered.system import Trimmer, refuse_little_room, returned_at_once
 from tiered.tuning.adaptive import AutoPlan, AutoPlanStatistics
@@ -111,7 +112,7 @@ def gathered(what: nn.Module | torch.Tensor | Iterable[torch.Tensor], *, write: 
     if isinstance(what, nn.Module):
         given: list[torch.Tensor] = list(what.parameters())
     else:
-        given = [what] if isinstance(what, torch.Tensor) else list(what)
+        given = [what] if isinstance(what, torch.Tensor) else listed(what, "what is gathered is a module, or parameters")
     pagers: dict[Pager, list[torch.Tensor]] = {}
     for parameter in given:
         if hasattr(parameter, "_tiered"):
@@ -310,6 +311,8 @@ def page(
     parameters), what a ``policy`` stores as another type, or quantises, may be rounded, and where reading ``weights`` failed
     in between, some parameters may have their values from there.
     """
+    expect_type(model, nn.Module, "what is paged is a torch.nn.Module")
+    expect_type(store, TieredStore, "the store of a paged model is a TieredStore")
     options = _Options(
         name=name,
         existing=existing,

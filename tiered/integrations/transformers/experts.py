@@ -21,6 +21,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from tiered import MisuseError
+from tiered.errors import expect_type
 from tiered.zero.paging.pager import Pager, pager_of
 from tiered.zero.paging.tensors.compiling import passed, uncompiled
 
@@ -67,6 +68,7 @@ class RoutedExperts:
     to it, as layer and experts."""
 
     def __init__(self, pager: Pager) -> None:
+        expect_type(pager, Pager, "routed_experts(model) returns the experts of a model; their constructor is given a pager")
         self._pager = weakref.ref(pager)
         self.speculate: Speculate = "off"
         self.likely = LIKELY
@@ -191,6 +193,7 @@ def _around(
 def routed_experts(model: nn.Module) -> RoutedExperts:
     """Return the experts of a model that ``from_pretrained``, ``import_model`` or ``open_model`` returned. Raises MisuseError
     for another one, and for a model without experts that are read one by one."""
+    expect_type(model, nn.Module, "a model with experts is a torch.nn.Module")
     found = _routed.get(model)
     if found is None:
         raise MisuseError("this model has no experts that are read one by one, or open_model did not return it")

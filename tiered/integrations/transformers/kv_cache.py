@@ -21,6 +21,7 @@ import torch
 from transformers.cache_utils import DummyLayer
 
 from tiered import Access, ManifestError, MisuseError, StoreClosed, TieredStore, Touch, Use
+from tiered.errors import expect_type
 from tiered.integrations.transformers.kv_layer import Copies, Extent, PagedLayer
 from tiered.integrations.transformers.kv_model import ARGUMENT, NO_STATE, WatchingCache, unwatch, watch, windows
 from tiered.integrations.transformers.kv_record import VERSION, LayerRecord, Model, Record, read, tensor_of
@@ -125,6 +126,7 @@ class TieredCache(WatchingCache):
     @staticmethod
     def kept(store: TieredStore) -> list[str]:
         """Return the names of the caches that ``open`` finds in ``store``."""
+        expect_type(store, TieredStore, "caches are kept in a TieredStore")
         end = _record_key("")
         return sorted(key.removesuffix(end) for key in store if key.endswith(end))
 

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, modeling_utils
 from transformers.utils import logging
 
 from tiered import Access, ManifestError, MisuseError, TieredStore, zero
-from tiered.errors import shown
+from tiered.errors import expect_type, path_of, shown
 from tiered.format.safetensors import INDEX, SINGLE, WeightFiles
 from tiered.integrations.importing import Import, Record, Source, Told, begun, files_in
 from tiered.integrations.kept import CONFIG, TOKENIZER, UNFINISHED, files_of, keep, kept_folder, only_model, opening_of
@@ -85,8 +85,15 @@ def from_pretrained(
     Raises MisuseError (no such folder, no safetensors files, an adapter, a quantised model, an option that cannot be), what
     ``cls.from_pretrained`` raises, and what ``zero.init`` and ``zero.page`` raise.
     """
-    with _read(cls, Path(folder), store, dtype, existing, prepare, options) as (model, paging):
+    path = _checked(folder, store)
+    with _read(cls, path, store, dtype, existing, prepare, options) as (model, paging):
         return around_experts(zero.page(model, store, name=name, existing=existing, **paging))
+
+
+def _checked(folder: str | os.PathLike[str], store: TieredStore) -> Path:
+    """Return the path of a model's folder. Raises MisuseError for arguments of other types."""
+    expect_type(store, TieredStore, "a model is read into a TieredStore")
+    return Path(path_of(folder, "the folder of a model"))
 
 
 @contextmanager
@@ -342,7 +349,7 @@ def import_model(
     infinity; SafetensorsError for files that are damaged or cut short; TieredError where ``verify`` finds other values; what
     ``zero.commit`` raises.
     """
-    path = Path(folder)
+    path = _checked(folder, store)
     if existing not in ("refuse", "overwrite"):
         raise MisuseError(f"existing is 'refuse' or 'overwrite', not {existing!r}")
     if missing not in ("initialise", "refuse"):

@@ -27,6 +27,7 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from tiered import MisuseError, TieredStore, __version__, zero
+from tiered.errors import expect_type
 from tiered.integrations.saves import MARK, marks_of
 from tiered.reporting.page import page, refuse_foreign, write_page
 from tiered.reporting.record import RunRecord
@@ -191,12 +192,15 @@ class CommitCheckpoints:
     """
 
     def __init__(self, *given: Any, **options: Any) -> None:
+        model = options.get("model", given[0] if given else None)
+        expect_type(model, nn.Module | None, "the model of a trainer is a torch.nn.Module")
         super().__init__(*given, **options)
         self._begin()
 
     @classmethod
     def adopt(cls, trainer: Any) -> None:
         """Make the checkpoints of a trainer commits that another program has made, of whatever class."""
+        expect_type(trainer, Trainer, "what is adopted is a transformers.Trainer")
         kind = type(trainer)
         trainer.__class__ = type(kind.__name__, (cls, kind), {})
         trainer._begin()

@@ -28,6 +28,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from tiered import CapacityError, MisuseError, TieredStore
+from tiered.errors import expect_type
 from tiered.system import Trimmer, beside_pool, refuse_little_room
 from tiered.zero.paging.unit import Placeholder
 from tiered.zero.paging.units import ALL
@@ -100,6 +101,7 @@ class Window:
     @staticmethod
     def of(store: TieredStore) -> Window:
         """Return the window of an open store. A new one deletes what an earlier process left in the store."""
+        expect_type(store, TieredStore, "the store that a model is built in is a TieredStore")
         window = _windows.get(store)
         if window is None:
             window = _windows[store] = Window(store)

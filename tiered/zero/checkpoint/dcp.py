@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from tiered import MisuseError, TorchFileError
-from tiered.errors import shown
+from tiered.errors import path_of, shown
 from tiered.format.foreign.pickled import MAX_PICKLE, Instance, Name, as_dict, as_list, as_text, sizes_of, unpickled
 from tiered.format.foreign.torch_file import ELEMENTS, StoredTensor, TorchFile
 from tiered.store.at_rest import listing
@@ -143,6 +143,7 @@ def load_dcp(
             raise MisuseError(
                 f"parameter {name!r} was added, or replaced, after zero.page, and load_dcp loads paged ones: call it before"
             )
+    folder = path_of(folder, "the folder of torch.distributed.checkpoint")
     with Folder(folder, model, prefix) as found:
         groups = [] if optimizer is None else _groups(optimizer, found)
         record = record_of(found, groups, {})

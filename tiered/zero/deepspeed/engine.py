@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from tiered import MisuseError, RankError, TieredStore
-from tiered.errors import shown
+from tiered.errors import expect_type, shown
 from tiered.zero.checkpoint import checkpoint
 from tiered.zero.checkpoint import safetensors as weights
 from tiered.zero.checkpoint.loaders import Stateful
@@ -87,6 +87,7 @@ class Engine(nn.Module):
         owned: bool,
     ) -> None:
         super().__init__()
+        expect_type(config, Config, "zero.initialize makes an engine; its constructor is given a configuration")
         self.module, self.store = module, store
         self.optimizer, self.lr_scheduler, self.training_dataloader = optimizer, lr_scheduler, training_dataloader
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0

@@ -16,10 +16,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from tiered import MisuseError
+from tiered.errors import expect_type
 from tiered.zero.deepspeed.config import Maker
 
 __all__ = ["SCHEDULES", "LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "scheduler_of"]
 
+SCHEDULED = "a schedule is for a torch.optim.Optimizer"
 Rates = float | Sequence[float]
 
 
@@ -69,6 +71,7 @@ class WarmupLR(_Schedule):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
+        expect_type(optimizer, Optimizer, SCHEDULED)
         if warmup_max_lr is None:
             warmup_max_lr = [float(group["lr"]) for group in optimizer.param_groups]
         self.min_lrs = _each(optimizer, warmup_min_lr, "warmup_min_lr")
@@ -122,6 +125,7 @@ class WarmupCosineLR(_Schedule):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
+        expect_type(optimizer, Optimizer, SCHEDULED)
         self.total_num_steps, self.warmup_min_ratio, self.cos_min_ratio = total_num_steps, warmup_min_ratio, cos_min_ratio
         self.warmup_num_steps, self.warmup_type = _warmup(warmup_num_steps, warmup_type), warmup_type
         super().__init__(optimizer, last_batch_iteration)
@@ -153,6 +157,7 @@ class LRRangeTest(_Schedule):
         lr_range_test_staircase: bool = False,
         last_batch_iteration: int = -1,
     ) -> None:
+        expect_type(optimizer, Optimizer, SCHEDULED)
         if lr_range_test_step_size < 1:
             raise MisuseError(f"lr_range_test_step_size is {lr_range_test_step_size}: it is at least 1")
         self.min_lrs = _each(optimizer, lr_range_test_min_lr, "lr_range_test_min_lr")
@@ -195,6 +200,7 @@ class OneCycle(_Schedule):
         decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
     ) -> None:
+        expect_type(optimizer, Optimizer, SCHEDULED)
         self.min_lr, self.max_lr, self.decay_lr_rate = cycle_min_lr, cycle_max_lr, decay_lr_rate
         self.first = float(cycle_first_step_size)
         self.second = self.first if cycle_second_step_size is None else float(cycle_second_step_size)

@@ -12,6 +12,7 @@ from torch.optim.optimizer import Optimizer as TorchOptimizer
 from torch.optim.optimizer import ParamsT
 
 from tiered import MisuseError, TensorSpec
+from tiered.errors import expect_type
 from tiered.zero.optimizers.named import Where
 from tiered.zero.optimizers.optimizer import Optimizer
 from tiered.zero.rules.rule import UpdateRule
@@ -100,6 +101,7 @@ class Elementwise(Optimizer):
     def __init__(
         self, kind: type[TorchOptimizer], params: ParamsT, *, where: Where | None = None, **arguments: Any
     ) -> None:
+        expect_type(kind, type, "an element-wise optimizer is made of a class of torch.optim")
         rule = _tried(kind, arguments)
         super().__init__(params, rule, **(where or {}))
 

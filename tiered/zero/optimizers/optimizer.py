@@ -21,7 +21,7 @@ from torch.optim.optimizer import Optimizer as TorchOptimizer
 from torch.optim.optimizer import ParamsT, register_optimizer_step_pre_hook
 
 from tiered import CapacityError, TieredError, TieredStore
-from tiered.errors import MisuseError
+from tiered.errors import MisuseError, listed
 from tiered.system import compiler, refuse_little_room
 from tiered.zero.collectives import Agree, Ranks, Term
 from tiered.zero.intent import decide
@@ -89,6 +89,8 @@ NAMED = (
 )
 """Optimizers of ``tiered.zero`` that have the name of one in memory: of torch's, bitsandbytes' or torchao's."""
 
+PARAMS = "an optimizer is given an iterable of parameters, or of param groups"
+
 
 class Optimizer(TorchOptimizer):
     """Optimizer with any update rule, for a model that went through ``tiered.zero.page``, or with states in a store.
@@ -150,7 +152,7 @@ class Optimizer(TorchOptimizer):
         with self._agreeing("make this optimizer", given if store is None else (), ranks):
             self._resident = None if store is None else Resident(store, name, existing, ranks)
             self._made = False
-            super().__init__(given, defaults)
+            super().__init__(_listed(given), defaults)
             self._made = True
         if self._resident is not None:
             self._show(self._resident.write())
@@ -1156,7 +1158,7 @@ def _refuse_lacking(name: str, shape: torch.Size, found: Mapping[str, Any], rule
 def _listed(params: Any) -> list[Any]:
     """Return parameters, or param groups, as a list, also where an iterator gives those of a group."""
     found = []
-    for one in params:
+    for one in listed(params, PARAMS):
         if isinstance(one, dict) and hasattr(one.get("params"), "__next__"):
             one = {**one, "params": list(one["params"])}
         found.append(one)

@@ -33,6 +33,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.compiler import is_dynamo_compiling
 
 from tiered import CapacityError, MisuseError, Span, TieredError, TieredStore, Touch
+from tiered.errors import expect_type
 from tiered.store.activations import Hooks, Left, SavedTensors, hooks_active, pop_hooks, push_hooks
 from tiered.store.memory_watch import MemoryWatch
 from tiered.system import Trimmer
@@ -1123,6 +1124,7 @@ def name_of(parameter: torch.Tensor) -> str:
 def pager_of(model: nn.Module) -> Pager:
     """Return the pager of ``model``, which may have parameters in memory, too. Raises MisuseError for a model that is not
     paged, or has no parameters."""
+    expect_type(model, nn.Module, "a paged model is a torch.nn.Module")
     parameters = list(model.parameters())
     for parameter in parameters:
         if hasattr(parameter, "_tiered"):
