@@ -45,6 +45,22 @@ def test_ranks_that_share_other_sizes_are_told(
         assert said.isprintable()  # part of it is another rank's
 
 
+def apart(rank: int, folder: Path) -> str:
+    """Ranks that wait for each other in orders of their own: nobody notices before the timeout."""
+    ranks = Ranks(None, 10.0)
+    with pytest.raises(RankError) as raised:
+        ranks.all_gather(torch.zeros(1), ("norms", "parameters \x1b[2J")[rank], apart=rank == 1)
+    return str(raised.value)
+
+
+@pytest.mark.soak
+def test_a_timeout_says_what_each_rank_waited_for(tmp_path: Path) -> None:
+    for said in on_ranks(2, apart, tmp_path / "run", timeout=TIMEOUT):
+        assert "norms, 1 of torch.float32" in said
+        assert "parameters" in said
+        assert "waited for '" in said
+
+
 class Layers(nn.Sequential):
     def __init__(self) -> None:
         torch.manual_seed(0)
