@@ -248,9 +248,6 @@ def run(steps: Sequence[Step], options: argparse.Namespace, scale: Scale, page: 
             log = page.file(step.name, "log")
             try:
                 outcome.state = in_process(step, work, log, outcome, options.grace)
-            except Stopped:
-                outcome.state = OUT_OF_TIME
-                raise
             finally:
                 outcome.seconds = time.monotonic() - began
                 page.write()
@@ -554,6 +551,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         run(steps, options, scale, page)
     except Stopped:
+        for outcome in page.outcomes.values():
+            outcome.state = OUT_OF_TIME if outcome.state == RUNNING else outcome.state
         print("== ended before all was done", flush=True)
     page.write()
     print(f"== the page: {page.path}", flush=True)

@@ -10,12 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.gpu_steps import DONE, NOT_REACHED, OUT_OF_TIME
+from bench.gpu_steps import DONE, NOT_REACHED, OUT_OF_TIME, RUNNING, read
 from bench.gpu_train import TWICE, WARM_UP, enough
 from tests import fake_device, programs
 
@@ -141,22 +142,28 @@ def started(tmp_path: Path) -> Callable[[float], Any]:
     return start
 
 
+def until(found: Callable[[], Any]) -> Any:
+    """What ``found`` returns, once that is something."""
+    end = time.monotonic() + ENOUGH
+    while not (answer := found()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return answer
+
+
 def hung(folder: Path) -> dict[str, Any]:
     """What the step that hangs has written, once it has."""
-    while True:
-        try:
-            found: dict[str, Any] = json.loads((folder / "page" / "hangs.json").read_text())
-            return found
-        except (OSError, ValueError):
-            time.sleep(0.01)
+    found: dict[str, Any] = until(lambda: read(folder / "page" / "hangs.json"))
+    return found
 
 
-def is_over(pid: int) -> bool:
-    """Whether there is no such process, or only what its parent has not asked for."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
+def are_over(pids: list[int]) -> bool:
+    """Whether there are no such processes, or only what their parents have not asked for."""
+    for pid in pids:
+        with suppress(OSError):
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                return False
+    return True
 
 
 def test_a_step_beyond_its_limit_is_killed_with_what_it_started(tmp_path: Path, started: Callable[[float], Any]) -> None:
@@ -166,21 +173,19 @@ def test_a_step_beyond_its_limit_is_killed_with_what_it_started(tmp_path: Path, 
     page = (tmp_path / "page.md").read_text()
     assert states(page) == {"first": DONE, "hangs": OUT_OF_TIME, "last": DONE}
     assert json.loads((tmp_path / "page" / "last.json").read_text()) == {"short": 1}
-    while not all(map(is_over, written["pids"])):  # killed, and perhaps not gone yet
-        time.sleep(0.01)
+    until(lambda: are_over(written["pids"]))  # killed, and perhaps not gone yet
     assert not Path(written["folder"]).exists()
 
 
 def test_results_are_kept_when_time_ends(tmp_path: Path, started: Callable[[float], Any]) -> None:
     process = started(1000)
     written = hung(tmp_path)
-    assert states((tmp_path / "page.md").read_text()) == {"first": DONE, "hangs": "under way", "last": NOT_REACHED}
+    assert states((tmp_path / "page.md").read_text()) == {"first": DONE, "hangs": RUNNING, "last": NOT_REACHED}
     os.kill(process.pid, signal.SIGTERM)
     assert process.wait() == 1
     assert states((tmp_path / "page.md").read_text()) == {"first": DONE, "hangs": OUT_OF_TIME, "last": NOT_REACHED}
     assert json.loads((tmp_path / "page" / "first.json").read_text()) == {"short": 1}
-    while not all(map(is_over, written["pids"])):
-        time.sleep(0.01)
+    until(lambda: are_over(written["pids"]))
     assert not Path(written["folder"]).exists()
 
 
