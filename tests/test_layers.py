@@ -31,7 +31,7 @@ TREE: dict[str, tuple[str, ...]] = {
         *("residency", "policy", "retention", "pool", "state", "workers", "scheduler", "background", "requests", "snapshot"),
         *("engine",),
     ),
-    "tensors": ("specs", "mapping"),
+    "tensors": ("copies", "specs", "mapping"),
     "tables": ("layout", "kernel", "cache", "buffer", "places", "change", "table", "embedding", "sparse"),
     "small": ("names", "pages", "tensors"),
     "store": (

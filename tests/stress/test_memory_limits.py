@@ -8,15 +8,18 @@ beyond what the process has after its imports: its own pages are made private be
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import importlib
 import mmap
 import os
+import random
 import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -280,6 +283,54 @@ def test_limits(kind: str, weights: Path, count: int, tally: Tally) -> None:
     print(f"{kind}: at most {most / MIB:.1f} MiB beyond the imports, of {said / MIB:.1f}")
     assert 0 < most <= said + ACTIVATIONS
     assert most <= TABLE + (LIBRARIES + ACTIVATIONS if kind.startswith("train") else 0)
+
+
+def copies(store: TieredStore, rounds: int, threads: int) -> None:
+    """Loops of one's own, each of which has the last copy while it asks for the next one."""
+    source = random.Random(rounds)
+    sizes = [source.randrange(64 << 10 << octave, 128 << 10 << octave) & ~3 for octave in range(8) for _ in range(3)]
+    keys = [f"{number}" for number in range(len(sizes))]
+    for key, nbytes in zip(keys, sizes, strict=True):
+        store.put(key, torch.full((nbytes // 4,), int(key), dtype=torch.int32))
+    small = [key for key, nbytes in zip(keys, sizes, strict=True) if nbytes < 2 * MIB]
+
+    def right(key: str, tensor: torch.Tensor) -> None:
+        assert tensor[0] == tensor[-1] == int(key), key
+
+    def loop(thread: int) -> None:
+        source = random.Random(thread)
+        out = torch.empty(sizes[12] // 4, dtype=torch.int32)
+        for number in range(rounds // threads):
+            key = source.choice(keys)
+            if number % 8 == 0:
+                tensor = asyncio.run(store.fetch(key))
+            elif number % 8 == 1:
+                several = source.sample(small, 2)
+                for key, tensor in zip(several, store.get_many(several), strict=True):
+                    right(key, tensor)
+            elif number % 8 == 2:
+                right(keys[12], store.get(keys[12], out=out))
+                continue
+            else:
+                tensor = store.get(key)
+            right(key, tensor)
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(loop, range(threads)))
+
+
+@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.soak), 4])
+@counts(40, 1000)
+def test_loops_that_copy(tmp_path: Path, threads: int, count: int, tally: Tally) -> None:
+    """Copies of 64 KiB to 16 MiB, in a cgroup of what was said and what the caller has at a time."""
+    callers = 2 * threads * 16 * MIB
+    ended = under(said_of(POOL) + KERNEL + callers, lambda store, folder: copies(store, count, threads), tmp_path)
+    assert ended.code == 0, ended
+    assert ended.said.startswith("right"), ended
+    print(f"{count} rounds in {threads} threads: at most {ended.peak / MIB:.1f} MiB beyond the imports")
+    assert ended.peak <= POOL + callers + 16 * MIB + LIBRARIES, "by the rows of docs/memory.md"
+    for _ in range(count):
+        tally.ran()
 
 
 @counts(4, 50)

@@ -20,6 +20,7 @@ import gc
 import math
 import os
 import select
+import sys
 import threading
 import time
 import weakref
@@ -363,12 +364,20 @@ class Engine:
 
     def hint(self, keys: Sequence[Key], tier: int, urgency: Urgency = Urgency.PREFETCH) -> None:
         """Prefetch ``keys``; never waits, and never raises where a tier is full. Replaces older hints of this urgency that have
-        not begun."""
+        not begun: those of this thread, and of threads that have ended."""
         self.refuse_nested()
+        mine, others = threading.get_ident(), sys._current_frames().keys()
         with self.lock:
             waiting = self.requests.waiting
-            waiting[:] = [other for other in waiting if not isinstance(other, Prefetch) or other.urgency is not urgency]
-            self._submit(Prefetch(keys, tier, urgency))
+            waiting[:] = [
+                other
+                for other in waiting
+                if not isinstance(other, Prefetch)
+                or other.urgency is not urgency
+                or other.thread is None
+                or (other.thread != mine and other.thread in others)
+            ]
+            self._submit(Prefetch(keys, tier, urgency, mine))
 
     def ahead(self, keys: Sequence[Key], tier: int) -> None:
         """Prefetch ``keys`` beside the hints that there are."""

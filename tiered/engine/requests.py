@@ -363,13 +363,16 @@ class Work(Request):
 
 class Prefetch(Request):
     """Brings ``keys`` to ``tier`` in order, as a hint; ``urgency`` is PREFETCH, or SPECULATIVE where nobody knows whether they
-    will be used: then it ends at the first for which there is no room.
+    will be used: then it ends at the first for which there is no room. ``thread``: the one whose next hint takes its place.
 
     Done when each tensor is there, on its way on the last hop, deleted, or cannot come.
     """
 
-    def __init__(self, keys: Iterable[Key], tier: int, urgency: Urgency = Urgency.PREFETCH) -> None:
+    def __init__(
+        self, keys: Iterable[Key], tier: int, urgency: Urgency = Urgency.PREFETCH, thread: int | None = None
+    ) -> None:
         super().__init__(urgency, tier)
+        self.thread = thread
         self.lacking = QUEUED
         self._waiting = deque(keys)
         self._moving: list[Key] = []

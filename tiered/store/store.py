@@ -35,14 +35,17 @@ from tiered.tables.cache import RowCache
 from tiered.tables.layout import Pattern
 from tiered.tables.table import Table, open_table
 from tiered.telemetry import NO_SPAN, Offloaded, Span, StoreStatistics, Timeline
+from tiered.tensors.copies import Copies
 from tiered.tensors.mapping import MISSING, Default, TensorMapping
 from tiered.tensors.specs import (
     copied,
     copied_in_thread,
     copy_bytes,
+    copy_into,
     listed,
     refuse_keys,
     refuse_name,
+    refuse_out,
     refuse_spec,
     refuse_unstorable,
     spec_of,
@@ -85,6 +88,7 @@ class TieredStore(TensorMapping):
         self._row_cache = RowCache(parts.tiers[parts.dram].capacity)
         self._went_back = 0
         """How often ``rollback`` was called."""
+        self._copies = Copies()
         self._small: weakref.WeakValueDictionary[str, SmallTensors] = weakref.WeakValueDictionary()
         _open.add(self)
 
@@ -201,6 +205,7 @@ class TieredStore(TensorMapping):
             self._generations.settle()
         if os.getpid() == self._pid:
             self._row_cache.close()
+            self._copies.clear()
         if self._shutdown.alive:
             _shut_down(*self._rest)
             self._shutdown.detach()  # last, so that the next call, or the collector, completes what Ctrl-C interrupted
@@ -311,20 +316,25 @@ class TieredStore(TensorMapping):
             raise
 
     @overload
-    def get(self, key: Key) -> torch.Tensor: ...
+    def get(self, key: Key, *, out: torch.Tensor | None = None) -> torch.Tensor: ...
     @overload
-    def get(self, key: Key, default: Default) -> torch.Tensor | Default: ...
+    def get(self, key: Key, default: Default, *, out: torch.Tensor | None = None) -> torch.Tensor | Default: ...
     @from_here
-    def get(self, key: Key, default: Any = MISSING) -> Any:
+    def get(self, key: Key, default: Any = MISSING, *, out: torch.Tensor | None = None) -> Any:
         """Return a contiguous copy of ``key``, of its dtype and shape, on the CPU, outside the budget; or ``default``, where
         one is given and there is no such tensor. Waits as ``lease`` does.
 
+        ``out``: a tensor of the same dtype and shape, on any device and with any strides, that takes the copy and is returned:
+        a loop that gives the same one again takes no memory.
+
         Raises KeyNotFound without a default, LeaseConflict under an open WRITE lease, TransferError, CapacityError after the
-        deadline.
+        deadline, MisuseError for an ``out`` of another dtype or shape.
         """
         lease = self._lease_to_copy(key)
         try:
-            return copied(lease.__enter__(), queued=self._queued(lease.tier))
+            if out is not None:
+                return self._copy_out(key, lease.__enter__(), out)
+            return copied(lease.__enter__(), queued=self._queued(lease.tier), memory=self._copies)
         except KeyNotFound:
             if default is MISSING:
                 raise
@@ -339,29 +349,58 @@ class TieredStore(TensorMapping):
         lease = self._lease_to_copy(key)
         queued = self._queued(lease.tier)
         async with lease as tensor:
-            small = tensor.nbytes <= AT_ONCE
-            return copied(tensor, queued=queued) if small else await copied_in_thread(tensor, queued=queued)
+            if tensor.nbytes <= AT_ONCE:
+                return copied(tensor, queued=queued, memory=self._copies)
+            return await copied_in_thread(tensor, queued=queued, memory=self._copies)
 
     @from_here
-    def get_many(self, keys: Iterable[Key]) -> list[torch.Tensor]:
+    def get_many(
+        self, keys: Iterable[Key], *, out: torch.Tensor | Sequence[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
         """Return copies as ``get`` does, in the order of ``keys``, which may have a key more than once.
 
-        Tensors are leased together, 32 MiB or an eighth of the DRAM budget at a time, and the next ones are fetched meanwhile.
-        Raises as ``get``.
+        ``out``: the tensors that take the copies, one for each key, or one tensor whose first dimension counts the keys; they
+        are returned. Tensors are leased together, 32 MiB or an eighth of the DRAM budget at a time, and the next ones are
+        fetched meanwhile. Raises as ``get``: after an exception some of ``out`` may have been filled.
         """
-        return list(self.in_order(keys))
+        if out is None:
+            return list(self.in_order(keys))
+        wanted = listed(keys)
+        targets = list(out)
+        if len(targets) != len(wanted):
+            raise MisuseError(f"out has {len(targets)} tensors for {len(wanted)} keys: give one for each")
+        into = iter(zip(wanted, targets, strict=True))
+        for group, tier in self._ahead(wanted):
+            lease = LeaseOfMany(self._running, self._parts.memories[tier], group, Access.READ, tier)
+            try:
+                for tensor in lease.__enter__():
+                    key, target = next(into)
+                    self._copy_out(key, tensor, target)
+                    del tensor
+            finally:
+                lease.token = None
+                self._engine.released()
+        return targets
+
+    def _copy_out(self, key: Key, tensor: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Copy a leased tensor into ``out``, and return that."""
+        refuse_out(key, spec_of(tensor), out)
+        copy_into(out, tensor)
+        return out
 
     async def fetch_many(self, keys: Iterable[Key]) -> list[torch.Tensor]:
         """Return the same as ``get_many``, for a coroutine: waits without blocking a thread, and may be cancelled at any time.
         Raises as ``get``."""
         found: list[torch.Tensor] = []
         for group, tier in self._ahead(keys):
-            queued = self._queued(tier)
+            queued, memory = self._queued(tier), self._copies
             async with LeaseOfMany(self._running, self._parts.memories[tier], group, Access.READ, tier) as tensors:
                 small = sum(tensor.nbytes for tensor in tensors) <= AT_ONCE
                 for tensor in tensors:
-                    copy = copied(tensor, queued=queued) if small else await copied_in_thread(tensor, queued=queued)
-                    found.append(copy)
+                    if small:
+                        found.append(copied(tensor, queued=queued, memory=memory))
+                    else:
+                        found.append(await copied_in_thread(tensor, queued=queued, memory=memory))
                     del tensor
                 del tensors
         return found
@@ -372,7 +411,8 @@ class TieredStore(TensorMapping):
         for group, tier in self._ahead(keys):
             lease = LeaseOfMany(self._running, self._parts.memories[tier], group, Access.READ, tier)
             try:
-                copies = [copied(tensor, queued=self._queued(tier)) for tensor in lease.__enter__()]
+                queued = self._queued(tier)
+                copies = [copied(tensor, queued=queued, memory=self._copies) for tensor in lease.__enter__()]
             finally:
                 lease.token = None
                 self._engine.released()
@@ -474,8 +514,8 @@ class TieredStore(TensorMapping):
     def prefetch(self, keys: Sequence[Key], *, tier: str | None = None) -> None:
         """Fetch ``keys`` to ``tier`` (default: the top one), in this order, when there is room and bandwidth.
 
-        A hint: a newer one replaces fetches that have not begun. Never waits; a full tier, an unknown key or a failed read is
-        not an error. Raises MisuseError for a tier that the store does not have.
+        A hint: a newer one of the same thread replaces fetches that have not begun. Never waits; a full tier, an unknown key or
+        a failed read is not an error. Raises MisuseError for a tier that the store does not have.
         """
         wanted = listed(keys)
         refuse_keys(wanted)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tiered.errors import ManifestError, MisuseError
+from tiered.tensors.copies import Copies
 from tiered.types import LARGEST, Key, TensorSpec
 
 __all__ = [
@@ -18,11 +19,13 @@ __all__ = [
     "copied",
     "copied_in_thread",
     "copy_bytes",
+    "copy_into",
     "dtype_of",
     "flat",
     "listed",
     "refuse_keys",
     "refuse_name",
+    "refuse_out",
     "refuse_spec",
     "refuse_unstorable",
     "spec_of",
@@ -137,9 +140,11 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # dimensions of one element may have any stride
 
 
-def copied(tensor: torch.Tensor, *, queued: bool) -> torch.Tensor:
-    """Return a copy on the CPU, byte for byte: torch cannot clone every element type. ``queued`` as in ``copy_bytes``."""
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")  # the default device may be another
+def copied(tensor: torch.Tensor, *, queued: bool, memory: Copies | None = None) -> torch.Tensor:
+    """Return a copy on the CPU, byte for byte: torch cannot clone every element type. ``queued`` as in ``copy_bytes``;
+    ``memory`` is what the copy lies in (None: the heap)."""
+    shape, dtype = tensor.shape, tensor.dtype  # and not the default device, which may be another
+    copy = torch.empty(shape, dtype=dtype, device="cpu") if memory is None else memory.empty(shape, dtype)
     if not queued and 0 < copy.nbytes <= ONE_THREAD and type(tensor) in PLAIN and tensor.is_cpu and tensor.is_contiguous():
         ctypes.memmove(copy.data_ptr(), tensor.data_ptr(), copy.nbytes)
     else:
@@ -147,18 +152,42 @@ def copied(tensor: torch.Tensor, *, queued: bool) -> torch.Tensor:
     return copy
 
 
-async def copied_in_thread(tensor: torch.Tensor, *, queued: bool) -> torch.Tensor:
+async def copied_in_thread(tensor: torch.Tensor, *, queued: bool, memory: Copies) -> torch.Tensor:
     """Copy as ``copied`` while the event loop goes on, on the caller's compute stream, because the tensor may be in use
     there."""
     if tensor.device.type != "cuda":
-        return await asyncio.to_thread(copied, tensor, queued=queued)
+        return await asyncio.to_thread(copied, tensor, queued=queued, memory=memory)
     stream = torch.cuda.current_stream(tensor.device)
 
     def copied_there() -> torch.Tensor:
         with torch.cuda.stream(stream):
-            return copied(tensor, queued=queued)
+            return copied(tensor, queued=queued, memory=memory)
 
     return await asyncio.to_thread(copied_there)
+
+
+def copy_into(out: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy ``source`` into a caller's tensor of its shape and type, on any device. autograd learns of it, and records nothing.
+    """
+    with torch.inference_mode(out.is_inference()), torch.no_grad():
+        try:
+            out.copy_(source)
+        except NotImplementedError:  # element types that torch cannot copy
+            out.view(torch.uint8).copy_(source.view(torch.uint8))
+
+
+def refuse_out(key: Key, spec: TensorSpec, out: object) -> None:
+    """Raise MisuseError where ``out`` cannot take a copy of ``key`` as it is."""
+    if not isinstance(out, torch.Tensor):
+        raise MisuseError(f"out for {key!r} is a tensor that takes the copy, not {type(out).__name__}")
+    refuse_unstorable(key, out)
+    if spec_of(out) != spec:
+        raise MisuseError(
+            f"{key!r} is {spec.dtype} of shape {spec.shape}, and out is {spec_of(out).dtype} of shape {tuple(out.shape)}: "
+            "give a tensor of the same"
+        )
+    if 0 in out.stride() and out.numel() > 1:
+        raise MisuseError(f"out for {key!r} was expanded: several of its elements are one, and cannot take a copy")
 
 
 def copy_bytes(target: torch.Tensor, source: torch.Tensor, *, queued: bool) -> None:
