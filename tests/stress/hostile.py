@@ -10,7 +10,9 @@ import copy
 import hashlib
 import io
 import json
+import math
 import os
+import pickle
 import random
 import resource
 import struct
@@ -24,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from tests.forged import signed
@@ -40,14 +43,23 @@ from tiered import (
     zero,
 )
 from tiered.cli.main import main as tiered
+from tiered.format.foreign.pickled import Instance, Name, unpickled
 from tiered.format.safetensors import INDEX, SINGLE, WeightFiles, encode_header, entry_of
+from tiered.planning.machine import Machine
+from tiered.reporting.page import page, read_run
 from tiered.store.at_rest import StoreAtRest
 from tiered.zero.checkpoint.checkpoint import extra_of
+from tiered.zero.checkpoint.dcp import INERT, Folder
 from tiered.zero.checkpoint.reshard import Source
 from tiered.zero.checkpoint.safetensors import export_at_rest, parameters_of
 from tiered.zero.collectives import Ranks
 from tiered.zero.paging.pager import placement_of
 from tiered.zero.rank_stores import META, _Rank, number_of, shared_json
+
+try:
+    from tiered.integrations.transformers.shapes import refuse_config
+except ImportError:  # without transformers
+    refuse_config = None  # type: ignore[assignment]
 
 CAP = 768 << 20
 """Bytes of address space that all trials together may take beyond what the process has before."""
@@ -440,6 +452,145 @@ class Headers:
         return what, False
 
 
+# Files of other programs
+
+
+class Metadata:
+    """A folder of torch.distributed.checkpoint: what its ``.metadata`` says, changed and pickled again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "dcp"
+        torch.manual_seed(0)
+        self.model = Model()
+        state = {"model": self.model.state_dict(), "optimizer": {"state": {"first.weight": {"step": 3}}}}
+        dcp.save(state, checkpoint_id=self.folder, no_dist=True)
+        self.path = self.folder / ".metadata"
+        self.whole = self.path.read_bytes()
+        self.document = described(unpickled(self.whole, "there", INERT))
+        self.path.write_bytes(pickled(self.document))
+        assert not self._refused("nothing was changed")
+
+    def trial(self, source: random.Random) -> tuple[str, bool]:
+        if source.random() < 0.8:
+            what, data = changed_document(source, self.document)
+            self.path.write_bytes(pickled(json.loads(data)))
+        else:
+            what, data = changed_bytes(source, self.whole)
+            self.path.write_bytes(data)
+        return what, self._refused(what)
+
+    def _refused(self, what: str) -> bool:
+        def read() -> None:
+            with Folder(self.folder, self.model) as found:
+                for name, one in found.parameters.items():
+                    found.read(name, "param", 0, math.prod(one.shape))
+                found.settings(("first.weight",), {"lr": 1.0})
+
+        error = _only_ours(what, read)[1]
+        assert error is None or str(error).isprintable(), repr(str(error))
+        return error is not None
+
+
+def described(value: Any) -> Any:
+    """What ``unpickled`` returns, as JSON: dicts as pairs, objects and names by what ``pickled`` takes for them."""
+    if isinstance(value, Instance):
+        return {"object": [value.name, described(list(value.arguments)), described(value.state)]}
+    if isinstance(value, Name):
+        return {"name": value.text}
+    if isinstance(value, dict):
+        return {"pairs": [[described(key), described(one)] for key, one in value.items()]}
+    if isinstance(value, list | tuple):
+        found = [described(one) for one in value]
+        return {"tuple": found} if isinstance(value, tuple) else found
+    return value
+
+
+def pickled(document: Any) -> bytes:
+    """A pickle of what ``described`` returns, and of what was changed in it."""
+
+    def text(value: str) -> bytes:
+        data = value.encode("utf-8", "surrogatepass")
+        return b"X" + struct.pack("<I", len(data)) + data
+
+    def name(value: Any) -> bytes:
+        module, _, last = value.rpartition(".") if isinstance(value, str) else ("", "", "")
+        return text(module) + text(last) + b"\x93"
+
+    def of(value: Any) -> bytes:
+        kind, inside = next(iter(value.items())) if isinstance(value, dict) and len(value) == 1 else ("", None)
+        if kind == "object" and isinstance(inside, list) and len(inside) == 3:
+            given = b"(" + b"".join(map(of, inside[1] if isinstance(inside[1], list) else [])) + b"t"
+            return name(inside[0]) + given + b"R" + (b"" if inside[2] is None else of(inside[2]) + b"b")
+        if kind == "name":
+            return name(inside)
+        if kind == "tuple" and isinstance(inside, list):
+            return b"(" + b"".join(map(of, inside)) + b"t"
+        if kind == "pairs" and isinstance(inside, list):
+            pairs = [one for one in inside if isinstance(one, list) and len(one) == 2]
+            return b"}(" + b"".join(of(key) + of(one) for key, one in pairs) + b"u"
+        if isinstance(value, dict):
+            return b"}(" + b"".join(text(key) + of(one) for key, one in value.items()) + b"u"
+        if isinstance(value, list):
+            return b"](" + b"".join(map(of, value)) + b"e"
+        return pickle.dumps(value, 2)[2:-1] if not isinstance(value, str) else text(value)
+
+    return b"\x80\x04" + of(document) + b"."
+
+
+class Documents:
+    """Small JSON files: a report of a training, a machine, a configuration of a model; by the command line, too."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        seconds = "seconds", "read", "written", "waited_reads", "waited_room", "update", "compute"
+        steps = {name: [1.0, 2.0] for name in seconds}
+        memory = {name: [10, 20] for name in ("memory_base", "memory_pool", "memory_beyond")}
+        self.documents: dict[str, Any] = {
+            "report": {
+                "tiered": "0.1.0", "model": "m", "losses": {"steps": [1, 2], "values": [2.0, 1.5]}, "memory_limit": 1 << 30,
+                "series": {"step": [1, 2], "tokens": [4, 4], **steps, **memory},
+                "plan": {"ways": {"a": "store"}, "why": "w", "predicted": 1.0, "measured": 2.0, "memory": 3, "planned": 4},
+                "timeline": {
+                    "seconds": 1.0, "steps": [["s", 0.0, 1.0]], "rows": [{"name": "x", "lanes": 1, "level": [[0.0, 1.0]]}],
+                },
+            },
+            "machine": {"tiered": "machine 1", "read": 1e9, "write": "2GB", "cores": 2, "name": "here", "dram": 1 << 30},
+            "config": {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 100, "depths": [1, 2]},
+        }  # fmt: skip
+        self.readers: dict[str, Callable[[str], Any]] = {
+            "report": lambda path: page(read_run(path), path),
+            "machine": Machine.of,
+            "config": lambda path: refuse_config and refuse_config(os.path.dirname(path)),
+        }
+        for kind in self.documents:
+            assert not self._refused(kind, json.dumps(self.documents[kind]).encode(), "nothing was changed")
+
+    def trial(self, source: random.Random) -> tuple[str, bool]:
+        kind = source.choice(["report", "report", "machine"] + (["config"] if refuse_config is not None else []))
+        document = self.documents[kind]
+        if source.random() < 0.75:
+            what, data = changed_document(source, document)
+        else:
+            what, data = changed_bytes(source, json.dumps(document).encode())
+        return what, self._refused(kind, data, what)
+
+    def _refused(self, kind: str, data: bytes, what: str) -> bool:
+        path = self.folder / f"{kind}.json"
+        path.write_bytes(data)
+        _, error = _only_ours(what, lambda: self.readers[kind](str(path)))
+        assert error is None or str(error).isprintable(), repr(str(error))
+        if kind == "report":
+            printed(what, ["report", str(path), "--out", str(self.folder / "page.html")])
+        return error is not None
+
+
+def others(folder: Path) -> Trial:
+    """Files of other programs of either kind."""
+    metadata, documents = Metadata(folder), Documents(folder)
+    return lambda source: (metadata if source.random() < 0.4 else documents).trial(source)
+
+
 # Peers
 
 
@@ -518,6 +669,7 @@ KINDS: dict[str, Callable[[Path], Trial]] = {
     "manifests": lambda folder: Manifests(folder).trial,
     "headers": lambda folder: Headers(folder).trial,
     "peers": lambda folder: Peers(folder).trial,
+    "files": lambda folder: others(folder),
 }
 
 

@@ -26,6 +26,7 @@ from torch import nn
 
 from tiered import MisuseError, TieredStore, zero
 from tiered.errors import expect_type, path_of
+from tiered.format.foreign.documents import json_of
 from tiered.integrations.saves import Pair, Saved, is_paged, restore, save, store_of
 from tiered.zero.paging.pager import owner_of, pager_of
 
@@ -191,10 +192,7 @@ class _Registered(Accelerator):
             raise MisuseError(
                 f"{folder} has neither {FILE} nor weights: save_state did not come to its end, or it is another folder"
             )
-        try:
-            found = json.loads((folder / FILE).read_text())
-        except ValueError as error:
-            raise MisuseError(f"{folder / FILE} is damaged: {error}") from error
+        found = json_of(folder / FILE)
         restore(pairs, Saved.of(found, str(folder)), str(folder), rank=self.process_index)
         with self._without(pairs):
             super().load_state(input_dir, load_kwargs, **more)

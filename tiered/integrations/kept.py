@@ -125,7 +125,7 @@ def opening_of(store: TieredStore, name: str) -> dict[str, str]:
         )
     try:
         opening = json.loads(contents)
-    except ValueError:
+    except (ValueError, RecursionError):
         opening = None
     if not isinstance(opening, dict) or not all(isinstance(value, str) for value in opening.values()):
         raise ManifestError(f"{name}/files/{OPENING} in {store} is damaged: it is no JSON object of strings")

@@ -6,6 +6,7 @@ import pickle
 import random
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -182,3 +183,47 @@ def values_of(folder: Path, model: nn.Module) -> dict[str, torch.Tensor]:
     with Folder(folder, model) as found:
         values = {name: found.read(name, "param", 0, parameter.numel()) for name, parameter in model.named_parameters()}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def changed_dimensions(metadata: Any) -> None:
+    metadata.state_dict_metadata["1.weight"].size = (2**52,) * 400
+
+
+def changed_places(metadata: Any) -> None:
+    """All chunks where one is."""
+    first = next(iter(metadata.storage_data.values()))
+    metadata.storage_data = dict.fromkeys(metadata.storage_data, first)
+
+
+def changed_name(metadata: Any) -> None:
+    metadata.state_dict_metadata[3] = metadata.state_dict_metadata.pop("1.weight")
+
+
+def changed_path(metadata: Any) -> None:
+    for info in metadata.storage_data.values():
+        info.relative_path = "a\0b"
+
+
+def changed_step(metadata: Any) -> None:
+    metadata.state_dict_metadata["optimizer.state.1.weight.step"] = metadata.state_dict_metadata["1.weight"]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (changed_dimensions, "400 dimensions; the limit is 64"),
+        (changed_places, "two chunks lie in the same bytes"),
+        (changed_name, "a int is taken for a name"),
+        (changed_path, "in no file of the folder"),
+        (changed_step, "is more than a number"),
+    ],
+)
+def test_metadata_that_torch_does_not_write(change: Callable[[Any], None], says: str, tmp_path: Path) -> None:
+    """Before anything is computed, or read, from it."""
+    model = made(0)
+    dcp.save(model.state_dict(), checkpoint_id=tmp_path, no_dist=True)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    change(metadata)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(TorchFileError, match=says):
+        Folder(tmp_path, model)

@@ -27,7 +27,8 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from tiered import MisuseError, TieredStore, __version__, zero
-from tiered.errors import expect_type
+from tiered.errors import expect_type, shown
+from tiered.format.foreign.documents import json_of
 from tiered.integrations.saves import MARK, marks_of
 from tiered.reporting.page import page, refuse_foreign, write_page
 from tiered.reporting.record import RunRecord
@@ -395,11 +396,13 @@ def _write(folder: Path, store: TieredStore, number: int, mark: str) -> None:
 def _named(folder: str | os.PathLike[str] | None) -> tuple[int, str] | None:
     """Return the generation that a checkpoint's folder names, and its mark, which is empty in those of older versions; None
     where it is an ordinary one."""
-    try:
-        found = json.loads((Path(folder or "") / OURS).read_text()) if folder is not None else None
-    except (FileNotFoundError, NotADirectoryError):
+    path = Path(folder or "", OURS)
+    if folder is None or not path.exists():
         return None
-    return None if found is None else (int(found["generation"]), str(found.get("mark", "")))
+    found = json_of(path)
+    if not isinstance(found, dict) or type(found.get("generation")) is not int:
+        raise MisuseError(f"{shown(str(path), 1000)} is damaged: it does not say which commit it is")
+    return found["generation"], str(found.get("mark", ""))
 
 
 def _generations(run: Path, store: TieredStore) -> dict[Path, int]:
