@@ -263,7 +263,7 @@ class Ranks:
         return len(set(self._exchange(_digest(lines), f"{what}: where the difference is", DIGEST))) > 1
 
     def _exchange(self, mine: bytes, what: str, size: int) -> list[bytes]:
-        """Return what each rank says, at most ``size`` bytes, without the zeros at its end where it is less."""
+        """Return what each rank says, at most ``size`` bytes, filled up with zeros."""
         padded = torch.zeros(size, dtype=torch.uint8, device="cpu")
         if mine:
             padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
