@@ -212,3 +212,36 @@ def test_an_update_that_was_interrupted_goes_on_where_it_stopped(tmp_path: Path,
                     pass
         assert calls > 10
         assert equal(reference.state_dict(), paged.state_dict())
+
+
+def test_a_write_restarts_the_master_of_what_was_written_alone(tmp_path: Path) -> None:
+    """The parameters of a unit that nobody wrote to keep the bits below their values' last place."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(40, 60), nn.ReLU(), nn.Linear(60, 7), nn.LayerNorm(7)).to(torch.bfloat16)
+    reference[2].half()
+    model = copy.deepcopy(reference)
+    masters = MasterAdamW([{"params": list(reference.parameters())}], lr=1e-3)
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        zero.page(model, store)
+        ours = zero.AdamW(model.parameters(), lr=1e-3)
+        for number in range(8):
+            x = torch.randn(5, 40).bfloat16()
+            for one, optimizer in ((reference, masters), (model, ours)):
+                hidden = one[2](one[1](one[0](x)).half()).bfloat16()
+                one[3](hidden).float().square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert equal(reference.state_dict(), model.state_dict())
+            found = ours.state_dict()["state"]
+            assert all(torch.equal(found[index]["master"], master) for index, (_, master) in enumerate(masters.pairs))
+            for one in (reference, model):
+                with torch.no_grad():
+                    if number == 1:
+                        one[0].bias.zero_()
+                    elif number == 3:
+                        one[0].weight.add_(1)
+                    elif number == 4:
+                        one.load_state_dict({name: value.clone() for name, value in one.state_dict().items()})  # the same
+                    elif number == 5:
+                        one[2].weight.copy_(torch.full((7, 60), 2.0))
+        store.close()

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Protocol
 
 import torch
+import xxhash
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -33,11 +34,14 @@ from tiered.zero.paging.storage import Cast, CheckpointRecord, ParameterStorage,
 from tiered.zero.paging.tensors.compiling import traced
 from tiered.zero.paging.tensors.parameters import paged_class
 from tiered.zero.paging.units import Placement, UnitPlan, even_chunks
-from tiered.zero.paging.update import Pending, States, Update
+from tiered.zero.paging.update import Pending, States, Update, flat_view
 from tiered.zero.rules.forms import Kept, kept_by
 from tiered.zero.rules.rule import WHOLE, UpdateRule, terms_of
 
 __all__ = ["BackwardUpdates", "DevicePlaceholder", "Placeholder", "Stepper", "Unit"]
+
+DIGESTED_AT_ONCE = 1 << 20
+"""Elements of which a digest is made at a time, in host memory."""
 
 class Placeholder:
     """Tensor of a given shape that takes the memory of one element: NaN (a stale read is loud), or 0.
@@ -162,6 +166,7 @@ class Unit:
         self._holders = 0
         self._in_use = False  # from before the parameters are given memory until after it is taken away
         self._access = Access.READ
+        self._digests: dict[Placement, bytes] = {}
         self._versions: list[int] = []
         self._left: list[int] | None = None
         """Versions of the parameters when the unit was last dropped, where somebody kept a tensor on their memory."""
@@ -229,11 +234,14 @@ class Unit:
         self._holders += 1
 
     def _open(self, access: Access) -> None:
+        kept: list[Placement] = []
         if access is Access.WRITE:  # what follows writes, whatever becomes of it
+            kept = [p for p, part in self.parts.items() if part not in self.states.stale_masters and p.packing is None]
             self.states.stale_masters.update(self.parts.values())
             self.version += 1
         self._access = access
         self.base = self.storage.materialize(access)
+        self._digests = {p: _digest(p, self.base) for p in kept if p.stored in (torch.bfloat16, torch.float16)}
         for placement, kind in self._kinds.items():
             view = placement.view(self.base)
             placement.parameter.__class__, placement.parameter.data = kind, view
@@ -298,6 +306,7 @@ class Unit:
             try:
                 if self._access is Access.WRITE:
                     self._copy_replaced(self.base)
+                    self._keep_masters(self.base)
                     self.storage.write_back(self.base)
                 elif self._holders:
                     written = self._written(_address(self.base))
@@ -327,6 +336,12 @@ class Unit:
                 placement.view(base).copy_(placement.parameter)
             else:
                 _refuse_tied(placement, base)
+
+    def _keep_masters(self, base: torch.Tensor) -> None:
+        """Keep the masters of parameters that nobody wrote to while the unit could be written to."""
+        for placement, digest in self._digests.items():
+            if _digest(placement, base) == digest:
+                self.states.stale_masters.discard(self.parts[placement])
 
     def _written(self, here: int) -> dict[Placement, torch.Tensor]:
         """Return copies of the parameters that were changed while they were memory at ``here`` that is leased for reading."""
@@ -618,6 +633,16 @@ def _refuse_tied(placement: Placement, base: torch.Tensor) -> None:
 
 def _living(storages: list[StorageWeakRef]) -> list[StorageWeakRef]:
     return [storage for storage in storages if not storage.expired()]  # type: ignore[no-untyped-call]
+
+
+@torch.no_grad()
+def _digest(placement: Placement, base: torch.Tensor) -> bytes:
+    """Return a digest of the values of a parameter in ``base``."""
+    values = flat_view(placement.view(base).detach())
+    digest = xxhash.xxh3_128()
+    for start in range(0, values.numel(), DIGESTED_AT_ONCE):
+        digest.update(host(values[start : start + DIGESTED_AT_ONCE]).view(torch.uint8).numpy().data)
+    return digest.digest()
 
 
 def _address(tensor: torch.Tensor) -> int:
