@@ -28,7 +28,7 @@ SECTIONS: list[tuple[str, str, list[str] | None, str]] = [
     ("Optimizers of embeddings", "tiered.tables.sparse", None, ""),
     ("Several processes", "tiered.store.readers", None, ""),
     ("Leases", "tiered.store.lease", ["LeaseOfMany", "LeaseOfOne"], ""),
-    ("Values", "tiered.types", ["Access", "TensorSpec", "Use"], ""),
+    ("Values", "tiered.types", ["Access", "Owner", "TensorSpec", "Use"], ""),
     ("An order to follow", "tiered.engine.policy", ["Touch"], ""),
     ("Checking a store", "tiered.store.verify", None, ""),
     ("Importing", "tiered.store.importing", None, ""),

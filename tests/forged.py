@@ -13,7 +13,7 @@ import xxhash
 __all__ = ["change_manifest", "signed"]
 
 
-def signed(body: bytes, version: int = 1, length: int | None = None) -> bytes:
+def signed(body: bytes, version: int = 3, length: int | None = None) -> bytes:
     """A manifest with this payload; written from the format's description, not with its code."""
     size = len(body) if length is None else length
     head = struct.pack("<8sIQ16s", b"TIEREDMF", version, size, xxhash.xxh3_128(body).digest())

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
         Timeline,
         TransferEvent,
     )
-    from tiered.types import Access, TensorSpec, Use
+    from tiered.types import Access, Owner, TensorSpec, Use
 
 __version__ = "0.1.0"
 
@@ -99,6 +99,7 @@ __all__ = [
     "NextUse",
     "Numbers",
     "Offloaded",
+    "Owner",
     "Plan",
     "PoolEvent",
     "RankError",
@@ -172,7 +173,7 @@ _HOME = {
         "tables.embedding": ("TieredEmbedding",),
         "tables.sparse": ("RowwiseAdagrad", "SparseAdagrad", "SparseAdamW"),
         "tables.table": ("Table",),
-        "types": ("Access", "TensorSpec", "Use"),
+        "types": ("Access", "Owner", "TensorSpec", "Use"),
         "store.verify": ("CheckedGeneration", "Damage", "Verification", "verify"),
     }.items()
     for name in names

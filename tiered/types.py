@@ -9,6 +9,7 @@ import enum
 import math
 import re
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal, NamedTuple, Protocol
 
 from tiered.errors import MisuseError, TieredError, quoted
@@ -28,6 +29,7 @@ __all__ = [
     "Key",
     "Location",
     "Operation",
+    "Owner",
     "Slot",
     "TensorSpec",
     "Transfer",
@@ -74,6 +76,42 @@ def format_size(nbytes: float) -> str:
 
 
 Key = str
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Who made a tensor, and alone may replace or delete it: a model, an optimizer, a cache, a table, small tensors, an import,
+    or whoever else has a name in a store. ``kind`` says which of them, in words without a colon.
+
+    The keys of what ``name`` owns usually begin with ``name/``. But the record of the owner that each tensor has decides, not
+    its key: others may have keys that begin so, too.
+    """
+
+    kind: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"the {self.kind} {self.name!r}"
+
+    @property
+    def encoded(self) -> str:
+        """The owner as a manifest has it."""
+        return f"{self.kind}:{self.name}"
+
+    @staticmethod
+    @lru_cache(4096)
+    def decoded(text: str) -> Owner | None:
+        """Return the owner that ``encoded`` describes, the same object for the same text; None for the empty text, which is the
+        user."""
+        kind, colon, name = text.partition(":")
+        return Owner(kind, name) if colon else None
+
+    def apart(self, other: Owner) -> bool:
+        """Return whether both may be in one store: the same, or neither name lies within the other, at a slash."""
+        mine, theirs = f"{self.name}/", f"{other.name}/"
+        return self == other or not (mine.startswith(theirs) or theirs.startswith(mine))
+
+
 BackendName = Literal["auto", "libaio", "aiofiles", "posix"]
 """Name of an I/O backend; "auto" is the fastest that works here."""
 

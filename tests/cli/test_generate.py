@@ -193,7 +193,7 @@ def test_a_conversation_is_kept(
         said += told["tokens"]
     capsys.readouterr()
     assert main([*given, "--prompt", PROMPT, "--name", "model", "--keep", "model"]) == 1
-    assert "something else named 'model'" in capsys.readouterr().err
+    assert "there is the model 'model' in the store" in capsys.readouterr().err
 
 
 def test_several_processes_read_at_once(imported: dict[str, Imported]) -> None:

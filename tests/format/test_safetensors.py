@@ -184,6 +184,19 @@ def test_an_import_that_fails(tmp_path: Path) -> None:
         import_safetensors(store, tmp_path, existing="overwrite")
         assert torch.equal(store.get("large"), torch.ones(3 << 20))
         assert torch.equal(store.get("z"), torch.ones(3))
+        store.put("large", torch.zeros(7))
+        with pytest.raises(KeyboardInterrupt):
+            import_safetensors(store, tmp_path, existing="overwrite", progress=stop)
+        assert torch.equal(store.get("large"), torch.zeros(7))  # and not a part of the other
+        import_safetensors(store, tmp_path, existing="overwrite")
+        assert torch.equal(store.get("large"), torch.ones(3 << 20))
+        assert sorted(store) == ["a", "large", "z"]
+        store.delete("a")
+        store.table("a", 3, 3)
+        store.rename({"z": "mine"})
+        save_file({"mine": torch.ones(3), "a/table": torch.ones(3)}, tmp_path / "model.safetensors")
+        with pytest.raises(MisuseError, match=r"tensor 'a/table' in .* belongs to the table 'a'"):
+            import_safetensors(store, tmp_path, existing="overwrite")
 
 
 def test_larger_than_the_store_has_memory(tmp_path: Path) -> None:

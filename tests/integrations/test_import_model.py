@@ -38,7 +38,7 @@ import tiered  # noqa: E402
 from tests import programs  # noqa: E402
 from tests.programs import ONE_THREAD  # noqa: E402
 from tests.quick import quick  # noqa: E402
-from tiered import CapacityError, MisuseError, SafetensorsError, TieredError, TieredStore, zero  # noqa: E402
+from tiered import CapacityError, MisuseError, Owner, SafetensorsError, TieredError, TieredStore, verify, zero  # noqa: E402
 from tiered.cli.main import main  # noqa: E402
 from tiered.cli.output import Progress  # noqa: E402
 from tiered.format.safetensors import WeightFiles  # noqa: E402
@@ -449,12 +449,54 @@ def test_other_memory_gives_other_units(folder: Path, tmp_path: Path) -> None:
 def test_a_finished_model_stays_until_another_is_whole(folder: Path, tmp_path: Path, sources: Callable[..., Path]) -> None:
     with opened(tmp_path) as store:
         import_model(folder, store)
-        with pytest.raises(Stop):
-            import_model(sources("mixtral"), store, existing="overwrite", progress=stopping(3))
-        assert list(store) == []  # and not half of it
+        before = {key: store.get(key) for key in store}
+        number, whole, old = 1, False, 0
+        while not whole:  # stopped before each call that changes the store, in a program that goes on and commits
+            with pytest.MonkeyPatch.context() as patch:
+                whole = not stops_at(patch, number, lambda: import_model(sources("mixtral"), store, existing="overwrite"))
+            store.commit()
+            if not whole and not any(owner.kind == "import" for owner in store.owners()):
+                old += 1
+                assert {key: store.owner_of(key) for key in store} == dict.fromkeys(before, Owner("model", "model"))
+                assert all(torch.equal(store.get(key), before[key]) for key in before)
+            elif not whole:  # the new one was committed
+                assert_same(open_model(store), MixtralForCausalLM.from_pretrained(sources("mixtral")))
+                break
+            number += STEP
+        assert old >= 8
+        import_model(sources("mixtral"), store, existing="overwrite")
+        assert store.owners() == [Owner("model", "model")]
         store.close()
     with opened(tmp_path, access="read") as store:
-        assert_same(open_model(store), LlamaForCausalLM.from_pretrained(folder))
+        assert_same(open_model(store), MixtralForCausalLM.from_pretrained(sources("mixtral")))
+    assert verify(tmp_path / "store").sound
+
+
+STEP = 5
+
+
+def stops_at(patch: pytest.MonkeyPatch, number: int, call: Callable[[], object]) -> bool:
+    """Make a call and have what it does with a store end at step ``number`` by an exception; return whether it came so far."""
+    made: list[str] = []
+
+    def struck(name: str) -> Callable[..., Any]:
+        original = getattr(TieredStore, name)
+
+        def strikes(*given: Any, **options: Any) -> Any:
+            made.append(name)
+            if len(made) == number:
+                raise Stop
+            return original(*given, **options)
+
+        return strikes
+
+    for name in ("put", "create", "delete", "delete_owned", "rename_many", "claim", "lease", "commit"):
+        patch.setattr(TieredStore, name, struck(name))
+    try:
+        call()
+    except Stop:
+        return True
+    return False
 
 
 def test_a_full_disk_is_named_and_it_goes_on_with_more_room(

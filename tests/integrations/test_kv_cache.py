@@ -45,7 +45,7 @@ from tests import programs  # noqa: E402
 from tests.filesystems import fill, root, small_ext4  # noqa: E402
 from tests.quick import quick  # noqa: E402
 from tests.stress.strikes import lines_of, struck_at  # noqa: E402
-from tiered import CapacityError, ManifestError, MisuseError, TieredStore, WriteError  # noqa: E402
+from tiered import CapacityError, ManifestError, MisuseError, Owner, TieredStore, WriteError, zero  # noqa: E402
 from tiered.errors import InterruptedStore  # noqa: E402
 from tiered.integrations.transformers import TieredCache, import_model, open_model  # noqa: E402
 from tiered.integrations.transformers.kv_model import ARGUMENT  # noqa: E402
@@ -530,7 +530,7 @@ def test_what_a_cache_cannot_be_of_is_refused(store: TieredStore, tmp_path: Path
     model = made()
     mamba = MambaForCausalLM(MambaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2))
     t5 = T5ForConditionalGeneration(T5Config(vocab_size=50, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2))
-    store.put("model/param/0", torch.ones(2))
+    store.put("model/param/0", torch.ones(2), owner=Owner("model", "model"))
     store.commit()
     for given, says in (
         ((mamba, store), "layers of"),
@@ -553,6 +553,33 @@ def test_what_a_cache_cannot_be_of_is_refused(store: TieredStore, tmp_path: Path
         generated(model, prompt(5), cache, 3)
         with pytest.raises(MisuseError, match="without a disk"):
             cache.commit()
+
+
+def test_tensors_of_others_below_its_name_stay(store: TieredStore) -> None:
+    """Whatever a cache does; and one whose names would mix is refused, with nothing changed."""
+    model, ids = made(), prompt(20)
+    keys = "chat/kv/x", "chat/kv/9/77", "chat/kv", "chat/x", "other/kv/0"
+    mine = {key: torch.full((3,), float(at)) for at, key in enumerate(keys)}
+    store.update(mine)
+    store.table("chats", 10, 2)[:] = torch.ones(10, 2)
+    cache = TieredCache(model, store, block=4)
+    generated(model, ids, cache)
+    cache.commit()
+    cache.fork("copy").reset()
+    cache.crop(-9)
+    cache.commit()
+    cache.close()
+    for existing in ("overwrite", "refuse"):  # the first was not committed
+        TieredCache(model, store, existing=existing).close()
+    assert all(torch.equal(store[key], mine[key]) for key in mine)
+    assert store.table("chats")[:].eq(1).all()
+    before = set(store)
+    with pytest.raises(MisuseError, match="the cache 'chats' would lie within its name"):
+        TieredCache(model, store, name="chats")
+    zero.page(torch.nn.Linear(2, 2), store, name="agent")
+    with pytest.raises(MisuseError, match="there is the model 'agent' in the store, and the cache 'agent/chat'"):
+        TieredCache(model, store, name="agent/chat")
+    assert {key for key in store if not key.startswith("agent/")} == before
 
 
 def test_weights_that_change_are_noticed(store: TieredStore) -> None:
@@ -600,11 +627,11 @@ def test_a_damaged_record(store: TieredStore) -> None:
         right.replace(b'"window":null', b'"window":4'),
     ):
         assert wrong != right
-        store.put(key, torch.frombuffer(bytearray(wrong), dtype=torch.uint8))
+        store.put(key, torch.frombuffer(bytearray(wrong), dtype=torch.uint8), owner=Owner("cache", "chat"))
         with pytest.raises(ManifestError, match=r"damaged|other version"):
             TieredCache.open(model, store)
-    store.put(key, torch.frombuffer(bytearray(right), dtype=torch.uint8))
-    store.delete("chat/kv/1/0")
+    store.put(key, torch.frombuffer(bytearray(right), dtype=torch.uint8), owner=Owner("cache", "chat"))
+    store.delete("chat/kv/1/0", owner=Owner("cache", "chat"))
     with pytest.raises(ManifestError, match=r"tensor 'chat/kv/1/0' is missing"):
         TieredCache.open(model, store)
 

@@ -25,9 +25,10 @@ from transformers import (  # noqa: E402
 )
 
 from tiered import ManifestError, MisuseError, TieredStore, zero  # noqa: E402
-from tiered.integrations.kept import FILES, LARGEST, kept_models  # noqa: E402
+from tiered.integrations.kept import FILES, LARGEST, kept_models, put_file  # noqa: E402
 from tiered.integrations.transformers import from_pretrained, import_model, open_model, open_tokenizer  # noqa: E402
 from tiered.zero.paging.pager import pager_of  # noqa: E402
+from tiered.zero.paging.storage import model_named  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 SIZES = {
@@ -168,10 +169,10 @@ def test_what_cannot_be_opened_says_so(folder: Path, tmp_path: Path) -> None:
             (json.dumps({"class": "Nothing", "stored": "float32", "compute": "float32"}).encode(), MisuseError, "no class"),
             (json.dumps({"class": "LlamaForCausalLM", "stored": "x"}).encode(), ManifestError, "two types of elements"),
         ):
-            store.put("model/files/opening.json", torch.frombuffer(bytearray(opening), dtype=torch.uint8))
+            put_file(store, "model", "opening.json", opening)
             with pytest.raises(error, match=says):
                 open_model(store)
-        store.put("model/files/config.json", torch.ones(3))
+        store.put("model/files/config.json", torch.ones(3), owner=model_named("model"))
         with pytest.raises(ManifestError, match="and no file"):
             open_model(store)
 

@@ -29,7 +29,7 @@ from transformers import (  # noqa: E402
 from tests.quick import quick  # noqa: E402
 from tiered import ManifestError, MisuseError, TieredStore, zero  # noqa: E402
 from tiered.cli.main import main  # noqa: E402
-from tiered.integrations.kept import opening_of  # noqa: E402
+from tiered.integrations.kept import opening_of, put_file  # noqa: E402
 from tiered.integrations.transformers import import_model, open_model  # noqa: E402
 from tiered.zero.paging.pager import pager_of  # noqa: E402
 
@@ -228,6 +228,6 @@ def test_an_unknown_form_is_refused_by_name(tmp_path: Path) -> None:
             import_model(folder, store, quantize="int3")  # type: ignore[arg-type]
         import_model(folder, store, quantize="int8")
         opening = opening_of(store, "model") | {"quantize": "int3"}
-        store.put("model/files/opening.json", torch.frombuffer(bytearray(json.dumps(opening).encode()), dtype=torch.uint8))
+        put_file(store, "model", "opening.json", json.dumps(opening).encode())
         with pytest.raises(ManifestError, match=r"model 'model' in .* is quantised as 'int3', which this release"):
             open_model(store)

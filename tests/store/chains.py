@@ -123,7 +123,7 @@ def nothing_is_held(store: TieredStore) -> None:
     assert not store._engine.requests.waiting
     assert [tier.held for tier in store.statistics().tiers] == [0] * len(store.statistics().tiers)
     for key in list(store):
-        store.delete(key)  # a lease would be a conflict
+        store.delete(key, owner=store.owner_of(key))  # a lease would be a conflict
     assert [tier.used for tier in store.statistics().tiers if tier.name != "nvme"] == [
         0 for tier in store.statistics().tiers if tier.name != "nvme"
     ]

@@ -15,8 +15,6 @@ from tests.format.test_manifest import manifests, sample
 from tiered import TensorSpec, TieredStore
 from tiered.errors import ManifestError
 from tiered.format.manifest import (
-    FORMAT_VERSION,
-    STRIPED_VERSION,
     Extent,
     Head,
     Manifest,
@@ -60,8 +58,7 @@ def test_tensors_may_be_encoded_long_before(manifest: Manifest) -> None:
     assert [decode_tensor(data) for data in tensors] == list(manifest.tensors)
     meta = msgspec.Raw(encode_meta(manifest.meta))
     head = Head(manifest.store, manifest.generation, meta, manifest.files, manifest.next_tensor_id)
-    striped = any(tensor.extent is not None and tensor.extent.file == len(manifest.files) for tensor in manifest.tensors)
-    data = assemble(head, iter(tensors), STRIPED_VERSION if striped else FORMAT_VERSION)
+    data = assemble(head, iter(tensors))
     assert data == encode(manifest)
     assert decode(data) == manifest
     assert list(encode_again(decode(data)).values()) == tensors

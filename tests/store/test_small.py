@@ -16,7 +16,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.fakes import in_child
 from tests.store.chains import numbers
-from tiered import KeyNotFound, LeaseConflict, ManifestError, MisuseError, SmallTensors, TensorSpec, TieredError, TieredStore
+from tiered import (
+    KeyNotFound,
+    LeaseConflict,
+    ManifestError,
+    MisuseError,
+    Owner,
+    SmallTensors,
+    TensorSpec,
+    TieredError,
+    TieredStore,
+)
 from tiered.small.names import HEAD_BYTES, UNIT, Head, Names, Record, deletion, description, location, number_after, presence
 
 MIB = 1 << 20
@@ -263,7 +273,7 @@ def test_a_store_that_is_open_for_reading_has_those_of_its_commit(store: TieredS
 
 def test_what_was_cut_off_while_it_was_made_is_made(store: TieredStore) -> None:
     store.small("s", page="4KiB")
-    store.delete("s/open")
+    store.delete("s/open", owner=Owner("small tensors", "s"))
     small = store.small("s")
     small["a"] = torch.ones(2)
     assert list(small) == ["a"]
@@ -424,12 +434,14 @@ def test_what_an_exception_left_is_removed(tmp_path: Path) -> None:
     with TieredStore.open(tmp_path / "state", dram=MIB) as store:
         small = store.small("s", page="4KiB")
         small.update({f"{number}": numbers(100, number) for number in range(100)})
-        store["s/page999"], store["s/names77"] = torch.zeros(4096, dtype=torch.uint8), torch.zeros(1)
+        for key, left in (("s/page999", torch.zeros(4096, dtype=torch.uint8)), ("s/names77", torch.zeros(1))):
+            store.put(key, left, owner=Owner("small tensors", "s"))
+        store["s/page998"] = torch.zeros(4096, dtype=torch.uint8)  # is another's, whatever its key looks like
         store["s/pages"] = torch.zeros(1)  # is not one of ours
     with TieredStore.open(tmp_path / "state", dram=MIB) as store:
         store.small("s")["x"] = torch.zeros(1)
         assert not {"s/page999", "s/names77"} & set(store)
-        assert "s/pages" in store
+        assert {"s/pages", "s/page998"} <= set(store)
         assert len(store.small("s")) == 101
 
 
@@ -486,7 +498,7 @@ def test_get_many_takes_more_pages_than_the_pool_has(tmp_path: Path) -> None:
 def test_a_missing_page_is_damage_that_names_it(store: TieredStore) -> None:
     small = store.small("s", page="4KiB")
     small.update({f"{number}": numbers(100, number) for number in range(100)})
-    store.delete("s/page1")
+    store.delete("s/page1", owner=Owner("small tensors", "s"))
     with pytest.raises(ManifestError, match="'s/page1'"):
         small.get_many(list(small))
 
@@ -509,7 +521,7 @@ def test_what_is_damaged_is_said(tmp_path: Path, key: str, change: Any) -> None:
     with TieredStore.open(tmp_path / "state", dram=MIB) as store:
         small = store.small("s", page="4KiB")
         small.update({f"{number}": numbers(100, number) for number in range(30)})
-        store[key] = change(store[key]).contiguous()
+        store.put(key, change(store[key]).contiguous(), owner=store.owner_of(key))
     with TieredStore.open(tmp_path / "state", dram=MIB) as store:
         with pytest.raises(ManifestError, match=r"small tensors 's'|the record of small tensors"):
             list(store.small("s"))
@@ -576,18 +588,21 @@ def test_only_exact_keys_are_pages() -> None:
 def test_neighbours_with_similar_names_stay(store: TieredStore) -> None:
     others = {key: numbers(3, at) for at, key in enumerate(["s/pages/3", "s/pages12", "s/page/1", "s/page007", "s/names/x1"])}
     store.update(others)
-    nested = store.small("s/names", page="4KiB")
-    nested.update({f"{number}": numbers(100, number) for number in range(100)})
-    table = store.table("s/page", 100, 4)
+    beside = store.small("s names", page="4KiB")
+    beside.update({f"{number}": numbers(100, number) for number in range(100)})
+    table = store.table("s.page", 100, 4)
     table[:] = torch.ones(100, 4)
     small = store.small("s", page="4KiB")
+    for nested in (lambda: store.small("s/names"), lambda: store.table("s/page", 100, 4), lambda: store.table("s", 100, 4)):
+        with pytest.raises(MisuseError, match="there is the small tensors 's' in the store"):
+            nested()
     small.update({f"{number}": numbers(100, number) for number in range(100)})
     store.commit()
     store.rollback()
     small["x"] = torch.zeros(1)
     small.drop()
     assert all(same(store[key], one) for key, one in others.items())
-    assert all(same(nested[f"{number}"], numbers(100, number)) for number in range(100))
+    assert all(same(beside[f"{number}"], numbers(100, number)) for number in range(100))
     assert table[:].eq(1).all()
 
 

@@ -54,6 +54,7 @@ from tiered.zero.checkpoint.reshard import Source
 from tiered.zero.checkpoint.safetensors import export_at_rest, parameters_of
 from tiered.zero.collectives import Ranks
 from tiered.zero.paging.pager import placement_of
+from tiered.zero.paging.storage import model_named
 from tiered.zero.rank_stores import META, _Rank, number_of, shared_json
 
 try:
@@ -275,23 +276,25 @@ class Images:
             else:
                 change = changed_bytes(source, record) if kind == "bytes" else changed_document(source, json.loads(record))
                 what, data = change
-                store.put("model/checkpoint", torch.frombuffer(bytearray(data or b" "), dtype=torch.uint8))
+                written = torch.frombuffer(bytearray(data or b" "), dtype=torch.uint8)
+                store.put("model/checkpoint", written, owner=model_named("model"))
             return what, self._refused(what, store, POLICIES[which])
 
     def _changed_tensors(self, source: random.Random, store: TieredStore) -> str:
         """Beside a record that is right."""
         key = source.choice(sorted(store))
         tensor = store.get(key)
-        kind = source.choice(["deleted", "shorter", "longer", "type", "shape"])
+        kind, owner = source.choice(["deleted", "shorter", "longer", "type", "shape"]), store.owner_of(key)
         if kind == "deleted":
-            store.delete(key)
+            store.delete(key, owner=owner)
         elif kind == "type":
             other = source.choice([torch.float64, torch.bfloat16, torch.int8, torch.bool])
-            store.put(key, torch.zeros(tensor.numel(), dtype=other))
+            store.put(key, torch.zeros(tensor.numel(), dtype=other), owner=owner)
         elif kind == "shape":
-            store.put(key, tensor.reshape(1, -1))
+            store.put(key, tensor.reshape(1, -1), owner=owner)
         else:
-            store.put(key, tensor.reshape(-1)[:-1] if kind == "shorter" else torch.cat([tensor.reshape(-1)] * 2))
+            changed = tensor.reshape(-1)[:-1] if kind == "shorter" else torch.cat([tensor.reshape(-1)] * 2)
+            store.put(key, changed, owner=owner)
         return f"{kind} {key}"
 
     def _values(self, rest: Reading) -> None:
@@ -360,7 +363,7 @@ class Manifests:
             written = signed(body)
         else:
             what, body = changed_bytes(source, body)
-            written = signed(body, source.choice([1, 1, 1, 0, 2]), source.choice([None, None, None, 0, 2**63, 2**64 - 1]))
+            written = signed(body, source.choice([3, 3, 3, 2, 1, 0, 4]), source.choice([None, None, None, 0, 2**63, 2**64 - 1]))
         self.path.write_bytes(written)
         try:
             return what, self._refused(what)

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from tiered import SparseAdagrad, TieredEmbedding, TieredStore
+from tiered import Owner, SparseAdagrad, TieredEmbedding, TieredStore
 from tiered.errors import ForkedStore, StoreClosed
 from tiered.tables import kernel
 from tiered.tables.cache import RowCache
@@ -179,7 +179,7 @@ def test_a_change_by_somebody_else_forgets_all(tmp_path: Path, moved: list[int])
             block[0] = 1
         assert both() == [1, 0]
         assert moved == [2, 2]
-        store["t/block0"] = torch.full((table.block_rows, 32), 2.0)
+        store.put("t/block0", torch.full((table.block_rows, 32), 2.0), owner=Owner("table", "t"))
         assert both() == [2, 0] == both()
         assert moved == [2, 2, 2]
         store.put("t/other0", torch.zeros(3))
@@ -191,7 +191,7 @@ def test_a_change_by_somebody_else_forgets_all(tmp_path: Path, moved: list[int])
         store.rollback()  # nothing of the table changes
         assert both() == [0, 0]
         assert moved == [2, 2, 2, 2]
-        del store["t/block0"]
+        store.delete("t/block0", owner=Owner("table", "t"))
         assert both() == [0, 0]
         assert moved == [2, 2, 2, 2, 2]
 
@@ -210,8 +210,8 @@ def test_copies_end_with_the_store(tmp_path: Path) -> None:
 def test_a_reader_forgets_what_another_commit_has_otherwise(tmp_path: Path) -> None:
     """A block that did not exist, one that is put, and a row that goes to the row buffer and back."""
     with TieredStore.open(tmp_path / "state", dram=4 * MIB, keep=4) as store:
-        store.put("t/appended", torch.zeros(1, dtype=torch.int64))
-        store.put("t/table", Layout(1000, (32,), torch.float32, 100, 2.0, 24, 8).encoded())
+        store.put("t/appended", torch.zeros(1, dtype=torch.int64), owner=Owner("table", "t"))
+        store.put("t/table", Layout(1000, (32,), torch.float32, 100, 2.0, 24, 8).encoded(), owner=Owner("table", "t"))
         table, ids = store.table("t"), [0, 500, 999]
         store.commit()
         with TieredStore.open(tmp_path / "state", dram=MIB, access="read") as reader:
@@ -242,8 +242,9 @@ def test_a_reader_forgets_what_another_commit_has_otherwise(tmp_path: Path) -> N
 @pytest.mark.parametrize("slots", [0, 24])
 def test_each_call_that_changes_rows_forgets_them(tmp_path: Path, moved: list[int], slots: int) -> None:
     with TieredStore.open(tmp_path / "state", dram=4 * MIB) as store:
-        store.put("t/appended", torch.zeros(1, dtype=torch.int64))
-        store.put("t/table", Layout(300, (32,), torch.float32, 100, 0.0, slots, 8 if slots else 0).encoded())
+        store.put("t/appended", torch.zeros(1, dtype=torch.int64), owner=Owner("table", "t"))
+        record = Layout(300, (32,), torch.float32, 100, 0.0, slots, 8 if slots else 0).encoded()
+        store.put("t/table", record, owner=Owner("table", "t"))
         table, now, ids = store.table("t"), torch.zeros(300, 32), torch.tensor([0, 1, 150, 299])
 
         def right() -> None:
@@ -311,7 +312,7 @@ def test_a_block_that_is_deleted_while_a_commit_needs_it(tmp_path: Path) -> None
         for number in range(62):
             stack.enter_context(store.lease(f"z{number}"))
         commit = store.commit_async()
-        del store["t/block0"]
+        store.delete("t/block0", owner=Owner("table", "t"))
         assert list(store._engine.state.directory.set_aside_entries())
         assert table.look_up([0])[0, 0] == 0
         stack.close()

@@ -25,6 +25,7 @@ from tiered import (
     LeaseConflict,
     ManifestError,
     MisuseError,
+    Owner,
     SparseAdagrad,
     SparseAdamW,
     Table,
@@ -67,8 +68,8 @@ def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 def with_buffer(store: TieredStore, layout: Layout) -> Table:
     """A table that has a row buffer, however small it is; ``store.table`` makes one only for a table larger than the pool."""
-    store.put("t/appended", torch.zeros(1, dtype=torch.int64))
-    store.put("t/table", layout.encoded())
+    store.put("t/appended", torch.zeros(1, dtype=torch.int64), owner=Owner("table", "t"))
+    store.put("t/table", layout.encoded(), owner=Owner("table", "t"))
     return store.table("t")
 
 
@@ -208,7 +209,7 @@ class AgainstATensor(RuleBasedStateMachine):
         if put:
             block = self.store.get(key)
             block[place] = value
-            self.store.put(key, block)
+            self.store.put(key, block, owner=Owner("table", "t"))
         else:
             with self.store.lease(key, access="write") as block:
                 block[place] = value
@@ -448,20 +449,21 @@ def test_damaged_records(on_disk: TieredStore) -> None:
     damaged += [good.replace(b"float32", b"int8").replace(b'"fill":0.0', b'"fill":1e300')]
     for record in damaged:
         assert record != good
-        on_disk.put("t/table", torch.frombuffer(bytearray(record + b" " * (not record)), dtype=torch.uint8))
+        written = torch.frombuffer(bytearray(record + b" " * (not record)), dtype=torch.uint8)
+        on_disk.put("t/table", written, owner=Owner("table", "t"))
         with pytest.raises(ManifestError, match="'t/table' is not the record of a table"):
             on_disk.table("t")
-    on_disk.put("t/table", torch.zeros(3))
+    on_disk.put("t/table", torch.zeros(3), owner=Owner("table", "t"))
     with pytest.raises(ManifestError):
         on_disk.table("t")
     large = good.replace(b'"rows":100', b'"rows":1099511627776').replace(b'"block_rows":100', b'"block_rows":1099511627776')
-    on_disk.put("t/table", torch.frombuffer(bytearray(large), dtype=torch.uint8))
+    on_disk.put("t/table", torch.frombuffer(bytearray(large), dtype=torch.uint8), owner=Owner("table", "t"))
     with pytest.raises(CapacityError, match="13,194,139,533,312"):  # before a byte of it is taken
         on_disk.table("t").look_up([5])
-    on_disk.put("t/table", torch.frombuffer(bytearray(good), dtype=torch.uint8))
+    on_disk.put("t/table", torch.frombuffer(bytearray(good), dtype=torch.uint8), owner=Owner("table", "t"))
     table = on_disk.table("t")
     for counter in (torch.zeros(1), torch.zeros(2, dtype=torch.int64), torch.tensor([-1])):
-        on_disk.put("t/appended", counter)
+        on_disk.put("t/appended", counter, owner=Owner("table", "t"))
         with pytest.raises(MisuseError, match="no count"):
             table.append(torch.zeros(3))
 
@@ -550,10 +552,12 @@ def test_a_block_that_somebody_leases(on_disk: TieredStore) -> None:
 
 
 def test_keys_begin_with_the_name(on_disk: TieredStore) -> None:
-    one, other = on_disk.table("a", 10, 3), on_disk.table("a/block", 10, 3)
+    one, other = on_disk.table("a", 10, 3), on_disk.table("a.block", 10, 3)
+    with pytest.raises(MisuseError, match="there is the table 'a' in the store, and the table 'a/block'"):
+        on_disk.table("a/block", 10, 3)
     one[:] = torch.ones(10, 3)
     other[:] = torch.ones(10, 3)
-    assert sorted(on_disk.keys("a/block/*")) == ["a/block/appended", "a/block/block0", "a/block/table"]
+    assert sorted(on_disk.keys("a.block/*")) == ["a.block/appended", "a.block/block0", "a.block/table"]
     one.delete()
     assert other[:].eq(1).all()
     assert isinstance(other, Table)

@@ -15,6 +15,7 @@ from torch import nn
 
 from tests.stress.hostile import Images, Job, Model, contents, digest, generators
 from tiered import ManifestError, MisuseError, RankError, TieredError, TieredStore, zero
+from tiered.zero.paging.storage import model_named
 from tiered.zero.rank_stores import META, number_of, shared_json
 from tiered.zero.record import dumps, loads
 
@@ -39,7 +40,8 @@ def put(store: TieredStore, images: Images, change: Callable[[dict[str, Any]], N
     record = loads(images.records[GRADIENTS], "it", store.get)
     change(record)
     kept = iter(key for key in sorted(store) if key.startswith("model/checkpoint/"))
-    store.put("model/checkpoint", torch.frombuffer(bytearray(dumps(record, "it", lambda _: next(kept))), dtype=torch.uint8))
+    written = torch.frombuffer(bytearray(dumps(record, "it", lambda _: next(kept))), dtype=torch.uint8)
+    store.put("model/checkpoint", written, owner=model_named("model"))
 
 
 def at(path: str, value: object) -> Callable[[dict[str, Any]], None]:
@@ -193,7 +195,8 @@ def test_a_record_that_is_right_is_taken(images: Images, store: TieredStore) -> 
     ],
 )
 def test_what_no_record_says_in_json(images: Images, store: TieredStore, document: Any, says: str) -> None:
-    store.put("model/checkpoint", torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8))
+    written = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8)
+    store.put("model/checkpoint", written, owner=model_named("model"))
     with pytest.raises(ManifestError, match=f"the checkpoint of 'model' is damaged, or of another version: .*{says}"):
         zero.page(Model(), store, existing="resume")
 
@@ -215,9 +218,9 @@ def test_a_record_beside_tensors_of_another_size(
 ) -> None:
     assert key in store
     if tensor is None:
-        store.delete(key)
+        store.delete(key, owner=model_named("model"))
     else:
-        store.put(key, tensor)
+        store.put(key, tensor, owner=model_named("model"))
     model = Model()
     before, untouched = contents(store), digest(dict(model.state_dict()))
     with pytest.raises(ManifestError, match=says):
@@ -278,10 +281,11 @@ def test_a_takeover_that_fails_leaves_nothing(images: Images, tmp_path: Path) ->
 def test_other_keys_below_a_checkpoint_are_no_numbers(tmp_path: Path) -> None:
     with TieredStore.open(tmp_path / "state", dram="1MiB") as store:
         model = zero.page(nn.Linear(4, 4), store)
-        store.put("model/checkpoint/\u00b2", torch.ones(2))
-        store.put("model/checkpoint/x/y", torch.ones(2))
+        for key in ("\u00b2", "x/y"):
+            store.put(f"model/checkpoint/{key}", torch.ones(2), owner=model_named("model"))
+        store.put("model/checkpoint/1", torch.ones(2))  # of the user
         zero.commit(model)
-        assert [key for key in store if key.startswith("model/checkpoint/")] == []
+        assert [key for key in store if key.startswith("model/checkpoint/")] == ["model/checkpoint/1"]
 
 
 # States of parameters that stay in memory
@@ -315,7 +319,8 @@ def test_states_of_parameters_in_memory(tmp_path: Path, key: str, data: Any, say
         optimizer.step()
         if isinstance(data, dict):
             data = json.dumps({**json.loads(store.get(key).numpy().tobytes()), **data}).encode()
-        store.put(key, data if isinstance(data, torch.Tensor) else torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        written = data if isinstance(data, torch.Tensor) else torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        store.put(key, written, owner=store.owner_of(key))
         before, values = contents(store), digest(dict(model.state_dict()))
         with pytest.raises(ManifestError, match=says):
             zero.AdamW(model.parameters(), store=store, existing="resume")

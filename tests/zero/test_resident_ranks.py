@@ -15,7 +15,7 @@ from tests.zero.harness import equal
 from tests.zero.narrow import MasterAdamW
 from tests.zero.ranks import on_ranks
 from tests.zero.test_resident import LR, STEPS, train
-from tiered import MisuseError, RankError, TieredStore, zero
+from tiered import MisuseError, Owner, RankError, TieredStore, zero
 
 
 class Uneven(nn.Module):
@@ -118,7 +118,7 @@ def sharded(rank: int, folder: Path) -> dict[str, Any]:
                 zero.AdamW(make().parameters(), store=store, name=f"differs{len(more)}", **more)
         if rank == 1:  # one more step, in its store alone
             steps = store.get("optimizer/steps")
-            store.put("optimizer/steps", steps + (steps > 0))
+            store.put("optimizer/steps", steps + (steps > 0), owner=Owner("optimizer", "optimizer"))
         with pytest.raises(MisuseError, match="states of different steps under 'optimizer'"):
             zero.AdamW(model.parameters(), lr=LR, store=store, existing="resume")
         with pytest.raises(MisuseError, match="leave stage= out"):
@@ -188,7 +188,8 @@ def replicated(rank: int, folder: Path) -> dict[str, Any]:
             mine += train(Losses(model, rank, dtype), ours, 3, STEPS, clip=clip)
             store.commit()
             if rank == 0:  # as if its last commit were older than the other's
-                store.put("optimizer/steps", (store.get("optimizer/steps") - 1).clamp(min=0))
+                now = (store.get("optimizer/steps") - 1).clamp(min=0)
+                store.put("optimizer/steps", now, owner=Owner("optimizer", "optimizer"))
             with pytest.raises(MisuseError, match="ranks have states of different steps under 'optimizer'"):
                 zero.AdamW(model.parameters(), **options, existing="resume")
             store.rollback()

@@ -15,10 +15,12 @@ from itertools import islice
 from tiered.engine.residency import Copy, Entry, State
 from tiered.engine.scheduler import QUEUED, Scheduler
 from tiered.engine.state import Asked, EngineState, Holder, LeaseHold, RoomHold, TensorHold, Ticket, Token
-from tiered.errors import CapacityError, TieredError
-from tiered.types import Access, Fence, Key, Slot, TensorSpec, Urgency, Use
+from tiered.errors import CapacityError, MisuseError, TieredError
+from tiered.types import Access, Fence, Key, Owner, Slot, TensorSpec, Urgency, Use
 
-__all__ = ["Delete", "Install", "Lease", "Offload", "Prefetch", "Request", "RequestQueue", "Room", "Work", "why_stuck"]
+__all__ = [
+    *("Delete", "Install", "Lease", "Offload", "Prefetch", "Rename", "Request", "RequestQueue", "Room", "Work", "why_stuck"),
+]
 
 
 _NBYTES, _IN_FLIGHT = operator.attrgetter("nbytes"), operator.attrgetter("in_flight")
@@ -166,15 +168,17 @@ class Lease(Request, LeaseHold):
 
 
 class Room(Request, RoomHold):
-    """Reserves ``nbytes`` contiguous bytes in ``tier`` for a put of ``key``.
+    """Reserves ``nbytes`` contiguous bytes in ``tier`` for a put of ``key`` by ``owner`` (None: the user).
 
     ``slot`` is the caller's until it is installed, or until the token of ``holder`` dies. Raises LeaseConflict at once: to wait
-    for the end of a lease of the caller's would be a deadlock.
+    for the end of a lease of the caller's would be a deadlock. So it raises MisuseError where ``key`` is somebody else's.
     """
 
-    def __init__(self, tier: int, nbytes: int, key: Key | None = None, holder: Holder | None = None) -> None:
+    def __init__(
+        self, tier: int, nbytes: int, key: Key | None = None, holder: Holder | None = None, owner: Owner | None = None
+    ) -> None:
         super().__init__(Urgency.DEMAND, tier, holder)
-        self.nbytes, self.key = nbytes, key
+        self.nbytes, self.key, self.owner = nbytes, key, owner
         self.slot: Slot | None = None
         self.stream: object = None
 
@@ -183,7 +187,7 @@ class Room(Request, RoomHold):
 
     def attempt_here(self, state: EngineState) -> bool:
         if self.key is not None:
-            state.directory.refuse_leased(self.key)
+            state.directory.refuse_put(self.key, self.owner)
         state.changing = True
         self._granted(state, state.pools[self.tier].take(self.nbytes))
         state.changing = False
@@ -192,7 +196,7 @@ class Room(Request, RoomHold):
     def attempt(self, scheduler: Scheduler) -> bool:
         state = scheduler.state
         if self.key is not None:
-            state.directory.refuse_leased(self.key)
+            state.directory.refuse_put(self.key, self.owner)
         self._granted(state, scheduler.room(self.tier, self.nbytes, self))
         if self.slot is None:
             scheduler.refuse_full(self.tier, self.nbytes)
@@ -210,21 +214,28 @@ class Install(Request):
 
     ``fences`` pass when the work that fills the room has run. Where the room was given up meanwhile, nothing happens. With
     ``lifetime``, a reference to a token that ``Claims.watch`` gave, the tensor is temporary: in no commit, and deleted when
-    that token dies.
+    that token dies. ``owner``: who owns the tensor from then on (None: the user).
     """
 
     def __init__(
-        self, key: Key, spec: TensorSpec, room: Room, fences: tuple[Fence, ...] = (), lifetime: Holder | None = None
+        self,
+        key: Key,
+        spec: TensorSpec,
+        room: Room,
+        fences: tuple[Fence, ...] = (),
+        lifetime: Holder | None = None,
+        owner: Owner | None = None,
     ) -> None:
         super().__init__(Urgency.DEMAND, room.tier, room.holder)
         self.key, self.spec, self.room, self.fences, self._lifetime = key, spec, room, fences, lifetime
+        self.owner = owner
         self.replaces = True
 
     def __str__(self) -> str:
         return f"a put of {self.key!r}"
 
     def attempt_here(self, state: EngineState) -> bool:
-        state.directory.refuse_leased(self.key)
+        state.directory.refuse_put(self.key, self.owner)
         old = state.directory.find(self.key)
         if old is not None and (state.snapshot is not None or old.in_flight):
             return False
@@ -236,7 +247,7 @@ class Install(Request):
         old = state.directory.find(self.key)
         if old is not None and not old.leased and scheduler.busy(old, self):
             return False
-        state.directory.refuse_leased(self.key)
+        state.directory.refuse_put(self.key, self.owner)
         self._install(state)
         return True
 
@@ -245,7 +256,8 @@ class Install(Request):
         if slot is None or not state.claims.has(self.room):
             return
         state.changing = True
-        entry = state.directory.put(self.key, self.spec, self.tier, slot, self.fences, temporary=self._lifetime is not None)
+        temporary = self._lifetime is not None
+        entry = state.directory.put(self.key, self.spec, self.tier, slot, self.fences, temporary=temporary, owner=self.owner)
         if self._lifetime is not None:
             state.claims.grant(TensorHold(self._lifetime, self.key, entry.tensor_id))
         state.claims.take(self.room.holder)
@@ -259,11 +271,11 @@ class Install(Request):
 
 
 class Delete(Request):
-    """Deletes tensor ``key``, once its transfers have ended."""
+    """Deletes tensor ``key`` of ``owner`` (None: of the user), once its transfers have ended."""
 
-    def __init__(self, key: Key) -> None:
+    def __init__(self, key: Key, owner: Owner | None = None) -> None:
         super().__init__()
-        self.key = key
+        self.key, self.owner = key, owner
         self.replaces = True
 
     def __str__(self) -> str:
@@ -271,6 +283,7 @@ class Delete(Request):
 
     def attempt_here(self, state: EngineState) -> bool:
         entry = state.directory.entry(self.key)
+        state.directory.refuse_foreign(self.key, self.owner)
         state.directory.refuse_leased(self.key)
         if state.snapshot is not None or entry.in_flight or entry.aside:
             return False
@@ -282,10 +295,46 @@ class Delete(Request):
     def attempt(self, scheduler: Scheduler) -> bool:
         state = scheduler.state
         entry = state.directory.entry(self.key)
+        state.directory.refuse_foreign(self.key, self.owner)
         if not entry.leased and scheduler.busy(entry, self):
             return False
         if not entry.aside:  # else it is gone already, for all who ask
             state.directory.forget(self.key)
+        return True
+
+
+class Rename(Request):
+    """Gives tensors other keys and owners, all at once: of each the key and the owner that it has, and those that it gets.
+
+    Keys may be exchanged. A key that is free afterwards is free for others. No byte moves. Waits for transfers of the tensors,
+    and for a commit that is under way, whose manifest has the keys of before.
+    """
+
+    def __init__(self, moves: Sequence[tuple[Key, Owner | None, Key, Owner | None]]) -> None:
+        super().__init__()
+        self._moves = moves
+
+    def __str__(self) -> str:
+        return f"a renaming of {len(self._moves)} tensors"
+
+    def attempt(self, scheduler: Scheduler) -> bool:
+        state, directory = scheduler.state, scheduler.state.directory
+        entries = [directory.entry(key) for key, *_ in self._moves]
+        leaving = {key for key, *_ in self._moves}
+        for key, owner, new, new_owner in self._moves:
+            directory.refuse_leased(key)
+            directory.refuse_foreign(key, owner)
+            if new not in leaving and new in directory:
+                raise MisuseError(f"there is a tensor {new!r} already: delete it, or give {key!r} another name")
+            if new_owner is not None:
+                directory.admit(new_owner)
+        if sum(scheduler.busy(entry, self) for entry in entries) or state.snapshot is not None:
+            return False
+        # Each goes by way of a key that nobody has, so that two may exchange theirs.
+        for entry in entries:
+            state.rename(entry, f"{entry.key}\0renamed\0{entry.tensor_id}", entry.owner)
+        for entry, (_, _, new, new_owner) in zip(entries, self._moves, strict=True):
+            state.rename(entry, new, new_owner)
         return True
 
 

@@ -28,8 +28,8 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from tiered.errors import CapacityError, KeyNotFound, LeaseConflict, TieredError
-from tiered.types import Access, Fence, Key, Slot, TensorSpec
+from tiered.errors import CapacityError, KeyNotFound, LeaseConflict, MisuseError, TieredError
+from tiered.types import Access, Fence, Key, Owner, Slot, TensorSpec
 
 __all__ = ["EDGES", "Copy", "Directory", "Entry", "Evictability", "State"]
 
@@ -219,6 +219,8 @@ class Entry:
     """Number of open WRITE leases: 0 or 1."""
     temporary: bool = False
     """Whether the tensor is in no commit, and is deleted when its holder dies."""
+    owner: Owner | None = None
+    """Who alone may replace or delete the tensor; None: the user."""
 
     def __post_init__(self) -> None:
         nbytes = self.spec.nbytes
@@ -268,6 +270,7 @@ class Directory:
         self._tell = changed
         self._entries: dict[Key, Entry] = {}
         self._aside: dict[Key, Entry] = {}
+        self._admitted: set[Owner] = set()  # owners that were compared with all others of the tensors that there are
         self.watched: dict[str, int] = {}  # how often a tensor with this key, or this and a number, changes
 
     # -- looking ---------------------------------------------------------------------------------------------------------
@@ -313,18 +316,64 @@ class Directory:
                 self.refuse_conflict(entry, access)
         return entries
 
+    # -- who owns what ---------------------------------------------------------------------------------------------------
+
+    def owners(self) -> set[Owner]:
+        """Return who owns tensors, beside the user."""
+        return {entry.owner for entry in self._entries.values() if entry.owner is not None}
+
+    def owned(self, owner: Owner) -> list[Key]:
+        """Return the keys of the tensors that ``owner`` owns."""
+        return [key for key, entry in self._entries.items() if entry.owner == owner]
+
+    def refuse_foreign(self, key: Key, owner: Owner | None) -> None:
+        """Raise MisuseError where ``key`` is a tensor of somebody else than ``owner`` (None: the user)."""
+        entry = self._entries.get(key)
+        if entry is None or entry.owner == owner:
+            return
+        if owner is None:
+            raise MisuseError(
+                f"tensor {key!r} belongs to {entry.owner}, which alone replaces and deletes it: give another key, or do it "
+                f"through its owner (store.delete_owned deletes all that one has)"
+            )
+        whose = "was put under that key by its user" if entry.owner is None else f"belongs to {entry.owner}"
+        raise MisuseError(f"tensor {key!r} {whose}, and {owner} would replace or delete it: give {owner} another name")
+
+    def admit(self, owner: Owner) -> None:
+        """Raise MisuseError where ``owner`` owns nothing yet, and somebody's name lies within its name, or around it."""
+        if owner in self._admitted:
+            return
+        there = self.owners()
+        for other in there if owner not in there else ():
+            if not owner.apart(other):
+                raise MisuseError(
+                    f"there is {other} in the store, and {owner} would lie within its name, or around it, so that their "
+                    "tensors have keys of both: give another name"
+                )
+        # Of those that were admitted before, some may have no tensors any more: they are compared again when they come back.
+        self._admitted = {other for other in self._admitted if owner.apart(other)} | {owner}
+
     # -- coming and going ------------------------------------------------------------------------------------------------
 
     def put(
-        self, key: Key, spec: TensorSpec, tier: int, slot: Slot, fences: tuple[Fence, ...] = (), *, temporary: bool = False
+        self,
+        key: Key,
+        spec: TensorSpec,
+        tier: int,
+        slot: Slot,
+        fences: tuple[Fence, ...] = (),
+        *,
+        temporary: bool = False,
+        owner: Owner | None = None,
     ) -> Entry:
-        """Replace the tensor ``key`` by the bytes in ``slot``, ready after ``fences``. Raises LeaseConflict while it is leased.
+        """Replace the tensor ``key`` by the bytes in ``slot``, ready after ``fences``. Raises LeaseConflict while it is leased,
+        MisuseError where it is not ``owner``'s.
 
         One store into the dict is the change: before it the directory has the old tensor, after it the new one.
         """
-        self.refuse_leased(key)
+        self.refuse_put(key, owner)
         self._count(key)
-        entry = Entry(key, spec, self.next_id, [None] * self.depth, temporary=temporary)
+        entry = Entry(key, spec, self.next_id, [None] * self.depth, temporary=temporary, owner=owner)
         copy = Copy(key, tier, slot, fences=fences)
         if tier == self.depth - 1:  # a chain of one tier: nothing below could be newer or older
             copy.become(_FILLING)
@@ -341,18 +390,27 @@ class Directory:
         self._came(copy)
         return entry
 
-    def add(self, key: Key, spec: TensorSpec, tensor_id: int) -> Entry:
+    def add(self, key: Key, spec: TensorSpec, tensor_id: int, owner: Owner | None = None) -> Entry:
         """Add a tensor without copies."""
         assert key not in self._entries
         self._count(key)
-        entry = Entry(key, spec, tensor_id, [None] * self.depth)
+        entry = Entry(key, spec, tensor_id, [None] * self.depth, owner=owner)
         self._entries[key] = entry
         self.next_id = max(self.next_id, tensor_id + 1)
         return entry
 
-    def restore(self, key: Key, spec: TensorSpec, tensor_id: int, slot: Slot, checksums: bytes, generation: int) -> Entry:
+    def restore(
+        self,
+        key: Key,
+        spec: TensorSpec,
+        tensor_id: int,
+        slot: Slot,
+        checksums: bytes,
+        generation: int,
+        owner: Owner | None = None,
+    ) -> Entry:
         """Add a tensor whose bytes are at the bottom, according to a manifest."""
-        entry = self.add(key, spec, tensor_id)
+        entry = self.add(key, spec, tensor_id, owner)
         copy = Copy(key, self.depth - 1, slot, checksums=checksums, generation=generation)
         copy.become(_FILLING)
         copy.become(_CLEAN)
@@ -377,6 +435,23 @@ class Directory:
         del self._entries[entry.key]
         entry.key = f"{entry.name}\0replaced\0{entry.tensor_id}"
         self._aside[entry.key] = entry
+
+    def rename(self, entry: Entry, key: Key, owner: Owner | None) -> None:
+        """Give the tensor another key, which is nobody's, and another owner."""
+        assert key not in self._entries and not entry.aside and not entry.in_flight and not entry.leased
+        self._count(entry.key)
+        self._count(key)
+        del self._entries[entry.key]
+        entry.key = entry.name = key
+        entry.owner = owner
+        self._entries[key] = entry
+
+    def refuse_put(self, key: Key, owner: Owner | None) -> None:
+        """Raise LeaseConflict while ``key`` cannot be replaced, MisuseError where ``owner`` may not make it."""
+        self.refuse_leased(key)
+        self.refuse_foreign(key, owner)
+        if owner is not None:
+            self.admit(owner)
 
     def refuse_leased(self, key: Key) -> None:
         """Raise LeaseConflict while ``key`` cannot be replaced or deleted."""

@@ -24,7 +24,7 @@ from tiered.engine.residency import Copy, Directory, Entry, Evictability, State
 from tiered.errors import CorruptionError, TieredError
 from tiered.interfaces import EvictionPolicy, Planned, Tier
 from tiered.telemetry import FlowStatistics, Recorder, TierStatistics
-from tiered.types import Access, Direction, Fence, Key, Slot, Transfer, Urgency, Use
+from tiered.types import Access, Direction, Fence, Key, Owner, Slot, Transfer, Urgency, Use
 
 __all__ = [
     "ActiveSnapshot",
@@ -677,6 +677,19 @@ class EngineState:
             self.pools[copy.tier].rename(copy, entry.key)
         self.unsaved[entry.key] = unsaved
         frozen[entry.key] = None
+
+    def rename(self, entry: Entry, key: Key, owner: Owner | None) -> None:
+        """Give a tensor that nothing uses another key and another owner. What a manifest said of it holds no more."""
+        copies = [copy for copy in entry.copies if copy is not None]
+        unsaved = self.unsaved.pop(entry.key, None)
+        self.directory.rename(entry, key, owner)
+        for copy in copies:
+            self.forget_plan_of(copy)
+            self.pools[copy.tier].rename(copy, key)
+            copy.record = b""
+            self.planned_anew(copy)
+        if unsaved is not None:
+            self.unsaved[key] = unsaved
 
     # -- questions ---------------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """The format of a manifest: which tensors a generation has, where their bytes lie, and the checksums of these bytes.
 
 One file ``manifest.G`` per generation G. A generation exists from the moment its manifest has its name and the folder is
-synced; there is no "latest" file, the highest number wins. Format versions 1 and 2, integers little-endian::
+synced; there is no "latest" file, the highest number wins. Format version 3, integers little-endian::
 
     offset  bytes
          0      8  b"TIEREDMF"
@@ -12,7 +12,8 @@ synced; there is no "latest" file, the highest number wins. Format versions 1 an
         44      -  payload: UTF-8 JSON of exactly the fields that ``Manifest`` declares; bytes are base64
 
 Every version keeps these 44 bytes, so that a reader can always tell a newer format from damage; a change of the payload is a
-new version. Version 2 may have striped extents, whose ``file`` is the number of data files; without any, version 1 is written.
+new version. Version 1 had no striped extents (whose ``file`` is the number of data files), and version 2 no owners: who owns
+the tensors of those is told by their keys.
 Reading trusts nothing: sizes are limited before memory is taken, no field may be missing, unknown or of another type, no
 objects other than those declared below are made, and ``ManifestError`` is the only error for a file's contents. Needs no torch.
 """
@@ -31,7 +32,7 @@ import xxhash
 from tiered.errors import ManifestError, MisuseError, shortened, shown
 from tiered.format import stripes
 from tiered.format.drives import MOST_DRIVES
-from tiered.types import CHECKSUM_BYTES, LARGEST, PIECE_BYTES, Key, TensorSpec
+from tiered.types import CHECKSUM_BYTES, LARGEST, PIECE_BYTES, Key, Owner, TensorSpec
 
 __all__ = [
     "ALIGNMENT",
@@ -41,7 +42,6 @@ __all__ = [
     "MAX_BYTES",
     "MAX_META_BYTES",
     "MAX_META_DEPTH",
-    "STRIPED_VERSION",
     "DataFile",
     "Extent",
     "Head",
@@ -58,9 +58,10 @@ __all__ = [
     "pieces",
 ]
 
-FORMAT_VERSION = 1
-STRIPED_VERSION = 2
-"""Format version of a manifest with striped extents."""
+FORMAT_VERSION = 3
+"""The format version that is written. Those before are read, too."""
+_STRIPED, _OWNED = 2, 3
+"""The first format versions with striped extents, and with owners."""
 ALIGNMENT = 4096
 """Bytes; extents start and end at multiples of this, whatever alignment the drive would allow."""
 MAX_BYTES = 256 << 20
@@ -104,12 +105,12 @@ class Extent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     nbytes: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 
 
-class TensorRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+class TensorRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     """A tensor's name, spec and extent.
 
     ``generation`` is the one in which its bytes were written; with ``tensor_id`` it is covered by the checksums. ``checksums``
     are those of its ``pieces(nbytes)`` pieces, concatenated. A tensor without bytes (a dimension is 0) has no extent and no
-    checksums; every other one, 0-d ones too, has both.
+    checksums; every other one, 0-d ones too, has both. ``owner`` is ``Owner.encoded``, and is not written where it is empty.
     """
 
     key: Key
@@ -120,6 +121,7 @@ class TensorRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=F
     generation: _Generation
     extent: Extent | None
     checksums: bytes
+    owner: str = ""
 
     @property
     def spec(self) -> TensorSpec:
@@ -176,10 +178,7 @@ def encode(manifest: Manifest, *, limit: int = MAX_BYTES) -> bytes:
     """
     meta = msgspec.Raw(encode_meta(manifest.meta))
     head = Head(manifest.store, manifest.generation, meta, manifest.files, manifest.next_tensor_id)
-    extents, files = (tensor.extent for tensor in manifest.tensors), len(manifest.files or ())
-    striped = any(extent is not None and stripes.is_striped(extent.file, files) for extent in extents)
-    version = STRIPED_VERSION if striped else FORMAT_VERSION
-    data = bytes(assemble(head, map(encode_tensor, manifest.tensors), version, limit=limit))
+    data = bytes(assemble(head, map(encode_tensor, manifest.tensors), limit=limit))
     decode(data, limit=limit)
     return data
 
@@ -230,12 +229,12 @@ def decode_tensor(data: bytes) -> TensorRecord:
         raise ManifestError(f"this is not what a manifest holds of a tensor: {_told(error)}") from None
 
 
-def assemble(head: Head, tensors: Iterable[bytes], version: int = FORMAT_VERSION, *, limit: int = MAX_BYTES) -> bytearray:
+def assemble(head: Head, tensors: Iterable[bytes], *, limit: int = MAX_BYTES) -> bytearray:
     """Assemble a manifest of ``head`` and encoded tensors (``encode_tensor``), without checking the latter again.
 
-    So the caller must ensure that no two tensors share a key, an id or a byte of a file, that each lies within its file, was
-    written in this generation or before, and that ``version`` has what they need: ``decode`` checks all that. Raises
-    ``ManifestError`` when ``head`` cannot be read back, or the manifest would be larger than ``limit`` bytes.
+    So the caller must ensure that no two tensors share a key, an id or a byte of a file, that each lies within its file, and
+    was written in this generation or before: ``decode`` checks all that. Raises ``ManifestError`` when ``head`` cannot be read
+    back, or the manifest would be larger than ``limit`` bytes.
     """
     try:
         data = _ENCODER.encode(head)
@@ -254,7 +253,7 @@ def assemble(head: Head, tensors: Iterable[bytes], version: int = FORMAT_VERSION
         raise ManifestError(f"the manifest would be {len(whole)} bytes; the limit is {limit}")
     with memoryview(whole) as view:
         digest = xxhash.xxh3_128_digest(view[HEADER_BYTES:])
-        _FIELDS.pack_into(view, 0, _MAGIC, version, len(whole) - HEADER_BYTES, digest)
+        _FIELDS.pack_into(view, 0, _MAGIC, FORMAT_VERSION, len(whole) - HEADER_BYTES, digest)
         _SEAL.pack_into(view, _FIELDS.size, xxhash.xxh3_64_intdigest(view[: _FIELDS.size]))
     return whole
 
@@ -273,8 +272,8 @@ def decode(data: bytes | bytearray, *, generation: int | None = None, limit: int
         raise ManifestError("not a manifest (it does not begin with TIEREDMF)")
     if _SEAL.unpack_from(data, _FIELDS.size)[0] != xxhash.xxh3_64_intdigest(data[: _FIELDS.size]):
         raise ManifestError("the header is damaged (its checksum does not match)")
-    if version not in (FORMAT_VERSION, STRIPED_VERSION):
-        raise ManifestError(f"format version {version}; this release reads versions {FORMAT_VERSION} and {STRIPED_VERSION}")
+    if not 1 <= version <= FORMAT_VERSION:
+        raise ManifestError(f"format version {version}; this release reads versions 1 to {FORMAT_VERSION}")
     if length != len(data) - HEADER_BYTES:
         raise ManifestError(f"the header says {length} bytes of payload, there are {len(data) - HEADER_BYTES}")
     body = memoryview(data)[HEADER_BYTES:]
@@ -294,7 +293,8 @@ def _parse(body: bytes | memoryview, version: int) -> Manifest:
         raise ManifestError(f"the payload is not what a manifest holds: {_told(error)}") from None
     except MemoryError:
         raise ManifestError(f"decoding {len(body)} bytes of payload needs more memory than there is") from None
-    manifest = Manifest(payload.store, payload.generation, meta, payload.files, payload.next_tensor_id, payload.tensors)
+    tensors = payload.tensors if version >= _OWNED else _owned_by_keys(payload.tensors)
+    manifest = Manifest(payload.store, payload.generation, meta, payload.files, payload.next_tensor_id, tensors)
     _check_files(manifest.files)
     try:
         _check_tensors(manifest, version)
@@ -302,6 +302,37 @@ def _parse(body: bytes | memoryview, version: int) -> Manifest:
         what = f"comparing the extents of {len(manifest.tensors)} tensors"
         raise ManifestError(f"{what} needs more memory than there is") from None
     return manifest
+
+
+_RECORDS = {"checkpoint": "model", "kv/record": "cache", "steps": "optimizer", "small": "small tensors", "table": "table"}
+"""By what comes after the name of an owner in the key of its record, which kind of owner has it; of two, the last counts."""
+
+
+def _owned_by_keys(tensors: tuple[TensorRecord, ...]) -> tuple[TensorRecord, ...]:
+    """Return ``tensors`` of a time before they had owners, with those that their keys tell: each belongs to whoever has a
+    record under the longest name that its key begins with."""
+    if any(tensor.owner for tensor in tensors):
+        raise ManifestError("it has owners, which its format version does not have")
+    keys, kinds = sorted({tensor.key for tensor in tensors}), dict[str, str]()
+    for end, kind in _RECORDS.items():
+        kinds |= {key.removesuffix(end): kind for key in keys if key.endswith(f"/{end}")}
+    if not kinds:
+        return tensors
+    names, owners, around, at = sorted(kinds), dict[Key, str](), list[str](), 0
+    for key in keys:  # what begins with a name comes after it, and before all others: so each pair is compared once
+        while at < len(names) and names[at] <= key:
+            _leave(around, names[at])
+            around.append(names[at])
+            at += 1
+        _leave(around, key)
+        owners[key] = Owner(kinds[around[-1]], around[-1][:-1]).encoded if around else ""
+    return tuple(msgspec.structs.replace(tensor, owner=owners[tensor.key]) for tensor in tensors)
+
+
+def _leave(around: list[str], key: str) -> None:
+    """Remove the last ones of names, each of which begins with the one before, that ``key`` does not begin with."""
+    while around and not key.startswith(around[-1]):
+        around.pop()
 
 
 def decode_meta(data: bytes) -> dict[str, object]:
@@ -362,7 +393,7 @@ def _check_files(files: tuple[DataFile, ...]) -> None:
 
 def _check_tensors(manifest: Manifest, version: int) -> None:
     tensors, sizes = manifest.tensors, [file.nbytes for file in manifest.files]
-    files = len(sizes) if version == STRIPED_VERSION else 0  # none is striped over no file
+    files = len(sizes) if version >= _STRIPED else 0  # none is striped over no file
     keys = [tensor.key for tensor in tensors]
     if len(set(keys)) != len(keys):
         raise ManifestError(f"two tensors are named {_short(_repeated(keys))}")
@@ -404,6 +435,8 @@ def _check_tensors(manifest: Manifest, version: int) -> None:
 def _own_problem(tensor: TensorRecord) -> str | None:
     """Return what is wrong with a record by itself; None where nothing is."""
     nbytes, extent = math.prod(tensor.shape) * tensor.itemsize, tensor.extent  # exact: Python integers have any size
+    if tensor.owner and Owner.decoded(tensor.owner) is None:
+        return f"has {_short(tensor.owner)} for its owner, which has no kind and no name"
     if not (tensor.dtype.isascii() and tensor.dtype.isidentifier()):
         return f"has {tensor.dtype!r} for its element type, which is not the name of one"
     if len(tensor.checksums) != pieces(nbytes) * CHECKSUM_BYTES:

@@ -12,17 +12,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 from torch import nn
 
-from tiered import ManifestError, MisuseError, TieredError, TieredStore
+from tiered import ManifestError, MisuseError, Owner, TieredError, TieredStore
 from tiered.integrations.kept import UNFINISHED, kept_file, put_file
 from tiered.packing.quantised import Loss
 from tiered.types import format_size
 from tiered.zero.build.deferred import Deferred
 from tiered.zero.page import differing
+from tiered.zero.paging.storage import model_named
 from tiered.zero.paging.units import ModelPlan, UnitPlan
 
 if TYPE_CHECKING:
@@ -95,14 +96,27 @@ def begun(store: TieredStore, name: str) -> Record | None:
 class Import:
     """One import into a store, from its first unit or the first that is missing: what ``zero.page`` calls as it fills units.
 
-    ``goes_on``: the record of an earlier one that was stopped. ``commits``: whether to commit on the way.
+    ``goes_on``: the record of an earlier one that was stopped. ``over``: a finished model, which stays as it is until the new
+    one is committed: its units are filled under another name meanwhile. ``commits``: whether to commit on the way.
     """
 
     def __init__(
-        self, store: TieredStore, name: str, source: Source, *, goes_on: Record | None, commits: bool, told: Told | None
+        self,
+        store: TieredStore,
+        name: str,
+        source: Source,
+        *,
+        goes_on: Record | None,
+        over: Literal["nothing", "finished"],
+        commits: bool,
+        verify: bool,
+        told: Told | None,
     ) -> None:
         self._store, self._name, self._source, self._told = store, name, source, told
-        self._goes_on, self._commits = goes_on, commits
+        self._goes_on, self._commits, self._verifies, self._over = goes_on, commits, verify, over
+        self._model, self._replaced = model_named(name), Owner("import", f"{name}.replaced")
+        self.owner = self._model if over == "nothing" else Owner("import", f"{name}.importing")
+        self._exchanged = False
         self._plan: ModelPlan | None = None
         self._deferred: Mapping[nn.Parameter, Deferred] = {}
         self._layout = ""
@@ -113,6 +127,8 @@ class Import:
         self._on_disk = goes_on is not None  # a commit has a record of this import
 
     def begin(self, plan: ModelPlan, deferred: Mapping[nn.Parameter, Deferred], held: Sequence[str]) -> int:
+        for owner in {self._model, self.owner, self._replaced}:
+            self._store.claim(owner)
         self._total = sum(unit.stored_nbytes for unit in plan.units)
         self._layout = _digest(plan)
         goes_on = self._goes_on
@@ -134,9 +150,10 @@ class Import:
                 for placement in unit.placements:
                     if placement.name in self._losses:
                         placement.loss = Loss(*self._losses[placement.name])
-        for key in held:
+        for key in held if self._over == "nothing" else self._store.owned(self.owner):  # of one that was stopped
             if key not in stays:
-                self._store.delete(key)
+                self._store.delete(key, owner=self.owner)
+        self._store.delete_owned(self._replaced)  # of one that was killed after its commit
         self._plan, self._deferred = plan, deferred
         return self._done
 
@@ -151,6 +168,24 @@ class Import:
             self._commit = self._store.commit_async()
             self._committed, self._on_disk = time.monotonic(), True
         self._tell("imported", self._nbytes)
+
+    def whole(self) -> None:
+        if self._verifies:
+            self.verify()
+        if self._over == "finished":
+            self._exchange(self._replaced, self.owner)
+            self._exchanged = True
+
+    def _exchange(self, aside: Owner, taken: Owner) -> None:
+        """Give what the model owns to ``aside``, and what ``taken`` owns to the model, at once: under their names."""
+        ways = ((self._model, aside), (taken, self._model))
+        self._store.rename_many(
+            [
+                (key, one, other.name + key.removeprefix(one.name), other)
+                for one, other in ways
+                for key in self._store.owned(one)
+            ]
+        )
 
     def verify(self) -> None:
         """Read all units from the disk, compute their values again from the files, and compare them.
@@ -188,7 +223,13 @@ class Import:
                 )
         key = f"{self._name}/files/{UNFINISHED}"
         if key in self._store:
-            self._store.delete(key)
+            self._store.delete(key, owner=self._model)
+
+    def committed(self) -> None:
+        """Note that the model is committed: what it replaced goes."""
+        self._plan = None  # nothing is left to be undone
+        if self._store.delete_owned(self._replaced):
+            self._store.commit()
 
     def stop(self, error: BaseException) -> None:
         """Commit what is there of an import that ends early by ``error``, so that another one goes on. Where there is nothing,
@@ -199,12 +240,15 @@ class Import:
         with suppress(TieredError):
             self._wait_for_commit()
         with suppress(TieredError):
-            if self._on_disk or (self._commits and self._done and not isinstance(error, MisuseError)):
+            if self._over == "finished":
+                if self._exchanged:
+                    self._exchange(self.owner, self._replaced)
+                self._store.delete_owned(self.owner)
+            elif self._on_disk or (self._commits and self._done and not isinstance(error, MisuseError)):
                 self._note()
                 self._store.commit()
             else:
-                for key in [key for key in self._store if key.startswith(f"{self._name}/")]:
-                    self._store.delete(key)
+                self._store.delete_owned(self.owner)
 
     def _wait_for_commit(self) -> None:
         commit, self._commit = self._commit, None
@@ -227,7 +271,7 @@ class Import:
             self._told(f"{what} {format_size(nbytes)} of {format_size(self._total)}", nbytes / max(1, self._total))
 
     def _key(self, unit: UnitPlan) -> str:
-        return f"{self._name}/param/{unit.name}"
+        return f"{self.owner.name}/param/{unit.name}"
 
 
 def _digest(plan: ModelPlan) -> str:

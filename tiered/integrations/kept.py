@@ -16,6 +16,7 @@ import torch
 
 from tiered import ManifestError, MisuseError, TieredStore
 from tiered.errors import expect_type
+from tiered.zero.paging.storage import model_named
 
 __all__ = [
     "CONFIG",
@@ -68,13 +69,14 @@ def keep(store: TieredStore, name: str, files: Mapping[str, bytes], opening: Map
 def put_file(store: TieredStore, name: str, file: str, contents: bytes) -> None:
     """Put a file into ``store``, unless it is empty."""
     if contents:
-        store.put(f"{name}/files/{file}", torch.frombuffer(bytearray(contents), dtype=torch.uint8))
+        store.put(f"{name}/files/{file}", torch.frombuffer(bytearray(contents), dtype=torch.uint8), owner=model_named(name))
 
 
 def kept_models(store: TieredStore) -> list[str]:
     """Return the names of the models in ``store`` that can be opened without a folder."""
     end = f"/files/{CONFIG}"
-    return sorted(key.removesuffix(end) for key in store if key.endswith(end))
+    names = (key.removesuffix(end) for key in store if key.endswith(end))
+    return sorted(name for name in names if store.owner_of(f"{name}{end}") == model_named(name))
 
 
 def only_model(store: TieredStore) -> str:

@@ -67,7 +67,7 @@ class NotingStore(SimulatedStore):
         self._notes = notes
         self._there: dict[str, TensorSpec] = {}
 
-    def put(self, key: str, tensor: torch.Tensor) -> None:
+    def put(self, key: str, tensor: torch.Tensor, **_: Any) -> None:
         self._there[key] = spec_of(tensor)
         self._notes.made(key, tensor.nbytes)
 
@@ -82,7 +82,7 @@ class NotingStore(SimulatedStore):
     def lease(self, key: Any, **_: Any) -> Any:
         return self._leased(key)
 
-    def delete(self, key: str) -> None:
+    def delete(self, key: str, **_: Any) -> None:
         del self._there[key]
         self._notes.ended([key])
 

@@ -22,7 +22,7 @@ from collections.abc import Iterable
 import msgspec
 
 from tiered.errors import ManifestError, MisuseError
-from tiered.types import LARGEST, Key, TensorSpec
+from tiered.types import LARGEST, Key, Owner, TensorSpec
 
 __all__ = [
     "HEAD_BYTES",
@@ -39,6 +39,7 @@ __all__ = [
     "names_key",
     "number_after",
     "open_key",
+    "owner_of",
     "page_key",
     "page_of",
     "place_of",
@@ -133,6 +134,11 @@ class Head(ctypes.LittleEndianStructure):
         if not 0 <= self.first <= self.last < 1 << 62 or not 0 <= self.used <= page_bytes:
             return f"the log goes from part {self.first} to {self.last}, with {self.used} bytes in the last"
         return None
+
+
+def owner_of(name: str) -> Owner:
+    """Return the owner of the pages, the names and the record of small tensors."""
+    return Owner("small tensors", name)
 
 
 def record_key(name: str) -> Key:

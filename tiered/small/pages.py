@@ -43,6 +43,7 @@ from tiered.small.names import (
     names_key,
     number_after,
     open_key,
+    owner_of,
     page_key,
     page_of,
     place_of,
@@ -54,7 +55,7 @@ from tiered.small.names import (
 from tiered.tables.kernel import copy
 from tiered.tensors.specs import dtype_of, flat
 from tiered.tensors.specs import spec_of as spec_of_tensor
-from tiered.types import Access, Key, TensorSpec
+from tiered.types import Access, Key, Owner, TensorSpec
 
 __all__ = ["BATCH", "HOST", "Known", "Pages", "Prepared", "Store"]
 
@@ -90,9 +91,11 @@ class Prepared(NamedTuple):
 class Store(Protocol):
     """What small tensors need of a store."""
 
-    def put(self, key: Key, tensor: torch.Tensor) -> None: ...
+    def put(self, key: Key, tensor: torch.Tensor, *, owner: Owner | None = None) -> None: ...
     def get(self, key: Key) -> torch.Tensor: ...
-    def delete(self, key: Key) -> None: ...
+    def delete(self, key: Key, *, owner: Owner | None = None) -> None: ...
+    def owned(self, owner: Owner) -> list[Key]: ...
+    def owner_of(self, key: Key) -> Owner | None: ...
     def spec(self, key: Key) -> TensorSpec: ...
     def prefetch(self, keys: Sequence[Key], *, tier: str | None = None) -> None: ...
     def in_order(self, keys: Iterable[Key]) -> Iterator[torch.Tensor]: ...
@@ -148,7 +151,7 @@ class Pages:
     """
 
     def __init__(self, store: Store, name: str, page: int, budget: int) -> None:
-        self.store, self.name, self.page = store, name, page
+        self.store, self.name, self.page, self.owner = store, name, page, owner_of(name)
         self._together = max(1, budget // QUARTER)
         self._open, self._record = open_key(name), record_key(name)
         self._known: Known | None = None  # None: to be read from the store
@@ -468,7 +471,7 @@ class Pages:
         whole[: one.spec.nbytes] = flat(one.source)
         with self.store._lease_addresses([self._record], Access.READ):
             self.refuse_stale(head)
-            self.store.put(page_key(self.name, head.next_page), whole)
+            self.store.put(page_key(self.name, head.next_page), whole, owner=self.owner)
             self._change(known, head, after, log, [])
         if entry:
             names.know(one.spec)
@@ -519,9 +522,9 @@ class Pages:
                 sources = [base + HEAD_BYTES, base + self.page - head.values]
                 copy([log.data_ptr(), values.data_ptr()], sources, [head.log, head.values])
             if head.values:
-                self.store.put(page_key(name, head.page), values)
+                self.store.put(page_key(name, head.page), values, owner=self.owner)
             if not joined:
-                self.store.put(names_key(name, part), torch.zeros(self.page, dtype=torch.uint8, device="cpu"))
+                self.store.put(names_key(name, part), torch.zeros(self.page, dtype=torch.uint8, device="cpu"), owner=self.owner)
             with self.store._lease_addresses([self._open, names_key(name, part)], Access.WRITE) as leased:
                 self._compare(head, leased[0])
                 self._refuse_size(names_key(name, part), leased[1][1])
@@ -590,7 +593,7 @@ class Pages:
     def ours(self) -> dict[Key, tuple[str, int]]:
         """Return the keys of the store that are pages or parts of the log, each with "page" or "names" and its number."""
         found: dict[Key, tuple[str, int]] = {}
-        for key in self.store:
+        for key in self.store.owned(self.owner):
             for kind in ("page", "names"):
                 number = number_after(f"{self.name}/{kind}", key)
                 if number is not None:
@@ -608,7 +611,7 @@ class Pages:
                     sizes[number] = self.store.spec(key).nbytes // UNIT
                 elif kind == "page" or number not in parts:
                     with contextlib.suppress(LeaseConflict):
-                        self.store.delete(key)
+                        self.store.delete(key, owner=self.owner)
         known.sizes = sizes
         known.half = {page for page, size in sizes.items() if 2 * live[page] < size}
 
@@ -641,7 +644,7 @@ class Pages:
             for page in list(known.dead):
                 with contextlib.suppress(LeaseConflict):
                     if page_key(self.name, page) in self.store:
-                        self.store.delete(page_key(self.name, page))
+                        self.store.delete(page_key(self.name, page), owner=self.owner)
                     known.sizes.pop(page, None)
                     known.half.discard(page)
                     known.dead.discard(page)
@@ -656,15 +659,15 @@ class Pages:
             buffer, at = bytearray(self.page), 0
             for entry in known.names.entries(head.page):
                 if at + len(entry) > self.page:
-                    self.store.put(names_key(name, part), torch.frombuffer(buffer, dtype=torch.uint8))
+                    self.store.put(names_key(name, part), torch.frombuffer(buffer, dtype=torch.uint8), owner=self.owner)
                     buffer, at, part = bytearray(self.page), 0, part + 1
                 buffer[at : at + len(entry)] = entry
                 at += len(entry)
-            self.store.put(names_key(name, part), torch.frombuffer(buffer, dtype=torch.uint8))
+            self.store.put(names_key(name, part), torch.frombuffer(buffer, dtype=torch.uint8), owner=self.owner)
             after.last, after.used = part, at
             self._change(known, head, after, b"", [])
             self._known = known
             for old in range(head.first, head.last + 1):
                 with contextlib.suppress(LeaseConflict):
                     if names_key(name, old) in self.store:
-                        self.store.delete(names_key(name, old))
+                        self.store.delete(names_key(name, old), owner=self.owner)

@@ -27,7 +27,7 @@ from tiered.errors import CapacityError, CommitError, LeaseConflict, ManifestErr
 from tiered.format import generations
 from tiered.format import manifest as manifests
 from tiered.tiers.nvme import NvmeTier
-from tiered.types import CHECKSUM_BYTES, PIECE_BYTES, Access, Key, Slot, Urgency
+from tiered.types import CHECKSUM_BYTES, PIECE_BYTES, Access, Key, Owner, Slot, Urgency
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -62,7 +62,8 @@ class Encoding:
             checksums = copy.checksums if extent else b""
             copy.record = manifests.encode_tensor(
                 manifests.TensorRecord(
-                    entry.name, entry.tensor_id, spec.dtype, spec.shape, spec.itemsize, copy.generation, extent, checksums
+                    *(entry.name, entry.tensor_id, spec.dtype, spec.shape, spec.itemsize, copy.generation, extent, checksums),
+                    owner=entry.owner.encoded if entry.owner is not None else "",
                 )
             )
         return copy.record
@@ -76,8 +77,8 @@ def said_of(uuid: bytes, entry: Entry, copy: Copy) -> str:
 
 
 MANIFEST_BYTES = 16 << 10
-TENSOR_BYTES = 384
-"""Bytes of a manifest without its tensors, and of each tensor in it without name and checksums; upper estimates."""
+TENSOR_BYTES = 448
+"""Bytes of a manifest without its tensors, and of each tensor in it without names and checksums; upper estimates."""
 
 
 @dataclass(frozen=True)
@@ -253,9 +254,9 @@ class Commits(Generations):
     def _for_manifests(self) -> int:
         """Return an upper estimate of the bytes of all manifests that may exist at once, the next one included."""
         directory = self._engine.state.directory
-        words = sum(map(len, directory))
+        words = sum(map(len, directory))  # an owner's name is written, too: its keys begin with it
         pieces = self._nvme.used // PIECE_BYTES
-        each = MANIFEST_BYTES + self._meta_bytes + TENSOR_BYTES * len(directory) + 4 * words + 4 * CHECKSUM_BYTES * pieces
+        each = MANIFEST_BYTES + self._meta_bytes + TENSOR_BYTES * len(directory) + 8 * words + 4 * CHECKSUM_BYTES * pieces
         return (self._keep + len(self._also()) + len(self._held) + 1) * each
 
     def _told_readers(self) -> str:
@@ -381,7 +382,8 @@ class Commits(Generations):
                 self._nvme.claim(slot)
         state.pools[-1].account(slot)
         entry = state.directory.restore(
-            record.key, record.spec, record.tensor_id, slot, record.checksums, record.generation
+            *(record.key, record.spec, record.tensor_id, slot, record.checksums, record.generation),
+            owner=Owner.decoded(record.owner),
         )
         copy = entry.copies[-1]
         assert copy is not None
@@ -655,8 +657,7 @@ class _Draft:
         state, uuid = self._engine.state, self._nvme.uuid.hex()
         files = tuple(manifests.DataFile(f.name, f.uuid.hex(), f.index, f.nbytes) for f in self._nvme.files)
         head = manifests.Head(uuid, self._generation, msgspec.Raw(self._meta), files, state.directory.next_id)
-        version = manifests.STRIPED_VERSION if self._nvme.striped(self._generation) else manifests.FORMAT_VERSION
-        self.data = manifests.assemble(head, self._tensors.values(), version)  # what is refused becomes no generation
+        self.data = manifests.assemble(head, self._tensors.values())  # what is refused becomes no generation
         self.made = _Generation(self._generation, self._meta, self._tensors)
         state.generation += 1
 

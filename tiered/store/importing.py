@@ -10,12 +10,14 @@ from tiered.errors import MisuseError, TieredError, expect_type, path_of
 from tiered.format.safetensors import WeightFiles
 from tiered.store.store import TieredStore
 from tiered.tensors.specs import flat
-from tiered.types import Access
+from tiered.types import Access, Owner
 
 __all__ = ["import_safetensors"]
 
 AT_ONCE = 4 << 20
 """Bytes between two calls of ``progress``."""
+IMPORT = Owner("import", "tiered.import")
+"""The owner of a tensor that is read, and of one that it replaces, until they change places."""
 
 
 def import_safetensors(
@@ -29,9 +31,11 @@ def import_safetensors(
 
     ``path`` is a file, or a folder in Hugging Face's layout (several files with an index). No memory is taken beside the
     store's own. ``existing``: whether to refuse or overwrite tensors of the same names. ``progress`` is called with the bytes
-    so far and in all; it may raise, to stop. After an exception the tensors imported so far stay.
+    so far and in all; it may raise, to stop. After an exception the tensors imported so far stay, and one that was not read
+    whole is what it was before.
 
-    Raises MisuseError (no such file, names that are taken), SafetensorsError (damaged), and what ``store.create`` raises.
+    Raises MisuseError (no such file, names that are taken, or belong to a model or a table), SafetensorsError (damaged), and
+    what ``store.create`` raises.
     """
     expect_type(store, TieredStore, "tensors are imported into a TieredStore")
     path = path_of(path, "the path of safetensors files")
@@ -45,11 +49,20 @@ def import_safetensors(
                     f"{store} already has a tensor named {taken[0]!r} ({len(taken)} of {len(files.entries)} names are taken): "
                     "import into another store, or with existing='overwrite'"
                 )
+            for name in taken:
+                if store.owner_of(name) is not None:
+                    raise MisuseError(
+                        f"tensor {name!r} in {store} belongs to {store.owner_of(name)}, which alone replaces it: import into "
+                        "another store"
+                    )
             done, total = 0, sum(entry.spec.nbytes for entry in files.entries.values())
+            store.delete_owned(IMPORT)  # of one that was killed
             for name, entry in files.entries.items():
-                store.create(name, entry.spec)
+                replaces = name in store
+                key, owner = (f"{IMPORT.name}/new", IMPORT) if replaces else (name, None)
+                store.create(key, entry.spec, owner=owner)
                 try:
-                    with store.lease(name, access=Access.WRITE, tier="dram") as tensor:
+                    with store.lease(key, access=Access.WRITE, tier="dram") as tensor:
                         memory = flat(tensor).numpy().data
                         try:
                             for start in range(0, entry.spec.nbytes, AT_ONCE):
@@ -59,8 +72,13 @@ def import_safetensors(
                                     progress(done, total)
                         finally:
                             del memory, tensor  # a traceback must not keep the memory alive
+                    if replaces:
+                        old = f"{IMPORT.name}/old"
+                        store.rename_many([(name, None, old, IMPORT), (key, IMPORT, name, None)])
+                        store.delete(old, owner=IMPORT)
                 except BaseException:
-                    store.delete(name)  # it is incomplete
+                    if key in store and store.owner_of(key) == owner:
+                        store.delete(key, owner=owner)  # it is incomplete
                     raise
             return len(files.entries)
     except OSError as error:

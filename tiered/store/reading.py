@@ -22,7 +22,7 @@ from tiered.store.at_rest import StoreAtRest, Taken
 from tiered.store.commit import Commits, Generations, said_of
 from tiered.system import direct_io_alignment
 from tiered.tiers.nvme import NvmeTier
-from tiered.types import Access, Key, Location, Slot
+from tiered.types import Access, Key, Location, Owner, Slot
 
 __all__ = ["DiskAtRest", "OneGeneration"]
 
@@ -168,7 +168,10 @@ class OneGeneration(Generations):
     def restore_tensor(self, record: TensorRecord, slot: Slot) -> None:
         state = self._engine.state
         state.pools[-1].account(slot)
-        state.directory.restore(record.key, record.spec, record.tensor_id, slot, record.checksums, record.generation)
+        state.directory.restore(
+            *(record.key, record.spec, record.tensor_id, slot, record.checksums, record.generation),
+            owner=Owner.decoded(record.owner),
+        )
 
     def show(self, taken: Taken) -> Taken | None:
         """Record that the directory has the tensors of ``taken``; return what it had before."""
@@ -268,6 +271,8 @@ def _same(entry: Entry, record: TensorRecord, nvme: DiskAtRest) -> bool:
     copy, extent = entry.copies[-1], record.extent
     assert copy is not None
     if (entry.tensor_id, copy.generation, entry.spec) != (record.tensor_id, record.generation, record.spec):
+        return False
+    if entry.owner != Owner.decoded(record.owner):
         return False
     if extent is None:
         return True

@@ -19,7 +19,7 @@ import torch
 
 from tiered.engine.engine import Engine
 from tiered.engine.policy import LRU, NextUse, Plan, Record, Touch, touch_of
-from tiered.engine.requests import Delete, Install, Room, Work
+from tiered.engine.requests import Delete, Install, Rename, Room, Work
 from tiered.engine.residency import Entry
 from tiered.engine.retention import affordable, decide, largest_streamed, room_for
 from tiered.engine.state import Token
@@ -52,7 +52,7 @@ from tiered.tensors.specs import (
     specified,
 )
 from tiered.tiers.dram import DramTier
-from tiered.types import Access, BackendName, Key, TensorSpec, Urgency, format_size
+from tiered.types import Access, BackendName, Key, Owner, TensorSpec, Urgency, format_size
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -213,20 +213,24 @@ class TieredStore(TensorMapping):
     # -- tensors by name --------------------------------------------------------------------------------------------------
 
     @from_here
-    def put(self, key: Key, tensor: torch.Tensor) -> None:
+    def put(self, key: Key, tensor: torch.Tensor, *, owner: Owner | None = None) -> None:
         """Store a copy of ``tensor`` (any strided dtype, shape, device) as ``key``, replacing the tensor of that name.
 
-        The copy goes to DRAM from the CPU, to the top tier from elsewhere; the call may wait for room. Raises LeaseConflict
-        while ``key`` is leased, CapacityError when the tensor cannot fit or no room is free in time, MisuseError for a tensor
-        without dense contents (sparse, quantized, nested, meta), WriteError when a failed write-back blocks the room.
+        The copy goes to DRAM from the CPU, to the top tier from elsewhere; the call may wait for room. ``owner`` owns the
+        tensor: nobody else replaces or deletes it. By default it is the user, whose tensors no model, cache or table takes.
+
+        Raises LeaseConflict while ``key`` is leased, CapacityError when the tensor cannot fit or no room is free in time,
+        MisuseError for a tensor without dense contents (sparse, quantized, nested, meta), where ``key`` is somebody else's, and
+        where the name of a new owner lies within another's; WriteError when a failed write-back blocks the room.
         """
         refuse_name(key)
         refuse_unstorable(key, tensor)
         source = tensor.detach().resolve_conj().resolve_neg()
         tier = self._tier_for(source.device)
-        self._put(key, spec_of(source), tier, lambda target: copy_bytes(target, source, queued=self._queued(tier)))
+        fill: Callable[[torch.Tensor], None] = lambda target: copy_bytes(target, source, queued=self._queued(tier))  # noqa: E731
+        self._put(key, spec_of(source), tier, fill, owner=owner)
 
-    async def put_async(self, key: Key, tensor: torch.Tensor) -> None:
+    async def put_async(self, key: Key, tensor: torch.Tensor, *, owner: Owner | None = None) -> None:
         """Store a copy of ``tensor`` as ``put`` does, for a coroutine: waits for room without blocking a thread.
 
         ``tensor`` must not change until that is done. Cancelled, the call has stored the tensor or left what there was. Raises
@@ -240,7 +244,7 @@ class TieredStore(TensorMapping):
         spec = spec_of(source)
         tier = self._tier_that_holds(spec, tier)
         token = Token()
-        room = Room(tier, max(1, spec.nbytes), key, engine.state.claims.watch(token))
+        room = Room(tier, max(1, spec.nbytes), key, engine.state.claims.watch(token), owner)
         queued = self._queued(tier)
         try:
             await engine.arrive(room)
@@ -253,7 +257,7 @@ class TieredStore(TensorMapping):
                 else:
                     copy_bytes(target, source, queued=queued)
                 del target
-            await engine.arrive(Install(key, spec, room, engine.fences(tier)))
+            await engine.arrive(Install(key, spec, room, engine.fences(tier), owner=owner))
         except GeneratorExit:  # from the garbage collector, perhaps in a thread that holds the lock
             raise
         except BaseException:
@@ -262,11 +266,11 @@ class TieredStore(TensorMapping):
             self._running()
             raise
 
-    async def delete_async(self, key: Key) -> None:
+    async def delete_async(self, key: Key, *, owner: Owner | None = None) -> None:
         """Delete ``key`` as ``delete`` does, for a coroutine. Raises as that."""
         refuse_keys([key])
         self._generations.refuse_change(self)
-        await self._running().arrive(Delete(key))
+        await self._running().arrive(Delete(key, owner))
 
     @from_here
     def create(
@@ -276,17 +280,18 @@ class TieredStore(TensorMapping):
         *,
         dtype: torch.dtype | str | None = None,
         tier: str | None = None,
+        owner: Owner | None = None,
     ) -> None:
         """Create a tensor with undefined contents, to be filled under a WRITE lease; in ``tier`` (default: the top one), or in
         DRAM where that tier cannot hold it.
 
-        ``spec`` is its shape and element type, or its shape alone; then ``dtype`` is the type (default: torch's). Replaces,
-        waits and raises as ``put``; MisuseError for a tier that the store does not have.
+        ``spec`` is its shape and element type, or its shape alone; then ``dtype`` is the type (default: torch's). ``owner``: as
+        in ``put``. Replaces, waits and raises as ``put``; MisuseError for a tier that the store does not have.
         """
         refuse_name(key)
         spec = specified(key, spec, dtype)
         refuse_spec(key, spec)
-        self._put(key, spec, self._tier_index(tier), None)
+        self._put(key, spec, self._tier_index(tier), None, owner=owner)
 
     def _put(
         self,
@@ -295,12 +300,13 @@ class TieredStore(TensorMapping):
         tier: int,
         fill: Callable[[torch.Tensor], None] | None,
         lifetime: Token | None = None,
+        owner: Owner | None = None,
     ) -> None:
         engine = self._running()
         self._generations.refuse_change(self)
         tier = self._tier_that_holds(spec, tier)
         token = Token()
-        room = Room(tier, max(1, spec.nbytes), key, engine.state.claims.watch(token))
+        room = Room(tier, max(1, spec.nbytes), key, engine.state.claims.watch(token), owner)
         try:
             engine.wait(room)
             assert room.slot is not None
@@ -308,7 +314,7 @@ class TieredStore(TensorMapping):
             if fill is not None and spec.nbytes:
                 fill(self._parts.memories[tier].tensor(room.slot, spec.nbytes)[0])
             watched = None if lifetime is None else engine.state.claims.watch(lifetime)
-            engine.wait(Install(key, spec, room, engine.fences(tier), watched))
+            engine.wait(Install(key, spec, room, engine.fences(tier), watched, owner))
         except BaseException:
             del token  # gives the room back, unless the tensor was installed
             engine.released()
@@ -650,11 +656,99 @@ class TieredStore(TensorMapping):
         return engine.follow(touches, policies, rooms, then)
 
     @from_here
-    def delete(self, key: Key) -> None:
-        """Delete ``key``; its room is free once nothing refers to it. Raises KeyNotFound, LeaseConflict while it is leased."""
+    def delete(self, key: Key, *, owner: Owner | None = None) -> None:
+        """Delete ``key``, which ``owner`` put (default: the user); its room is free once nothing refers to it.
+
+        Raises KeyNotFound, LeaseConflict while it is leased, MisuseError where it is somebody else's.
+        """
         refuse_keys([key])
         self._generations.refuse_change(self)
-        self._running().wait(Delete(key))
+        self._running().wait(Delete(key, owner))
+
+    # -- who owns what ----------------------------------------------------------------------------------------------------
+
+    @from_here
+    def claim(self, owner: Owner) -> None:
+        """Raise MisuseError where ``owner`` cannot own tensors here, because another one has that name, or one of both names
+        lies within the other, at a slash. Whoever owns tensors already may go on."""
+        engine = self._running()
+        if not isinstance(owner, Owner):
+            raise MisuseError(f"an owner is an Owner(kind, name), not {owner!r:.100}")
+        engine.look()
+        with engine.lock:
+            engine.state.directory.admit(owner)
+
+    def owners(self) -> list[Owner]:
+        """Return who owns tensors beside the user: models, optimizers, caches, tables, small tensors, by name."""
+        engine = self._running()
+        engine.look()
+        with engine.lock:
+            return sorted(engine.state.directory.owners(), key=lambda owner: (owner.name, owner.kind))
+
+    def owner_of(self, key: Key) -> Owner | None:
+        """Return who owns the tensor ``key``; None is the user. Raises KeyNotFound."""
+        engine = self._running()
+        refuse_keys([key])
+        with engine.lock:
+            return engine.state.directory.entry(key).owner
+
+    def owned(self, owner: Owner) -> list[Key]:
+        """Return the keys of all tensors that ``owner`` owns, in no particular order. What others have under its name is not
+        among them."""
+        engine = self._running()
+        engine.look()
+        with engine.lock:
+            return engine.state.directory.owned(owner)
+
+    @from_here
+    def delete_owned(self, owner: Owner) -> int:
+        """Delete all tensors that ``owner`` owns, and return how many these were: a model that is not paged any more, say.
+
+        One after the other; a call that was cut off is completed by another one. Raises as ``delete``.
+        """
+        keys = self.owned(owner)
+        for key in keys:
+            self.delete(key, owner=owner)
+        return len(keys)
+
+    @from_here
+    def clear(self) -> None:
+        """Delete all tensors, one after the other, as ``delete`` does. Raises MisuseError, with nothing changed, where some are
+        not the user's; and what ``delete`` raises."""
+        for owner in self.owners():
+            raise MisuseError(f"{self} has tensors of {owner}, and clear() is for those of its user: call delete_owned first")
+        super().clear()
+
+    def _any_key(self) -> Key | None:
+        """Return a key of the user; None where there is none."""
+        engine = self._running()
+        with engine.lock:
+            return next((entry.key for entry in engine.state.directory.entries() if entry.owner is None), None)
+
+    @from_here
+    def rename(self, keys: Mapping[Key, Key], *, owner: Owner | None = None, to: Owner | None = None) -> None:
+        """Give tensors of ``owner`` (default: the user) the keys that ``keys`` maps theirs to, and the owner ``to`` (default:
+        the same), all at once. No byte moves.
+
+        Waits for their transfers, and for a commit that is under way. Raises KeyNotFound, LeaseConflict while one is leased,
+        MisuseError for a key that is taken, or given twice, and what ``put`` raises.
+        """
+        self.rename_many([(key, owner, new, owner if to is None else to) for key, new in keys.items()])
+
+    @from_here
+    def rename_many(self, moves: Sequence[tuple[Key, Owner | None, Key, Owner | None]]) -> None:
+        """Rename tensors of several owners, all at once: of each the key and the owner that it has, and those that it gets. Two
+        may exchange their keys. Waits and raises as ``rename``."""
+        engine = self._running()
+        self._generations.refuse_change(self)
+        refuse_keys([key for key, *_ in moves])
+        for _, _, new, _ in moves:
+            refuse_name(new)
+        if len({new for _, _, new, _ in moves}) < len(moves):
+            raise MisuseError("rename gives two tensors the same key: give each its own")
+        engine.wait(Rename(moves))
+
+    # -- which tensors there are ------------------------------------------------------------------------------------------
 
     def __contains__(self, key: object) -> bool:
         """Return whether there is a tensor of that name."""
@@ -850,6 +944,7 @@ class TieredStore(TensorMapping):
         block: int | str | None = None,
         pattern: Pattern = "random",
         fill: float = 0.0,
+        owner: Owner | None = None,
     ) -> Table:
         """Open table ``name``, or make it: ``rows`` rows of ``columns`` elements (or of that shape; None: of one number each).
 
@@ -857,14 +952,15 @@ class TieredStore(TensorMapping):
         (``NAME/block0``, …) and move whole: ``block`` is their size in bytes; by default 32 KiB for rows that are used in
         ``pattern="random"`` order, 1 MiB for "sequential", and more where a table would have more than 65,536 of them.
         ``dtype`` is torch's default type by default. To open a table its name is enough. Where a table of that name is open
-        already, that is returned.
+        already, that is returned. ``owner``: who owns the tensors of a new table that is a part of something else; by default
+        the table itself.
 
         Raises KeyNotFound where there is no table and ``rows`` is None; MisuseError for arguments that are wrong, or other than
         those of the table that there is; ManifestError for a record that is damaged; and as ``put``.
         """
         engine = self._running()
         budget = self._parts.tiers[self._parts.dram].capacity
-        arguments = {"dtype": dtype, "block": block, "pattern": pattern, "fill": fill, "budget": budget}
+        arguments = {"dtype": dtype, "block": block, "pattern": pattern, "fill": fill, "budget": budget, "owner": owner}
         found = open_table(self, name, rows, columns, cache=self._row_cache, **arguments)  # type: ignore[arg-type]
         with engine.lock:
             known = self._tables.get(name)

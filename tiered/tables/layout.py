@@ -21,9 +21,9 @@ import msgspec
 import torch
 
 from tiered.errors import ManifestError, MisuseError
-from tiered.types import LARGEST, Key, format_size, parse_size
+from tiered.types import LARGEST, Key, Owner, format_size, parse_size
 
-__all__ = ["Layout", "Pattern", "Run", "appended_key", "block_prefix", "buffer_key", "described", "record_key"]
+__all__ = ["Layout", "Pattern", "Run", "appended_key", "block_prefix", "buffer_key", "described", "owner_of", "record_key"]
 
 Pattern = Literal["random", "sequential"]
 BLOCK_BYTES: dict[Pattern, int] = {"random": 32 << 10, "sequential": 1 << 20}
@@ -162,6 +162,11 @@ class Layout:
         except (msgspec.DecodeError, msgspec.ValidationError, ValueError, MisuseError) as error:
             raise ManifestError(f"{record_key(name)!r} is not the record of a table: {error}") from error
         return layout
+
+
+def owner_of(name: str) -> Owner:
+    """Return the owner of the blocks, the counters and the record of a table that is nobody's part."""
+    return Owner("table", name)
 
 
 def record_key(name: str) -> Key:

@@ -20,7 +20,7 @@ from tiered.tables.cache import RowCache
 from tiered.tables.kernel import copy, copy_equal
 from tiered.tables.layout import Layout, Run, block_prefix, buffer_key, record_key
 from tiered.tensors.specs import spec_of
-from tiered.types import Access, Key, TensorSpec
+from tiered.types import Access, Key, Owner, TensorSpec
 
 __all__ = [
     "Lent",
@@ -52,9 +52,11 @@ class Store(Protocol):
 
     _went_back: int
 
-    def put(self, key: Key, tensor: torch.Tensor) -> None: ...
+    def put(self, key: Key, tensor: torch.Tensor, *, owner: Owner | None = None) -> None: ...
     def get(self, key: Key) -> torch.Tensor: ...
-    def delete(self, key: Key) -> None: ...
+    def delete(self, key: Key, *, owner: Owner | None = None) -> None: ...
+    def owned(self, owner: Owner) -> list[Key]: ...
+    def owner_of(self, key: Key) -> Owner | None: ...
     def in_order(self, keys: Iterable[Key]) -> Iterator[torch.Tensor]: ...
     def _running(self) -> object: ...
     def _watch(self, stems: Sequence[str]) -> Callable[[], int]: ...
@@ -105,14 +107,15 @@ def again(attempt: Callable[[], Answer]) -> Answer:
 
 
 class Places:
-    """The places of the rows of the table ``name`` in ``store``; ``budget``: bytes of the pool in host memory.
+    """The places of the rows of the table ``name`` in ``store``, whose tensors are ``owner``'s; ``budget``: bytes of the pool
+    in host memory.
 
     Rows that were read from blocks have copies in ``cache``. These are right as long as nobody else changes a block or the
     buffer: ``_watched()`` is how many such changes were begun, and ``_own`` how many by this table, since both were the same.
     """
 
-    def __init__(self, store: Store, name: str, layout: Layout, budget: int, cache: RowCache) -> None:
-        self.store, self.name, self.layout, self.budget = store, name, layout, budget
+    def __init__(self, store: Store, name: str, owner: Owner, layout: Layout, budget: int, cache: RowCache) -> None:
+        self.store, self.name, self.owner, self.layout, self.budget = store, name, owner, layout, budget
         self.together = max(1, budget // SHARE)
         """Bytes of blocks that are leased together, at most."""
         self.placed = absent
@@ -186,7 +189,7 @@ class Places:
 
     def put(self, key: Key, tensor: torch.Tensor) -> None:
         """Put a block, the head of the buffer or a segment."""
-        self.store.put(key, tensor)
+        self.store.put(key, tensor, owner=self.owner)
         self.begun(1)
 
     def begun(self, count: int) -> None:

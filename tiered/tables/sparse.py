@@ -65,7 +65,9 @@ class _Sparse(torch.optim.Optimizer):
         narrower rows with as many as a table has by itself, because a block of some bytes takes the room of a page."""
         store: Any = weight._store
         block = weight.block_rows * columns * weight.dtype.itemsize if (columns,) == weight.row_shape else None
-        found: Table = store.table(f"{weight.name}/{name}", weight.rows, columns, weight.dtype, block=block, fill=fill)
+        found: Table = store.table(
+            f"{weight.name}/{name}", weight.rows, columns, weight.dtype, block=block, fill=fill, owner=weight.owner
+        )
         return found
 
     @torch.no_grad()
@@ -92,7 +94,7 @@ class _Sparse(torch.optim.Optimizer):
         store: Any = table._store
         states, counter = self._states(table, group), f"{table.name}/steps"
         if counter not in store:
-            store.put(counter, torch.zeros(2, dtype=torch.int64, device="cpu"))
+            store.put(counter, torch.zeros(2, dtype=torch.int64, device="cpu"), owner=table.owner)
         done, kind = _counted(store.get(counter), counter)
         if kind not in (0, _KINDS[self.kind]):
             raise MisuseError(f"table {table.name!r} was trained by another optimizer: delete {counter!r} and its states first")
@@ -106,7 +108,7 @@ class _Sparse(torch.optim.Optimizer):
         if len(ids):
             change([one._places for one in (table, *states)], ids.contiguous(), update, (counter, now))
         else:
-            store.put(counter, now)
+            store.put(counter, now, owner=table.owner)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the param groups, as torch does. States are in the store, and not in here."""

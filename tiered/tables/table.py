@@ -19,10 +19,20 @@ from tiered.tables.buffer import absent
 from tiered.tables.cache import RowCache
 from tiered.tables.change import change
 from tiered.tables.kernel import copy
-from tiered.tables.layout import Layout, Pattern, Run, appended_key, block_prefix, buffer_key, described, record_key
+from tiered.tables.layout import (
+    Layout,
+    Pattern,
+    Run,
+    appended_key,
+    block_prefix,
+    buffer_key,
+    described,
+    owner_of,
+    record_key,
+)
 from tiered.tables.places import Lent, MovedError, Places, Store, There, Wanted, again, int64, leased, numbers
 from tiered.tensors.specs import spec_of
-from tiered.types import Access, Key, TensorSpec
+from tiered.types import Access, Key, Owner, TensorSpec
 
 __all__ = ["Table", "open_table"]
 
@@ -41,12 +51,14 @@ class Table:
     turns; a signal handler that calls a table within a call of it gets a MisuseError.
     """
 
-    def __init__(self, store: Store, name: str, layout: Layout, budget: int, cache: RowCache) -> None:
+    def __init__(self, store: Store, name: str, owner: Owner, layout: Layout, budget: int, cache: RowCache) -> None:
         expect_type(layout, Layout, "store.table makes a table; its constructor is given a layout")
         self._store, self._layout = store, layout
         self.name = name
         """The name; keys of the table's tensors begin with it."""
-        self._places = Places(store, name, layout, budget, cache)
+        self.owner = owner
+        """Who owns the table's tensors: the table itself, or that whose part it is."""
+        self._places = Places(store, name, owner, layout, budget, cache)
         self._expected = 0
         """What ``appended`` is, unless the store went back or ahead: only a guess, which each call compares."""
 
@@ -336,10 +348,11 @@ class Table:
             return  # the record goes last
         with self._places.turn():
             prefixes = block_prefix(self.name), buffer_key(self.name)
-            blocks = [key for key in self._store if any(_is_block(key, prefix) for prefix in prefixes)]
+            mine = self._places.owner
+            blocks = [key for key in self._store.owned(mine) if any(_is_block(key, prefix) for prefix in prefixes)]
             for key in (*blocks, buffer_key(self.name), appended_key(self.name), record_key(self.name)):
                 if key in self._store:
-                    self._store.delete(key)
+                    self._store.delete(key, owner=mine)
             self._places.placed = absent
             self._places.forget_all()
 
@@ -416,24 +429,31 @@ def open_table(
     fill: float,
     budget: int,
     cache: RowCache,
+    owner: Owner | None = None,
 ) -> Table:
     """Open table ``name`` of ``store``, or make it where there is none; ``budget``: bytes of the pool in host memory;
     ``cache``: for copies of rows. The rest is as ``TieredStore.table`` has it."""
     if not isinstance(name, str) or not name:
         raise MisuseError(f"the name of a table is a text, not {name!r}")
     if record_key(name) in store:
+        found = store.owner_of(record_key(name))
+        if found is None or found.kind != owner_of(name).kind:
+            raise MisuseError(
+                f"tensor {record_key(name)!r} belongs to {found or 'the user'}, and is no record of a table: give another name"
+            )
         layout = Layout.decoded(name, store.get(record_key(name)))
         _refuse_difference(name, layout, rows, columns, dtype)
-        return Table(store, name, layout, budget, cache)
+        return Table(store, name, found, layout, budget, cache)
     if rows is None:
         raise KeyNotFound(f"there is no table {name!r} in {store}: store.table(name, rows, columns) makes one")
     layout = described(name, rows, columns, dtype, block, pattern, fill, budget)
     for prefix in (block_prefix(name), buffer_key(name)):
         if buffer_key(name) in store or any(_is_block(key, prefix) for key in store):
             raise MisuseError(f"{store} has tensors that begin with {prefix!r} and are of no table: delete them first")
-    store.put(appended_key(name), int64([0]))
-    store.put(record_key(name), layout.encoded())
-    return Table(store, name, layout, budget, cache)
+    mine = owner_of(name) if owner is None else owner
+    store.put(appended_key(name), int64([0]), owner=mine)
+    store.put(record_key(name), layout.encoded(), owner=mine)
+    return Table(store, name, mine, layout, budget, cache)
 
 
 def _refuse_difference(

@@ -7,14 +7,13 @@ An exception of a signal handler may strike between the grant of a lease and the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from tiered import TieredError, TieredStore
+from tiered import Owner, TieredError, TieredStore
 
 __all__ = ["Leases", "Opened", "Registered"]
 
@@ -22,20 +21,19 @@ class Leases:
     """Open leases of one store's models. ``of`` returns those of a store."""
 
     def __init__(self) -> None:
-        self._open: dict[Registered, str] = {}
+        self._open: dict[Registered, Owner] = {}
 
     @staticmethod
     def of(store: TieredStore) -> Leases:
         found = _leases.get(store)
         return _leases.setdefault(store, Leases()) if found is None else found
 
-    def registered(self, lease: AbstractContextManager[Any], keys: str | Sequence[str]) -> Registered:
-        return Registered(self._open, lease, keys if isinstance(keys, str) else keys[0])
+    def registered(self, lease: AbstractContextManager[Any], owner: Owner) -> Registered:
+        return Registered(self._open, lease, owner)
 
-    def end(self, name: str) -> None:
-        """End the leases of model ``name``, whose holders are gone."""
-        prefix = f"{name}/"
-        for lease in [lease for lease, key in list(self._open.items()) if key.startswith(prefix)]:
+    def end(self, owner: Owner) -> None:
+        """End the leases of ``owner``, whose holders are gone."""
+        for lease in [lease for lease, holder in list(self._open.items()) if holder == owner]:
             with suppress(TieredError):  # what was written to under READ has been told, or is given up
                 lease.__exit__(None, None, None)
             self._open.pop(lease, None)
@@ -44,13 +42,13 @@ class Leases:
 class Registered:
     """Lease that is registered from before it is granted until after it has ended. Ending it twice does no harm."""
 
-    __slots__ = ("_key", "_lease", "_open")
+    __slots__ = ("_lease", "_open", "_owner")
 
-    def __init__(self, books: dict[Registered, str], lease: AbstractContextManager[Any], key: str) -> None:
-        self._open, self._lease, self._key = books, lease, key
+    def __init__(self, books: dict[Registered, Owner], lease: AbstractContextManager[Any], owner: Owner) -> None:
+        self._open, self._lease, self._owner = books, lease, owner
 
     def __enter__(self) -> Any:
-        self._open[self] = self._key
+        self._open[self] = self._owner
         return self._lease.__enter__()
 
     def __exit__(

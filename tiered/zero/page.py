@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tiered import Access, ActivationStatistics, CapacityError, MisuseError, TieredError, TieredStore
+from tiered import Access, ActivationStatistics, CapacityError, MisuseError, Owner, TieredError, TieredStore
 from tiered.errors import expect_type, listed
 from tiered.store.activations import refuse_one_tier
 from tiered.system import Trimmer, refuse_little_room, returned_at_once
@@ -35,7 +35,7 @@ from tiered.zero.paging.micro_batch import SAVED_SHARE, refuse_batch_dependent, 
 from tiered.zero.paging.pager import Activations, Pager, PagerConfig, owner_of, pager_of, placements_of
 from tiered.zero.paging.sharding import Partition, Sharded, Stage, Stage3, Unsharded
 from tiered.zero.paging.step_trace import Prefetch
-from tiered.zero.paging.storage import UpdateTier, in_update_tier
+from tiered.zero.paging.storage import UpdateTier, in_update_tier, model_named
 from tiered.zero.paging.tensors.parameters import unpage
 from tiered.zero.paging.units import ALL, Limits, ModelPlan, Placement, Policy, Slicing, UnitPlan, divide
 from tiered.zero.rank_stores import newest_set, number_of
@@ -204,7 +204,7 @@ def _components(
     pager.reset()
     parameters, gradients = {unit.key for unit in pager.units}, {unit.gradients.key for unit in pager.units}
     found: dict[str, list[str]] = {name: [] for name in COMPONENTS if name in components}
-    for key in pager.store:
+    for key in pager.store.owned(pager.owner):
         if key.startswith(f"{pager.name}/param/"):
             kind = "parameters" if key in parameters else "gradients" if key in gradients else "states"
             found.get(kind, []).append(key)
@@ -341,6 +341,9 @@ def page(
 class Filling(Protocol):
     """What follows how the units of a model are filled, one after the other, and may have the first of them already."""
 
+    owner: Owner
+    """Who owns the units while they are filled: the model, or what takes its place when they are ``whole``."""
+
     def begin(self, plan: ModelPlan, deferred: Mapping[nn.Parameter, Deferred], held: Sequence[str]) -> int:
         """Return how many of the first units are in the store already. ``deferred``: parameters whose values are read as units
         are filled, ``held``: the keys of the model's name that the store has. What is not to stay of them is deleted."""
@@ -348,6 +351,10 @@ class Filling(Protocol):
 
     def filled(self, unit: UnitPlan) -> None:
         """Note that a unit is in the store. What it raises ends the filling; units that are filled stay in the store."""
+        ...
+
+    def whole(self) -> None:
+        """Note that all units are in the store, and have the model own them where it does not yet."""
         ...
 
 
@@ -435,9 +442,10 @@ class _Options:
 
 def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
     refuse_others()
+    owner = model_named(options.name)
     partition = _partition(options.stage, options.group, options.timeout)
     with partition.agreeing("page this model") as agree:
-        window, held, staged = _found(model, store, options)
+        window, held, staged = _found(model, store, options, owner)
         if options.activations == "auto" and partition.shares > 1:
             raise MisuseError(
                 "activations='auto' is for one process: several ranks would have to choose alike; choose 'memory', 'recompute' "
@@ -458,6 +466,8 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
         limits, slicing = _ways(model, store, options, limits, strides, partition.shares)
         tentative = divide(model, limits, strides, options.policy, partition.shares, slicing)
         _refuse_plan(tentative, model, store, pool, options, partition.shares)
+        if options.existing != "resume" and options.filling is None:
+            _refuse_taken(tentative, store, owner)
         agree(_divided(tentative, model))
     config = PagerConfig(
         *(options.name, pool, partition, options.prefetch, options.micro_batch, options.update_tier, options.activations),
@@ -496,8 +506,10 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
                 done = options.filling.begin(plan, deferred, held)
             else:
                 for key in held:
-                    store.delete(key)
-            adoption.move(plan, options.name, Trimmer(pool), done)
+                    store.delete(key, owner=owner)
+            adoption.move(plan, owner if options.filling is None else options.filling.owner, Trimmer(pool), done)
+            if options.filling is not None:
+                options.filling.whole()
             if pretrained is not None:
                 pretrained.fill_buffers(model)
             partition.same_buffers(model)
@@ -514,15 +526,17 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
 
 
 def _found(
-    model: nn.Module, store: TieredStore, options: _Options
+    model: nn.Module, store: TieredStore, options: _Options, owner: Owner
 ) -> tuple[Window, list[str], dict[nn.Parameter, Staged]]:
-    """Return the window that ``model`` may wait in, the keys that the store has of its name, and the parameters that wait.
-    Raises MisuseError where the model cannot be paged into ``store``."""
-    in_update_tier(store, options.update_tier)
+    """Return the window that ``model`` may wait in, the keys that ``owner``, the model of its name, has in the store, and the
+    parameters that wait. Raises MisuseError where the model cannot be paged into ``store``."""
+    in_update_tier(store, options.update_tier, owner)
+    if options.existing != "resume":
+        store.claim(owner)
     if options.activations in ("store", "auto"):
         refuse_one_tier(store)
     window = Window.of(store)
-    held = [key for key in store if key.startswith(f"{options.name}/")]
+    held = store.owned(owner)
     if held and options.existing == "refuse" and options.filling is None:
         raise MisuseError(
             f"the store already holds a model named {options.name!r} ({len(held)} tensors): give another name=, "
@@ -600,6 +614,20 @@ def _divided(plan: ModelPlan, model: nn.Module) -> Iterator[Term]:
     for name, module in model.named_modules():
         if module in plan.held:
             yield f"module {name!r} holds", ", ".join(repr(plan.units[index].name) for index in plan.held[module])
+
+
+def _refuse_taken(plan: ModelPlan, store: TieredStore, owner: Owner) -> None:
+    """Raise MisuseError, before anything changes, where a unit of ``owner`` would have the key of somebody else's tensor."""
+    for key in (_key_of(unit, owner) for unit in plan.units):
+        if key in store and store.owner_of(key) != owner:
+            raise MisuseError(
+                f"{store} has a tensor {key!r} of {store.owner_of(key) or 'its user'}, and {owner} would have one of that key: "
+                "give another name="
+            )
+
+
+def _key_of(unit: UnitPlan, owner: Owner) -> str:
+    return f"{owner.name}/param/{unit.name}"
 
 
 def _partition(stage: Stage | None, group: dist.ProcessGroup | None, timeout: float | None) -> Partition:
@@ -840,14 +868,17 @@ class _Adoption:
     without_memory: set[nn.Parameter] = field(default_factory=set)
     stored: dict[nn.Parameter, list[tuple[str, Placement, torch.device]]] = field(default_factory=dict)
     created: list[str] = field(default_factory=list)
+    owner: Owner | None = None
+    """Whose the created tensors are."""
 
-    def move(self, plan: ModelPlan, name: str, trimmer: Trimmer, done: int) -> None:
-        """Fill the units, but the first ``done``, which are in the store."""
-        owner: dict[nn.Parameter, nn.Module] = {}
+    def move(self, plan: ModelPlan, owner: Owner, trimmer: Trimmer, done: int) -> None:
+        """Fill the units of ``owner``, but the first ``done``, which are in the store."""
+        self.owner = owner
+        modules: dict[nn.Parameter, nn.Module] = {}
         for module in self.model.modules():
             for parameter in module._parameters.values():
                 if parameter is not None:
-                    owner.setdefault(parameter, module)
+                    modules.setdefault(parameter, module)
         self.without_memory = set(self.meta) - self.deferred.keys()
         expect(
             (self.deferred[placement.whole], placement.within)
@@ -856,14 +887,14 @@ class _Adoption:
             if placement.whole in self.deferred
         )
         for number, unit in enumerate(plan.units):
-            key = f"{name}/param/{unit.name}"
+            key = _key_of(unit, owner)
             if number < done:
-                self._fill(key, None, unit, owner)
+                self._fill(key, None, unit, modules)
                 continue
             self.created.append(key)
-            with self.partition.filling(self.store, key, unit) as memory:
+            with self.partition.filling(self.store, owner, key, unit) as memory:
                 _zero_rest(memory, unit)
-                self._fill(key, memory, unit, owner)
+                self._fill(key, memory, unit, modules)
                 del memory
             if self.filling is not None:
                 self.created.clear()
@@ -873,14 +904,14 @@ class _Adoption:
 
     @torch.no_grad()
     def _fill(
-        self, key: str, memory: torch.Tensor | None, unit: UnitPlan, owner: dict[nn.Parameter, nn.Module]
+        self, key: str, memory: torch.Tensor | None, unit: UnitPlan, modules: dict[nn.Parameter, nn.Module]
     ) -> None:
         """Write the values of a unit to ``memory`` (None: they are in the store), and release them."""
         for placement in unit.placements:
             sliced, parameter = placement.sliced, placement.whole
             if memory is not None:
                 if parameter in self.without_memory and self.pretrained is None:
-                    self._materialise(owner[parameter])
+                    self._materialise(modules[parameter])
                 self._write(placement, parameter, memory)
             self.stored.setdefault(parameter, []).append((key, placement, parameter.device))
             placement.parameter.data = _nothing(placement.shape, placement.dtype, self.store.device)
@@ -958,4 +989,4 @@ class _Adoption:
         self.window.flush()
         for key in self.created:
             if key in self.store:
-                self.store.delete(key)
+                self.store.delete(key, owner=self.owner)

@@ -17,7 +17,7 @@ from torch import nn
 
 from tests.zero.builders import BUILDERS, NAMES, Pretrained
 from tests.zero.models import Mixed, Tied
-from tiered import CapacityError, MisuseError, TieredStore, zero
+from tiered import CapacityError, MisuseError, Owner, TieredStore, zero
 from tiered.zero.build.staging import PREFIX
 
 TINY = 2048
@@ -263,7 +263,7 @@ def test_page_refused_leaves_the_model_as_it_was(store: TieredStore, tmp_path: P
         with pytest.raises(MisuseError, match=r"zero\.init inside zero\.init"), zero.init(store):
             pass
     assert construction.statistics().resident == 0
-    store.put("taken/x", torch.ones(1))
+    store.put("taken/x", torch.ones(1), owner=Owner("model", "taken"))
     with pytest.raises(MisuseError, match="already holds"):
         zero.page(model, store, name="taken")
     with pytest.raises(MisuseError, match=r"zero\.init"):

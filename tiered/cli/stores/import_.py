@@ -175,6 +175,7 @@ def _checkpoint(parsed: argparse.Namespace, store: TieredStore, stop: StopReques
     from tiered.types import format_size
     from tiered.zero.deepspeed.importing import import_saved
     from tiered.zero.deepspeed.saved import Saved, tag_of
+    from tiered.zero.paging.storage import model_named
 
     def advanced(done: int, total: int) -> None:
         stop.check()
@@ -183,8 +184,7 @@ def _checkpoint(parsed: argparse.Namespace, store: TieredStore, stop: StopReques
     name = parsed.name or "model"
     with Saved(tag_of(parsed.source, parsed.tag)) as saved:
         if parsed.existing == "overwrite":
-            for key in [key for key in store if key.startswith(f"{name}/")]:
-                store.delete(key)
+            store.delete_owned(model_named(name))
         import_saved(saved, store, name, progress=advanced)
         generation = store.commit(meta={**store.meta, "step": saved.counters.global_steps})
         numbers = sum(store.spec(key).nbytes for key in store if key.startswith(f"{name}/param/"))

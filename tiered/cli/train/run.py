@@ -33,6 +33,7 @@ from tiered.reporting.page import refuse_foreign, write_page
 from tiered.reporting.record import RunRecord
 from tiered.store.at_rest import StoreAtRest
 from tiered.types import format_size
+from tiered.zero.paging.storage import model_named
 
 __all__ = [
     "describe_model",
@@ -214,8 +215,7 @@ def _continue(place: Place, wishes: Mapping[str, Any], given: Sequence[str], pee
             else:
                 with StoreAtRest(place.newest, generation=place.generation) as other:
                     earlier = resuming.earlier(other, place.newest, NAME, wishes)
-                for key in [key for key in store if key.startswith(f"{NAME}/")]:  # an older model; the next commit drops it
-                    store.delete(key)
+                store.delete_owned(model_named(NAME))  # an older model; the next commit drops it
             options = _of_first(earlier.options, peers)
             recording = _refuse_unwritable(options, earlier.step)
             text = open_text(options.text, options.context, stack)

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 from transformers.cache_utils import DummyLayer
 
-from tiered import Access, ManifestError, MisuseError, StoreClosed, TieredStore, Touch, Use
+from tiered import Access, ManifestError, MisuseError, Owner, StoreClosed, TieredStore, Touch, Use
 from tiered.errors import expect_type
 from tiered.integrations.transformers.kv_layer import Copies, Extent, PagedLayer
 from tiered.integrations.transformers.kv_model import ARGUMENT, NO_STATE, WatchingCache, unwatch, watch, windows
@@ -145,9 +145,8 @@ class TieredCache(WatchingCache):
             )
         if name in _open.get(store, ()):
             raise MisuseError(f"the cache {name!r} in {store} is open already: close() it first, or give another name=")
-        prefix = _prefix(name)
-        if any(key.startswith(f"{name}/") and not key.startswith(f"{prefix}/") for key in store):
-            raise MisuseError(f"{store} has tensors of something else named {name!r}, such as a model: give another name=")
+        prefix, self._owner = _prefix(name), Owner("cache", name)
+        store.claim(self._owner)
         self._store, self._name, self._block = store, name, block
         self._model: Callable[[], Any] = weakref.ref(model)
         self._layers: list[PagedLayer] = []
@@ -157,7 +156,7 @@ class TieredCache(WatchingCache):
             if window == NO_STATE:
                 layers.append(DummyLayer())
                 continue
-            layer = PagedLayer(store, f"{prefix}/{len(layers)}", block, window, copies)
+            layer = PagedLayer(store, self._owner, f"{prefix}/{len(layers)}", block, window, copies)
             layers.append(layer)
             self._layers.append(layer)
         super().__init__(layers=layers)
@@ -240,7 +239,7 @@ class TieredCache(WatchingCache):
         for mine, theirs in zip(self._layers, other._layers, strict=True):
             for block in mine.extent.blocks:
                 with self._store.lease(mine.key(block)) as flat:
-                    self._store.put(theirs.key(block), flat)
+                    self._store.put(theirs.key(block), flat, owner=other._owner)
             theirs.geometry, theirs.is_initialized = mine.geometry, mine.is_initialized
             theirs.next_serial = mine.next_serial
         other._turn = self._turn
@@ -280,7 +279,7 @@ class TieredCache(WatchingCache):
             [LayerRecord.of(*one) for one in zip(self._layers, turn.extents, strict=True)],
         )
         self._stamp()
-        self._store.put(_record_key(self._name), tensor_of(record))
+        self._store.put(_record_key(self._name), tensor_of(record), owner=self._owner)
         self._fix()
         self._collect(self._referenced())
         return self._store.commit()
@@ -348,7 +347,7 @@ class TieredCache(WatchingCache):
             stay = {block.serial for block in new.blocks}
             for block in old.blocks:
                 if block.serial not in stay and block.serial not in layer.fixed and layer.key(block) in self._store:
-                    self._store.delete(layer.key(block))
+                    self._store.delete(layer.key(block), owner=self._owner)
 
     def _settle(self) -> None:
         """Have the layers be as the turn says: a forward that did not end is forgotten."""
@@ -368,11 +367,10 @@ class TieredCache(WatchingCache):
         return blocks | {_record_key(self._name), _stamp_key(self._name)}
 
     def _collect(self, referenced: Collection[str]) -> None:
-        """Delete the other tensors of this name, and have later blocks have numbers of their own."""
-        prefix = f"{_prefix(self._name)}/"
-        for key in list(self._store):
-            if key.startswith(prefix) and key not in referenced:
-                self._store.delete(key)
+        """Delete the other tensors of this cache, and have later blocks have numbers of their own."""
+        for key in self._store.owned(self._owner):
+            if key not in referenced:
+                self._store.delete(key, owner=self._owner)
         for layer in self._layers:
             layer.next_serial = max([layer.next_serial, *(block.serial + 1 for block in layer.extent.blocks)])
 
@@ -493,7 +491,7 @@ class TieredCache(WatchingCache):
         """Write a number that the store has not had before, so that a rollback of the store is noticed."""
         number = (self._stamps[-1] + 1) % STAMPS if self._stamps else secrets.randbelow(STAMPS)
         self._stamps = (*self._stamps[-1:], number)  # an interrupted call leaves the one or the other
-        self._store.put(_stamp_key(self._name), torch.tensor([number]))
+        self._store.put(_stamp_key(self._name), torch.tensor([number]), owner=self._owner)
 
     def _refuse_rolled_back(self) -> None:
         key = _stamp_key(self._name)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from tiered import MisuseError, TensorSpec, TieredStore
+from tiered import MisuseError, Owner, TensorSpec, TieredStore
 
 __all__ = ["Block", "Copies", "Extent", "Geometry", "PagedLayer"]
 
@@ -124,7 +124,7 @@ class _Token:
 
 
 class PagedLayer(CacheLayerMixin):
-    """Keys and values of one layer, in blocks named ``PREFIX/SERIAL`` in ``store``.
+    """Keys and values of one layer, in blocks of ``owner`` named ``PREFIX/SERIAL`` in ``store``.
 
     ``block``: tokens of a block. ``window``: the layer's sliding window or chunk, None where each token attends to all before
     it. With a window all tokens stay in the store, and only those within it are read. ``copies`` is shared by all layers.
@@ -133,7 +133,9 @@ class PagedLayer(CacheLayerMixin):
     is_compileable = False
     is_croppable = True
 
-    def __init__(self, store: TieredStore, prefix: str, block: int, window: int | None, copies: Copies) -> None:
+    def __init__(
+        self, store: TieredStore, owner: Owner, prefix: str, block: int, window: int | None, copies: Copies
+    ) -> None:
         super().__init__()
         self.is_sliding = window is not None
         self.sliding_window = window
@@ -142,7 +144,8 @@ class PagedLayer(CacheLayerMixin):
         self.fixed: Mapping[int, int] = {}
         """How many tokens of each block, by serial number, must stay as they are."""
         self.next_serial = 0
-        self._store, self._prefix, self._block, self._copies = store, prefix, block, copies
+        self._store, self._owner, self._prefix = store, owner, prefix
+        self._block, self._copies = block, copies
 
     def key(self, block: Block) -> str:
         """Return the name of a block's tensor."""
@@ -301,7 +304,7 @@ class PagedLayer(CacheLayerMixin):
         flat = torch.zeros(elements, dtype=geometry.dtype, device=states[0].device)
         for part, given in zip(self._parts(flat, block.stored), states, strict=True):
             part[:, :, : given.shape[2]].copy_(given)
-        self._store.put(self.key(block), flat)
+        self._store.put(self.key(block), flat, owner=self._owner)
         return block
 
 

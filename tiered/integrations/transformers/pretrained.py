@@ -36,6 +36,7 @@ from tiered.packing.quantised import QUANTIZE, Loss, Quantize
 from tiered.zero.build.deferred import CODES, Deferred, Files
 from tiered.zero.page import page_filling
 from tiered.zero.paging.pager import pager_of
+from tiered.zero.paging.storage import model_named
 
 __all__ = ["UNIT", "from_pretrained", "import_model", "open_model", "open_tokenizer", "quietly", "reading_one_at_a_time"]
 
@@ -366,13 +367,20 @@ def import_model(
     dtype = stored if compute is None else compute
     policy = zero.Policy(storage=None if dtype is stored else stored, quantize=quantize)
     source = _source(path, cls, dtype, policy, largest_unit, options)
-    held = any(key.startswith(f"{name}/") for key in store)
+    held = bool(store.owned(model_named(name)))
     goes_on = _goes_on(store, name, source, existing)
     if held and goes_on is None and existing == "refuse":
         raise MisuseError(f"{store} already has a model named {name!r}: give another name=, or existing='overwrite'")
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     finished = held and f"{name}/files/{UNFINISHED}" not in store
-    filling = Import(store, name, source, goes_on=goes_on, commits=not finished and not several, told=progress)
+    filling = Import(
+        *(store, name, source),
+        goes_on=goes_on,
+        over="finished" if finished else "nothing",
+        commits=not finished and not several,
+        verify=verify,
+        told=progress,
+    )
     if goes_on is not None:
         largest_unit = min(largest_unit, goes_on.unit)
     prepare = None if dtype is stored else lambda model: _refuse_rounding(model, path, stored)
@@ -383,8 +391,6 @@ def import_model(
         ):
             paging |= {"name": name, "policy": policy, "largest_unit": largest_unit, "slice_weights": True}
             around_experts(page_filling(model, store, filling, **paging))
-            if verify:
-                filling.verify()
         files[CONFIG] = model.config.to_json_string().encode()  # options may have changed it
         opening = {"class": type(model).__name__, "stored": _named(stored), "compute": _named(dtype)}
         if quantize is not None:
@@ -394,6 +400,7 @@ def import_model(
         filling.complete(path)
         keep(store, name, files, opening)
         zero.commit(model)
+        filling.committed()
     except BaseException as error:
         filling.stop(error)
         raise

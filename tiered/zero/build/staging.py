@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from tiered import CapacityError, MisuseError, TieredStore
+from tiered import CapacityError, MisuseError, Owner, TieredStore
 from tiered.errors import expect_type
 from tiered.system import Trimmer, beside_pool, refuse_little_room
 from tiered.zero.paging.unit import Placeholder
@@ -36,6 +36,7 @@ from tiered.zero.paging.units import ALL
 __all__ = ["PREFIX", "Staged", "Window", "current", "find"]
 
 PREFIX = "zero.init/"
+_OWNER = Owner("build", PREFIX.rstrip("/"))
 """Keys of parameters that wait in the store to be paged. Nobody else's: what a run left there, the next one deletes."""
 WINDOW_SHARE = 8
 """The window is this fraction of the pool, as far as what a process may take beside the pool allows."""
@@ -95,8 +96,7 @@ class Window:
         self.building = False  # a zero.init block is in force, in some thread
         self._gone: SimpleQueue[tuple[int, str | None]] = SimpleQueue()
         self._trimmer = Trimmer(pool)
-        for key in [key for key in store if key.startswith(PREFIX)]:
-            store.delete(key)
+        store.delete_owned(_OWNER)
 
     @staticmethod
     def of(store: TieredStore) -> Window:
@@ -128,7 +128,7 @@ class Window:
             if found is not None and found.key == key:
                 del self._staged[where]
             with suppress(MisuseError):  # not there any more, or the store is closed
-                self.store.delete(key)
+                self.store.delete(key, owner=_OWNER)
 
     def staged(self, tensor: torch.Tensor) -> Staged | None:
         """Return the value behind a placeholder, if ``tensor`` is on one of this window's."""
@@ -264,7 +264,7 @@ class Window:
             placeholder.memory(),
             placeholder.pattern,
         )
-        self.store.put(key, parameter)
+        self.store.put(key, parameter, owner=_OWNER)
         with torch.inference_mode(False):
             parameter.data = placeholder.tensor
         self._forget(where)
@@ -295,7 +295,7 @@ class Window:
             if found.context == context and not found.lost:
                 found.lost = True
                 with suppress(MisuseError):
-                    self.store.delete(found.key)
+                    self.store.delete(found.key, owner=_OWNER)
         for where, resident in list(self._resident.items()):
             if resident.context == context:
                 self._forget(where)

@@ -267,13 +267,15 @@ def write_record(store: TieredStore, name: str, record: Mapping[str, Any]) -> No
         return f"{name}/checkpoint/{len(larger)}"
 
     written = dumps(record, "the checkpoint", keep)
-    CheckpointRecord(store, name).invalidate()  # what comes now is another record's
+    before = CheckpointRecord(store, name)
+    owner = before.owner
+    before.invalidate()  # what comes now is another record's
     parts = {f"{name}/checkpoint/{number}": tensor for number, tensor in enumerate(larger, 1)}
-    for key in [key for key in store if key.startswith(f"{name}/checkpoint/") and key not in parts]:
-        store.delete(key)
+    for key in [key for key in store.owned(owner) if key.startswith(f"{name}/checkpoint/") and key not in parts]:
+        store.delete(key, owner=owner)
     for key, tensor in parts.items():
-        store.put(key, tensor)
-    store.put(f"{name}/checkpoint", torch.frombuffer(bytearray(written), dtype=torch.uint8))
+        store.put(key, tensor, owner=owner)
+    store.put(before.key, torch.frombuffer(bytearray(written), dtype=torch.uint8), owner=owner)
 
 
 def _of_unit(unit: Unit) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from tiered.zero.checkpoint.loaders import random_states
 from tiered.zero.checkpoint.reshard import Elements, reshard
 from tiered.zero.paging.pager import Pager
 from tiered.zero.paging.sharding import Unsharded
+from tiered.zero.paging.storage import model_named
 from tiered.zero.paging.units import Limits, ModelPlan, Placement, UnitPlan
 from tiered.zero.paging.update import flat_view, split
 from tiered.zero.record import VERSION
@@ -251,7 +252,7 @@ def put(
 
     Raises MisuseError where there is a model of that name, TorchFileError, and what the store raises.
     """
-    if any(key.startswith(f"{name}/") for key in store):
+    if store.owned(model_named(name)):
         raise MisuseError(f"{store} has tensors of a model named {name!r} already: give another name, or overwrite them")
     pool = min(tier.capacity for tier in store.statistics().tiers if tier.name != "nvme")
     units = []
@@ -289,8 +290,8 @@ def replace(pager: Pager, source: Elements) -> None:
     pager.give_up()
     pager.intent.spoil(HALF_TAKEN)
     store = pager.store
-    for key in [key for key in store if key.startswith(f"{pager.name}/param/")]:
-        store.delete(key)
+    for key in [key for key in store.owned(pager.owner) if key.startswith(f"{pager.name}/param/")]:
+        store.delete(key, owner=pager.owner)
     reshard(source, store, plan, pager.partition)
     recall(pager)
     pager.intent.forget()

@@ -22,6 +22,7 @@ from tiered import Access, ManifestError, MisuseError, TensorSpec, TieredStore
 from tiered.store.at_rest import StoreAtRest
 from tiered.zero.checkpoint.checkpoint import Readable, layout_of, pending_of, read_record, write_record
 from tiered.zero.paging.sharding import Partition
+from tiered.zero.paging.storage import TensorStore, in_top_tier, model_named
 from tiered.zero.paging.units import Limits, ModelPlan, Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import States
 from tiered.zero.rank_stores import has_commit, newest_set, sets_in
@@ -349,7 +350,9 @@ def reshard(source: Elements, store: TieredStore, plan: ModelPlan, partition: Pa
     Raises MisuseError where the model is another than was committed, and what reading ``source`` raises; then nothing of it
     stays in ``store``.
     """
-    name, there = source.name, set(store)
+    name = source.name
+    owner = model_named(name)
+    there = set(store.owned(owner))
     known = {p.name if p.sliced is None else p.sliced.name for unit in plan.units for p in unit.placements}
     lost = sorted(source.names - known)
     if lost:
@@ -363,8 +366,8 @@ def reshard(source: Elements, store: TieredStore, plan: ModelPlan, partition: Pa
         layout = layout_of(plan.units, plan.limits, partition)
         write_record(store, name, {**mine, "layout": layout, "units": units, "optimizer": optimizer})
     except BaseException:
-        for key in [key for key in store if key.startswith(f"{name}/") and key not in there]:
-            store.delete(key)
+        for key in [key for key in store.owned(owner) if key not in there]:
+            store.delete(key, owner=owner)
         raise
 
 
@@ -384,8 +387,9 @@ def _row_major_of(shape: torch.Size) -> tuple[int, ...]:
 
 
 def _reshard_unit(
-    source: Elements, store: TieredStore, unit: UnitPlan, limits: Limits, partition: Partition
+    source: Elements, whole_store: TieredStore, unit: UnitPlan, limits: Limits, partition: Partition
 ) -> dict[str, Any]:
+    store = in_top_tier(whole_store, model_named(source.name))
     key, parts = f"{source.name}/param/{unit.name}", unit.parts(partition.rank)
     for placement in unit.placements:
         source.refuse_other(placement)
@@ -435,7 +439,7 @@ def _reshard_unit(
 
 def _put_gradients(
     source: Elements,
-    store: TieredStore,
+    store: TensorStore,
     key: str,
     unit: UnitPlan,
     parts: Mapping[Placement, Placement],

@@ -19,7 +19,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from tiered import CapacityError, ManifestError, MisuseError, TieredStore
+from tiered import CapacityError, ManifestError, MisuseError, Owner, TieredStore
 from tiered.zero.collectives import Ranks, Under
 from tiered.zero.optimizers.resident_shard import LocalShard
 from tiered.zero.paging.storage import TensorStore, host, in_dram
@@ -246,7 +246,8 @@ class Resident:
         if ranks is not None:
             pool = int(ranks.all_gather(torch.tensor([pool], device="cpu"), "the smallest pool").amin())
         self._limit = min(Limits.of(pool).chunk, max(1, ROUND // self._size // STEP) * STEP)
-        self._held = [key for key in store if key.startswith(f"{name}/")]
+        self.owner = Owner("optimizer", name)
+        self._held = store.owned(self.owner)
         if self._held and existing == "refuse":
             raise MisuseError(
                 f"the store already holds {len(self._held)} tensors under {name!r}: give another name=, existing='overwrite', "
@@ -330,7 +331,7 @@ class Resident:
             if _of_whole(rule):
                 for share, cut in self._owned(row, limit):
                     key = f"{self.name}/{group}/{len(rounds)}"
-                    rounds.append(Round(in_dram(self.store), key, cut, share, self._rank, rule))
+                    rounds.append(Round(in_dram(self.store, self.owner), key, cut, share, self._rank, rule))
                 continue
             step = _step(rule)
             share = _even(math.ceil(sum(_up(local.numel, step) for local in row) / self._size), limit, step)
@@ -348,7 +349,8 @@ class Resident:
                     at, begin = at + _up(end - begin, step), end
             first = len(rounds)
             for number, segments in enumerate(rows, first):
-                rounds.append(Round(in_dram(self.store), f"{self.name}/{group}/{number}", segments, share, self._rank, rule))
+                key = f"{self.name}/{group}/{number}"
+                rounds.append(Round(in_dram(self.store, self.owner), key, segments, share, self._rank, rule))
         return rounds
 
     def write(self) -> list[int]:
@@ -366,14 +368,14 @@ class Resident:
                 f"of all: {'; '.join(map(_in_words, everybody))}): open generations of one step"
             )
         for key in () if self._resume else self._held:
-            self.store.delete(key)
+            self.store.delete(key, owner=self.owner)
         self._held, self._written = [], True
         for group, layout in enumerate(self._layouts):
             key = f"{self.name}/{group}/layout"
             if key not in self.store:
-                self.store.put(key, torch.frombuffer(bytearray(layout), dtype=torch.uint8))
+                self.store.put(key, torch.frombuffer(bytearray(layout), dtype=torch.uint8), owner=self.owner)
         if more:
-            self.store.put(self._key, steps)
+            self.store.put(self._key, steps, owner=self.owner)
         return mine[: len(self.locals)]
 
     def _compare_shards(self) -> None:
@@ -438,13 +440,13 @@ class Resident:
             for local in updates:
                 local.bind()
                 local.refuse_infinite()
-            self.store.delete(self._key)
+            self.store.delete(self._key, owner=self.owner)
             self._run(updates)
         finally:
             for local in updates:
                 local.unbind()
         steps = [step + (local in updates) for local, step in zip(self.locals, steps, strict=True)]
-        self.store.put(self._key, torch.tensor(steps, dtype=torch.int64, device="cpu"))
+        self.store.put(self._key, torch.tensor(steps, dtype=torch.int64, device="cpu"), owner=self.owner)
         return steps
 
     def _agreed_steps(self, rules: Sequence[UpdateRule]) -> list[int]:
@@ -532,7 +534,7 @@ class Resident:
             for local in found:
                 local.bind()
                 if not local.numel:
-                    empty = States(in_dram(self.store), "", [], 1, {local.dtype})
+                    empty = States(in_dram(self.store, self.owner), "", [], 1, {local.dtype})
                     empty.use(local.name, kept_by(self._rules[local.group], empty.wide))
                     found[local] = dict(empty.blank(Segment.made(local, 0, 0, 0)))
             for here in self._rounds:
@@ -568,7 +570,7 @@ class Resident:
                     for name, value in state.items()
                 }
             if self._key in self.store:
-                self.store.delete(self._key)
+                self.store.delete(self._key, owner=self.owner)
             for here in self._rounds:
                 for segment in here.own:
                     if segment.local in flat:
@@ -582,7 +584,7 @@ class Resident:
             for local in given:
                 local.unbind()
         counts = [steps.get(index, 0) for index in range(len(self.locals))]
-        self.store.put(self._key, torch.tensor(counts, dtype=torch.int64, device="cpu"))
+        self.store.put(self._key, torch.tensor(counts, dtype=torch.int64, device="cpu"), owner=self.owner)
         return counts
 
 

@@ -236,7 +236,8 @@ class Pager:
         self.limits = plan.limits
         self.checkpoint, chunk = CheckpointRecord(store, name), plan.limits.chunk
         self.intent, self._leases = Intent(), Leases.of(store)
-        updates, self.update_tier = in_update_tier(store, config.update_tier), config.update_tier
+        self.owner = self.checkpoint.owner
+        updates, self.update_tier = in_update_tier(store, config.update_tier, self.owner), config.update_tier
         if plan.read_only:
             for parameter in model.parameters():
                 parameter.requires_grad = False
@@ -561,7 +562,7 @@ class Pager:
         if not self._accesses:
             self.start_anew()
         with ExitStack() as stack:
-            with self._leases.registered(self.store.lease(keys), keys):  # each unit's own lease is granted at once then
+            with self._leases.registered(self.store.lease(keys), self.owner):  # each unit's own lease is granted at once then
                 stack.enter_context(self.accessing(chosen, Access.READ))
             yield
 
@@ -704,7 +705,7 @@ class Pager:
             except TieredError as problem:
                 error = problem
         self._bases.clear()
-        self._leases.end(self.name)
+        self._leases.end(self.owner)
         if self.splitter is not None:
             self.splitter.reset()
         if error is not None:

@@ -329,7 +329,7 @@ class PendingReduction:
         self._ranks, self._unit, self._local, self._wanted = ranks, unit, _local(unit), wanted
         self._room = ExitStack()
         whole = self._local.complete()
-        key, store = f"{self._local.key}/received", in_dram(unit.store)
+        key, store = f"{self._local.key}/received", in_dram(unit.store, unit.owner)
         store.create(key, TensorSpec("uint8", (whole.numel(),), 1))
         self._room.callback(store.delete, key)
         try:

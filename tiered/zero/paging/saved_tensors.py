@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tiered import MisuseError, TieredStore
 from tiered.store.activations import Hooks, are_offloading
-from tiered.zero.paging.storage import TensorStore, in_top_tier
+from tiered.zero.paging.storage import TensorStore, in_top_tier, model_named
 
 __all__ = [
     "SMALL",
@@ -306,7 +306,8 @@ class ActivationStore:
     """
 
     def __init__(self, store: TieredStore, name: str, piece: int) -> None:
-        self._all, self._store, self._prefix, self._piece = store, in_top_tier(store), f"{name}/input", piece
+        self._all, self._owner, self._prefix, self._piece = store, model_named(name), f"{name}/input", piece
+        self._store = in_top_tier(store, self._owner)
         self._books = _Books()
 
     def keep(self, label: str, tensor: torch.Tensor, sizes: Sequence[int]) -> list[SavedActivation] | None:
@@ -359,7 +360,7 @@ class ActivationStore:
     def forget(self) -> None:
         """Delete everything, because the store went back to a commit: graphs of before cannot be used any more."""
         self._books.over = True
-        for key in [key for key in self._all if key.startswith(f"{self._prefix}/")]:
+        for key in [key for key in self._all.owned(self._owner) if key.startswith(f"{self._prefix}/")]:
             self._store.delete(key)
         self._books = _Books()
 

@@ -19,7 +19,7 @@ from uuid import uuid4
 import torch
 from torch import nn
 
-from tiered import Access, CommitError, MisuseError, RankError, TensorSpec, TieredError, TieredStore
+from tiered import Access, CommitError, MisuseError, Owner, RankError, TensorSpec, TieredError, TieredStore
 from tiered.zero.collectives import Agree, Ranks, Term
 from tiered.zero.paging.gradients import Arriving, LocalGradients, UnitGradients
 from tiered.zero.paging.storage import AllGathered, CheckpointRecord, Local, ParameterStorage, Replicated, TensorStore, in_dram
@@ -49,7 +49,9 @@ class Stage(Protocol):
         """Make the storage of one unit's parameters. ``updates``: the store, where updates are computed."""
         ...
 
-    def filling(self, store: TieredStore, key: str, plan: UnitPlan, ranks: Ranks) -> AbstractContextManager[torch.Tensor]:
+    def filling(
+        self, store: TieredStore, owner: Owner, key: str, plan: UnitPlan, ranks: Ranks
+    ) -> AbstractContextManager[torch.Tensor]:
         """Give memory for the first values of a unit, as ``Partition.filling`` does."""
         ...
 
@@ -66,8 +68,10 @@ class Stage1:
     ) -> ParameterStorage:
         return Replicated(store, key, checkpoint, updates, plan, ranks)
 
-    def filling(self, store: TieredStore, key: str, plan: UnitPlan, ranks: Ranks) -> AbstractContextManager[torch.Tensor]:
-        return Unsharded().filling(store, key, plan)
+    def filling(
+        self, store: TieredStore, owner: Owner, key: str, plan: UnitPlan, ranks: Ranks
+    ) -> AbstractContextManager[torch.Tensor]:
+        return Unsharded().filling(store, owner, key, plan)
 
 
 @dataclass(frozen=True)
@@ -82,8 +86,10 @@ class Stage2:
     ) -> ParameterStorage:
         return Replicated(store, key, checkpoint, updates, plan, ranks)
 
-    def filling(self, store: TieredStore, key: str, plan: UnitPlan, ranks: Ranks) -> AbstractContextManager[torch.Tensor]:
-        return Unsharded().filling(store, key, plan)
+    def filling(
+        self, store: TieredStore, owner: Owner, key: str, plan: UnitPlan, ranks: Ranks
+    ) -> AbstractContextManager[torch.Tensor]:
+        return Unsharded().filling(store, owner, key, plan)
 
 
 @dataclass(frozen=True)
@@ -98,9 +104,11 @@ class Stage3:
         return AllGathered(store, key, checkpoint, updates, plan, ranks)
 
     @contextmanager
-    def filling(self, store: TieredStore, key: str, plan: UnitPlan, ranks: Ranks) -> Iterator[torch.Tensor]:
-        share, host = plan.stored_nbytes // plan.shares, in_dram(store)
-        gathered = AllGathered(store, key, CheckpointRecord(store, key), host, plan, ranks)
+    def filling(
+        self, store: TieredStore, owner: Owner, key: str, plan: UnitPlan, ranks: Ranks
+    ) -> Iterator[torch.Tensor]:
+        share, host = plan.stored_nbytes // plan.shares, in_dram(store, owner)
+        gathered = AllGathered(store, key, CheckpointRecord(store, owner.name), host, plan, ranks)
         host.create(key, TensorSpec("uint8", (share,), 1))
         with gathered.room() as unit:
             yield unit
@@ -141,11 +149,13 @@ class Partition(Protocol):
         """Make the storage of one unit's parameters. ``updates``: the store, where updates are computed."""
         ...
 
-    def arriving(self, store: TieredStore, key: str, plan: UnitPlan, gradients: UnitGradients) -> Arriving:
+    def arriving(
+        self, store: TieredStore, owner: Owner, key: str, plan: UnitPlan, gradients: UnitGradients
+    ) -> Arriving:
         """Return where backward's gradients of a unit go."""
         ...
 
-    def filling(self, store: TieredStore, key: str, plan: UnitPlan) -> AbstractContextManager[torch.Tensor]:
+    def filling(self, store: TieredStore, owner: Owner, key: str, plan: UnitPlan) -> AbstractContextManager[torch.Tensor]:
         """Give host memory for all of a unit as it is in the store (uint8), to be filled with its first values; ``key`` has
         them then."""
         ...
@@ -213,12 +223,14 @@ class Unsharded:
     ) -> ParameterStorage:
         return Local(store, key, checkpoint, updates)
 
-    def arriving(self, store: TieredStore, key: str, plan: UnitPlan, gradients: UnitGradients) -> Arriving:
+    def arriving(
+        self, store: TieredStore, owner: Owner, key: str, plan: UnitPlan, gradients: UnitGradients
+    ) -> Arriving:
         return gradients
 
     @contextmanager
-    def filling(self, store: TieredStore, key: str, plan: UnitPlan) -> Iterator[torch.Tensor]:
-        host = in_dram(store)
+    def filling(self, store: TieredStore, owner: Owner, key: str, plan: UnitPlan) -> Iterator[torch.Tensor]:
+        host = in_dram(store, owner)
         host.create(key, TensorSpec("uint8", (plan.stored_nbytes,), 1))
         with host.lease(key, access=Access.WRITE) as unit:
             yield unit
@@ -284,12 +296,14 @@ class Sharded:
     ) -> ParameterStorage:
         return self.stage.stored(store, updates, key, plan, checkpoint, self.ranks)
 
-    def arriving(self, store: TieredStore, key: str, plan: UnitPlan, gradients: UnitGradients) -> Arriving:
-        return LocalGradients(in_dram(store), f"{key}/local", plan, gradients)
+    def arriving(
+        self, store: TieredStore, owner: Owner, key: str, plan: UnitPlan, gradients: UnitGradients
+    ) -> Arriving:
+        return LocalGradients(in_dram(store, owner), f"{key}/local", plan, gradients)
 
     @contextmanager
-    def filling(self, store: TieredStore, key: str, plan: UnitPlan) -> Iterator[torch.Tensor]:
-        with self.stage.filling(store, key, plan, self.ranks) as unit:
+    def filling(self, store: TieredStore, owner: Owner, key: str, plan: UnitPlan) -> Iterator[torch.Tensor]:
+        with self.stage.filling(store, owner, key, plan, self.ranks) as unit:
             yield unit
             self.ranks.broadcast(unit, f"the first values of {key!r}")
             del unit

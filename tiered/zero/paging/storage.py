@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol, cast, overload
 import torch
 import xxhash
 
-from tiered import Access, MisuseError, Span, TensorSpec, TieredStore
+from tiered import Access, MisuseError, Owner, Span, TensorSpec, TieredStore
 from tiered.zero.collectives import Ranks, Under
 from tiered.zero.leases import Leases, Opened
 from tiered.zero.paging.units import UnitPlan
@@ -39,6 +39,7 @@ __all__ = [
     "in_dram",
     "in_top_tier",
     "in_update_tier",
+    "model_named",
 ]
 
 UpdateTier = Literal["dram", "hbm"]
@@ -69,11 +70,17 @@ class TensorStore(Protocol):
     def span(self, kind: str, name: str) -> AbstractContextManager[Any]: ...
 
 
-class TierView:
-    """View of a store whose tensors are created and leased in ``tier`` (None: the top one). ``Leases`` registers each lease."""
+def model_named(name: str) -> Owner:
+    """Return the owner of all tensors of the model ``name`` in its store."""
+    return Owner("model", name)
 
-    def __init__(self, store: TieredStore, tier: str | None) -> None:
-        self._store, self._tier = store, tier
+
+class TierView:
+    """View of a store whose tensors are ``owner``'s, and are created and leased in ``tier`` (None: the top one). ``Leases``
+    registers each lease."""
+
+    def __init__(self, store: TieredStore, tier: str | None, owner: Owner) -> None:
+        self._store, self._tier, self._owner = store, tier, owner
         self._leases = Leases.of(store)
 
     def __contains__(self, key: object) -> bool:
@@ -86,32 +93,32 @@ class TierView:
         return self._store.get(key)
 
     def put(self, key: str, tensor: torch.Tensor) -> None:
-        self._store.put(key, tensor)
+        self._store.put(key, tensor, owner=self._owner)
 
     def create(self, key: str, spec: TensorSpec) -> None:
-        self._store.create(key, spec, tier=self._tier)
+        self._store.create(key, spec, tier=self._tier, owner=self._owner)
 
     def delete(self, key: str) -> None:
-        self._store.delete(key)
+        self._store.delete(key, owner=self._owner)
 
     def lease(self, key: Any, *, access: Access = Access.READ) -> Any:
-        return self._leases.registered(self._store.lease(key, access=access, tier=self._tier), key)
+        return self._leases.registered(self._store.lease(key, access=access, tier=self._tier), self._owner)
 
     def span(self, kind: str, name: str) -> Span:
         return self._store.span(kind, name)
 
 
-def in_top_tier(store: TieredStore) -> TensorStore:
+def in_top_tier(store: TieredStore, owner: Owner) -> TensorStore:
     """Return a view of ``store`` in the tier where parameters compute."""
-    return TierView(store, None)
+    return TierView(store, None, owner)
 
 
-def in_dram(store: TieredStore) -> TensorStore:
+def in_dram(store: TieredStore, owner: Owner) -> TensorStore:
     """Return a view of ``store`` in host memory."""
-    return TierView(store, "dram")
+    return TierView(store, "dram", owner)
 
 
-def in_update_tier(store: TieredStore, tier: UpdateTier) -> TensorStore:
+def in_update_tier(store: TieredStore, tier: UpdateTier, owner: Owner) -> TensorStore:
     """Return a view of ``store`` in the tier where updates are computed. Raises MisuseError for a tier that the store does not
     have."""
     names = [one.name for one in store.statistics().tiers]
@@ -119,7 +126,7 @@ def in_update_tier(store: TieredStore, tier: UpdateTier) -> TensorStore:
         raise MisuseError(f"update_tier is 'dram' or 'hbm', not {tier!r}")
     if tier not in names:
         raise MisuseError(f"update_tier={tier!r}: this store has no such tier; open it with hbm=, or leave update_tier out")
-    return TierView(store, tier)
+    return TierView(store, tier, owner)
 
 
 def pair(store: TensorStore, first: str, second: str) -> AbstractContextManager[tuple[torch.Tensor, torch.Tensor]]:
@@ -168,7 +175,7 @@ class CheckpointRecord:
     """
 
     def __init__(self, store: TieredStore, name: str) -> None:
-        self.key = f"{name}/checkpoint"
+        self.key, self.owner = f"{name}/checkpoint", model_named(name)
         self._store = store
         self._changed_in: int | None = None
         self._awaited = self._applying = False
@@ -216,7 +223,7 @@ class CheckpointRecord:
             self.resumed()
         self.note()
         if self.key in self._store:
-            self._store.delete(self.key)
+            self._store.delete(self.key, owner=self.owner)
 
 
 class ParameterStorage(Protocol):
@@ -266,7 +273,8 @@ class Local:
     where updates are computed."""
 
     def __init__(self, store: TieredStore, key: str, checkpoint: CheckpointRecord, updates: TensorStore) -> None:
-        self._store, self._top, self._key, self._checkpoint, self._updates = store, in_top_tier(store), key, checkpoint, updates
+        self._store, self._top, self._key = store, in_top_tier(store, checkpoint.owner), key
+        self._checkpoint, self._updates = checkpoint, updates
         self._lease = Opened()
 
     def prefetch(self) -> None:
@@ -321,7 +329,7 @@ class Replicated(Local):
 
     def refresh(self) -> None:
         if self._stale:
-            with self._leased(in_dram(self._store), Access.WRITE) as unit:
+            with self._leased(in_dram(self._store, self._checkpoint.owner), Access.WRITE) as unit:
                 self._ranks.gather(unit, unit[self._share], f"the updated parameters of {self._key!r}").wait()
                 del unit
             self._stale = False
@@ -356,8 +364,8 @@ class AllGathered:
     def __init__(
         self, store: TieredStore, key: str, checkpoint: CheckpointRecord, updates: TensorStore, plan: UnitPlan, ranks: Ranks
     ) -> None:
-        self._top, self._key, self._checkpoint, self._ranks = in_top_tier(store), key, checkpoint, ranks
-        self._updates, self._host = updates, in_dram(store)
+        self._top, self._key, self._checkpoint, self._ranks = in_top_tier(store, checkpoint.owner), key, checkpoint, ranks
+        self._updates, self._host = updates, in_dram(store, checkpoint.owner)
         self._gathered = f"{key}/gathered"
         self._nbytes = plan.stored_nbytes
         share = plan.stored_nbytes // plan.shares
@@ -504,8 +512,8 @@ class Cast:
     tensor in the top tier, which is deleted after use. In a store that is open for reading, which makes no tensors, they are
     cast into memory of torch's, beside the store's budget: as much as the units that are in use at a time."""
 
-    def __init__(self, source: ParameterStorage, store: TieredStore, key: str, plan: UnitPlan) -> None:
-        self._source, self._store, self._plan = source, in_top_tier(store), plan
+    def __init__(self, source: ParameterStorage, store: TieredStore, owner: Owner, key: str, plan: UnitPlan) -> None:
+        self._source, self._store, self._plan = source, in_top_tier(store, owner), plan
         self._key = f"{key}/converted"
         self._lease = Opened()
         self._beside = _Beside.of(store) if store.access is Access.READ else None

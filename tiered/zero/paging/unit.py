@@ -150,6 +150,7 @@ class Unit:
         intent: Intent,
     ) -> None:
         self.store, self.plan, self._checkpoint, self._partition = store, plan, checkpoint, partition
+        self.owner = checkpoint.owner
         self.key = f"{prefix}/param/{plan.name}"
         self.version = 0
         self.updates = 0
@@ -158,11 +159,11 @@ class Unit:
         self.base: torch.Tensor | None = None
         self.parts = plan.parts(partition.rank)
         storage = partition.stored(store, updates, self.key, plan, checkpoint)
-        self.storage: ParameterStorage = Cast(storage, store, self.key, plan) if plan.converted else storage
+        self.storage: ParameterStorage = Cast(storage, store, checkpoint.owner, self.key, plan) if plan.converted else storage
         self.gradients = UnitGradients(
             updates, f"{self.key}/grad", plan.placements, self.parts, checkpoint, self.apply_update
         )
-        self.arriving = partition.arriving(store, self.key, plan, self.gradients)
+        self.arriving = partition.arriving(store, checkpoint.owner, self.key, plan, self.gradients)
         self._holders = 0
         self._in_use = False  # from before the parameters are given memory until after it is taken away
         self._access = Access.READ
