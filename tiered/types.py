@@ -36,6 +36,7 @@ __all__ = [
     "Urgency",
     "Use",
     "format_size",
+    "owner_decoded",
     "parse_size",
 ]
 
@@ -98,18 +99,23 @@ class Owner:
         """The owner as a manifest has it."""
         return f"{self.kind}:{self.name}"
 
-    @staticmethod
-    @lru_cache(4096)
-    def decoded(text: str) -> Owner | None:
-        """Return the owner that ``encoded`` describes, the same object for the same text; None for the empty text, which is the
-        user."""
-        kind, colon, name = text.partition(":")
-        return Owner(kind, name) if colon else None
+    def __post_init__(self) -> None:
+        kind, name = self.kind, self.name
+        if not isinstance(kind, str) or not isinstance(name, str) or not kind or ":" in kind:
+            raise MisuseError(f"an owner is a kind, in words without a colon, and a name, not {kind!r:.100} and {name!r:.100}")
 
     def apart(self, other: Owner) -> bool:
         """Return whether both may be in one store: the same, or neither name lies within the other, at a slash."""
         mine, theirs = f"{self.name}/", f"{other.name}/"
         return self == other or not (mine.startswith(theirs) or theirs.startswith(mine))
+
+
+@lru_cache(4096)
+def owner_decoded(text: str) -> Owner | None:
+    """Return the owner that ``Owner.encoded`` describes, the same object for the same text; None for the empty text, which is
+    the user. Raises MisuseError for what describes none."""
+    kind, _, name = text.partition(":")
+    return Owner(kind, name) if text else None
 
 
 BackendName = Literal["auto", "libaio", "aiofiles", "posix"]

@@ -341,6 +341,8 @@ class Directory:
 
     def admit(self, owner: Owner) -> None:
         """Raise MisuseError where ``owner`` owns nothing yet, and somebody's name lies within its name, or around it."""
+        if not isinstance(owner, Owner):
+            raise MisuseError(f"an owner is an Owner(kind, name), not {owner!r:.100}")
         if owner in self._admitted:
             return
         there = self.owners()

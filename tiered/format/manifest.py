@@ -435,8 +435,8 @@ def _check_tensors(manifest: Manifest, version: int) -> None:
 def _own_problem(tensor: TensorRecord) -> str | None:
     """Return what is wrong with a record by itself; None where nothing is."""
     nbytes, extent = math.prod(tensor.shape) * tensor.itemsize, tensor.extent  # exact: Python integers have any size
-    if tensor.owner and Owner.decoded(tensor.owner) is None:
-        return f"has {_short(tensor.owner)} for its owner, which has no kind and no name"
+    if tensor.owner and not tensor.owner.partition(":")[0]:
+        return f"has {_short(tensor.owner)} for its owner, which has no kind"
     if not (tensor.dtype.isascii() and tensor.dtype.isidentifier()):
         return f"has {tensor.dtype!r} for its element type, which is not the name of one"
     if len(tensor.checksums) != pieces(nbytes) * CHECKSUM_BYTES:

@@ -27,7 +27,7 @@ from tiered.errors import CapacityError, CommitError, LeaseConflict, ManifestErr
 from tiered.format import generations
 from tiered.format import manifest as manifests
 from tiered.tiers.nvme import NvmeTier
-from tiered.types import CHECKSUM_BYTES, PIECE_BYTES, Access, Key, Owner, Slot, Urgency
+from tiered.types import CHECKSUM_BYTES, PIECE_BYTES, Access, Key, Slot, Urgency, owner_decoded
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -383,7 +383,7 @@ class Commits(Generations):
         state.pools[-1].account(slot)
         entry = state.directory.restore(
             *(record.key, record.spec, record.tensor_id, slot, record.checksums, record.generation),
-            owner=Owner.decoded(record.owner),
+            owner=owner_decoded(record.owner),
         )
         copy = entry.copies[-1]
         assert copy is not None

@@ -22,7 +22,7 @@ from tiered.store.at_rest import StoreAtRest, Taken
 from tiered.store.commit import Commits, Generations, said_of
 from tiered.system import direct_io_alignment
 from tiered.tiers.nvme import NvmeTier
-from tiered.types import Access, Key, Location, Owner, Slot
+from tiered.types import Access, Key, Location, Slot, owner_decoded
 
 __all__ = ["DiskAtRest", "OneGeneration"]
 
@@ -170,7 +170,7 @@ class OneGeneration(Generations):
         state.pools[-1].account(slot)
         state.directory.restore(
             *(record.key, record.spec, record.tensor_id, slot, record.checksums, record.generation),
-            owner=Owner.decoded(record.owner),
+            owner=owner_decoded(record.owner),
         )
 
     def show(self, taken: Taken) -> Taken | None:
@@ -272,7 +272,7 @@ def _same(entry: Entry, record: TensorRecord, nvme: DiskAtRest) -> bool:
     assert copy is not None
     if (entry.tensor_id, copy.generation, entry.spec) != (record.tensor_id, record.generation, record.spec):
         return False
-    if entry.owner != Owner.decoded(record.owner):
+    if entry.owner != owner_decoded(record.owner):
         return False
     if extent is None:
         return True

@@ -672,8 +672,6 @@ class TieredStore(TensorMapping):
         """Raise MisuseError where ``owner`` cannot own tensors here, because another one has that name, or one of both names
         lies within the other, at a slash. Whoever owns tensors already may go on."""
         engine = self._running()
-        if not isinstance(owner, Owner):
-            raise MisuseError(f"an owner is an Owner(kind, name), not {owner!r:.100}")
         engine.look()
         with engine.lock:
             engine.state.directory.admit(owner)
@@ -695,6 +693,7 @@ class TieredStore(TensorMapping):
     def owned(self, owner: Owner) -> list[Key]:
         """Return the keys of all tensors that ``owner`` owns, in no particular order. What others have under its name is not
         among them."""
+        expect_type(owner, Owner, "an owner is an Owner(kind, name)")
         engine = self._running()
         engine.look()
         with engine.lock:
@@ -733,6 +732,7 @@ class TieredStore(TensorMapping):
         Waits for their transfers, and for a commit that is under way. Raises KeyNotFound, LeaseConflict while one is leased,
         MisuseError for a key that is taken, or given twice, and what ``put`` raises.
         """
+        expect_type(keys, Mapping, "rename is given a mapping from keys to keys")
         self.rename_many([(key, owner, new, owner if to is None else to) for key, new in keys.items()])
 
     @from_here

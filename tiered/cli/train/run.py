@@ -141,7 +141,7 @@ def refuse_full_disk(
 
 def refuse_existing(store: TieredStore, options: Options) -> None:
     """Raise MisuseError where the store has a model and ``--existing`` does not allow to overwrite it."""
-    held = [key for key in store if key.startswith(f"{NAME}/")]
+    held = store.owned(model_named(NAME))
     if held and options.existing == "refuse":
         at = f", step {store.meta['step']}" if "step" in store.meta else ""
         raise MisuseError(
