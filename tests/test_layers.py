@@ -45,8 +45,8 @@ TREE: dict[str, tuple[str, ...]] = {
         *("checkpoint", "page", "deepspeed"),
     ),
     "zero.deepspeed": (
-        *("table", "config", "schedules", "loss_scale", "optimizers", "monitors", "tags", "saved", "importing", "engine"),
-        "initialize",
+        *("table", "config", "questions", "schedules", "loss_scale", "optimizers", "monitors", "tags", "saved", "importing"),
+        *("engine", "initialize"),
     ),
     "zero.rules": ("rule", "exact", "inexact", "forms"),
     "zero.paging": (

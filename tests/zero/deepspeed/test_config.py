@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -144,7 +145,9 @@ def test_it_is_read_from_a_file_a_dict_or_base64(tmp_path: Path) -> None:
     ("text", "says"),
     [
         ('{"a": 1, "a": 2}', "has 'a' twice"),
-        ('{"a": 1, // comment\n}', "is no JSON: .*JSON has no comments"),
+        ("{a: 1}", "is no JSON: .*quotes around names"),
+        ('{"a": 1,, }', "is no JSON"),
+        ('{"a": 1 /* without an end }', "is no JSON"),
         ("[1]", "has list in place"),
         ("[" * 100_000, "is no configuration|is no JSON"),
     ],
@@ -159,12 +162,55 @@ def test_what_is_no_configuration_at_all(tmp_path: Path) -> None:
     with pytest.raises(MisuseError, match=r"cannot read the configuration .*missing.json: No such file"):
         read(tmp_path / "missing.json")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(MisuseError, match="not UTF-8"):
+    with pytest.raises(MisuseError, match="utf-8"):
         read(tmp_path / "binary")
     with pytest.raises(MisuseError, match="is a dict or the path"):
         read(3)
-    with pytest.raises(MisuseError, match="cannot read"):
+    with pytest.raises(MisuseError, match="not a regular file"):
         read(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(MisuseError, match="not a regular file"):
+        read(tmp_path / "pipe")
+
+
+AS_PEOPLE_HAVE_THEM = r"""
+# the whole batch
+{
+  "train_batch_size": "32",        // of all ranks
+  /* of
+     one */ "gradient_accumulation_steps": "auto",
+  "steps_per_print": 1e2, # "quoted"
+  "optimizer": {"type": "AdamW", "params": {"lr": "1e-4", "betas": ["0.9", 0.95], "weight_decay": "0"}},
+  "fp16": {"enabled": false, "loss_scale": "dynamic", "unheard_of": [1]},
+  "bf16": {"enabled": "True"},
+  "zero_optimization": {
+    "stage": "3", "stage3_prefetch_bucket_size": "5e7",
+    "offload_optimizer": {"device": "nvme", "nvme_path": "/no//comment#here", },
+    "aio": {"block_size": 1048576, "single_submit": "false"},
+  },
+}
+"""
+
+
+def test_files_as_people_have_them(tmp_path: Path) -> None:
+    file = tmp_path / "ds_config.json"
+    file.write_text(AS_PEOPLE_HAVE_THEM)
+    values = read(file)
+    assert values["train_batch_size"] == 32
+    assert values["gradient_accumulation_steps"] == "auto"
+    assert values["optimizer"]["params"] == {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0}
+    assert values["zero_optimization"]["offload_optimizer"]["nvme_path"] == "/no//comment#here"
+    config = Config.of(file)
+    assert (config.dtype, config.stage, config.train_batch_size) == ("bf16", 3, 32)
+    assert not config.fp16.enabled
+    rows = {row.path: row for row in config.rows}
+    assert rows["fp16.unheard_of"].why == rows["fp16.loss_scale"].why == "its section is disabled"
+    assert rows["zero_optimization.aio.block_size"].verdict is Verdict.UNNEEDED
+    file.write_text(AS_PEOPLE_HAVE_THEM.replace('"stage": "3"', '"stage": three'))
+    with pytest.raises(MisuseError, match="line 12 "):
+        read(file)
+    with pytest.raises(MisuseError, match=r"'optimizer\.params\.lr' is a number"):
+        Config.of({"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {"lr": "fast"}}})
 
 
 # -- batch sizes

@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 from tests.zero.deepspeed.documented import SHAPES
 from tests.zero.deepspeed.training import Net, batch, config_for, engine_of, equal, made, plain, train
 from tiered import MisuseError, TieredStore, zero
+from tiered.zero.deepspeed.questions import QUESTIONS
 
 Made = Callable[[Any], torch.optim.Optimizer]
 
@@ -138,6 +139,27 @@ def test_a_scheduler_of_the_callers(tmp_path: Path, kind: str) -> None:
     engine.destroy()
 
 
+def test_a_scheduler_alone_brings_its_optimizer(tmp_path: Path) -> None:
+    def schedule(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+    reference = made()
+    theirs = torch.optim.AdamW(reference.parameters(), 1e-2, fused=True)
+    model = copy.deepcopy(reference)
+    config = config_for(tmp_path)
+    given = schedule(torch.optim.AdamW(model.parameters(), 1e-2))
+    with pytest.raises(MisuseError, match="another optimizer than that of the configuration"):
+        zero.initialize(model=copy.deepcopy(reference), lr_scheduler=schedule(theirs), config=config)
+    del config["optimizer"]
+    with pytest.raises(MisuseError, match="no optimizer that it could be for: give optimizer="):
+        zero.initialize(model=copy.deepcopy(reference), lr_scheduler=schedule, config=config)
+    engine, optimizer, _, scheduler = zero.initialize(model=model, lr_scheduler=given, config=config)
+    assert scheduler is given
+    assert scheduler.optimizer is optimizer is engine.optimizer
+    assert train(engine) == plain(reference, theirs, schedule(theirs))
+    engine.destroy()
+
+
 def test_a_scheduler_of_the_configuration(tmp_path: Path) -> None:
     params = {"warmup_min_lr": 1e-4, "warmup_max_lr": 1e-2, "warmup_num_steps": 3, "warmup_type": "linear"}
     reference = made()
@@ -216,8 +238,24 @@ def test_what_it_is_called(tmp_path: Path) -> None:
     assert isinstance(engine, nn.Module)
     assert isinstance(engine.module, Net)
     assert engine.greeting() == "of the model"
-    with pytest.raises(AttributeError):
+    with pytest.raises(AttributeError, match=r"engine that zero\.initialize made .* has no 'nothing', and its model, a Net"):
         engine.nothing  # noqa: B018
+    for name in ("train_batch", "set_dataloader"):
+        with pytest.raises(AttributeError, match=rf"'{name}'.*PipelineEngine.*engine\.backward\(loss\); engine\.step\(\)"):
+            getattr(engine, name)
+    with pytest.raises(AttributeError, match="did you mean 'zero_offload_optimizer'"):
+        engine.zero_offload_optimiser()
+    assert not hasattr(engine, "__nothing__")
+    engine.empty_partition_cache()
+    asked = {name: getattr(engine, name)() for name in QUESTIONS}
+    assert asked["zero_optimization_partition_gradients"] is True
+    assert asked["zero_optimization_partition_weights"] is False
+    assert asked["zero_reduce_bucket_size"] == 500_000_000
+    assert asked["zero_offload_optimizer"] is None
+    assert asked["zero_use_cpu_optimizer"] is asked["zero_overlap_comm"] is asked["zero_allow_untested_optimizer"] is False
+    assert asked["optimizer_name"] == "adamw"
+    assert asked["scheduler_name"] is None
+    assert set(QUESTIONS) <= set(dir(engine))
     assert engine.train_batch_size() == 8
     assert engine.train_micro_batch_size_per_gpu() == 4
     assert engine.gradient_accumulation_steps() == 2

@@ -298,7 +298,7 @@ def test_it_may_begin_anywhere(name: str) -> None:
 @pytest.mark.parametrize(
     ("maker", "says"),
     [
-        (Maker("WarmupLR", {"warmup_num_steps": 0}), "from 1 on"),
+        (Maker("WarmupLR", {"warmup_num_steps": -1}), "from 0 on"),
         (Maker("WarmupLR", {"warmup_type": "cubic"}), "'log' or 'linear'"),
         (Maker("WarmupLR", {"warmup_min_lr": [1.0]}), "1 numbers, and the optimizer 2 param groups"),
         (Maker("WarmupLR", {"steps": 1}), "has no 'steps'"),
@@ -316,3 +316,5 @@ def test_what_cannot_be(maker: Maker, says: str) -> None:
 def test_whole_numbers_may_be_written_as_floats() -> None:
     scheduler: Any = scheduler_of(Maker("WarmupLR", {"warmup_num_steps": 1e1}), optimizer_of())
     assert scheduler.warmup_num_steps == 10
+    none: Any = scheduler_of(Maker("WarmupLR", {"warmup_num_steps": 0}), optimizer_of())
+    assert none.warmup_num_steps == 2, "as one step is"

@@ -10,13 +10,15 @@ import binascii
 import copy
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tiered.errors import MisuseError, shown
-from tiered.zero.deepspeed.table import AUTO, SECTION, Judged, Verdict, judged
+from tiered.format.foreign.documents import text_of
+from tiered.zero.deepspeed.table import AUTO, SECTION, Judged, Verdict, find, judged, number_of, said
 
 __all__ = [
     "Config",
@@ -171,32 +173,64 @@ class Config:
 
 
 def read(config: Any) -> dict[str, Any]:
-    """Return the configuration as a dict of its own: given as one, as the path of a JSON file, or as base64 of its text. Raises
-    MisuseError for what is none."""
+    """Return the configuration as a dict of its own: given as one, as the path of a JSON file, or as base64 of its text.
+
+    Of what Hjson has beyond JSON, which DeepSpeed reads, comments (#, // and /* */) and a comma after a last value are taken.
+    Numbers, true and false may be texts ("1e-4") where the table says that the key has such a value. Raises MisuseError for
+    what is no configuration.
+    """
     if isinstance(config, Mapping):
-        return copy.deepcopy(dict(config))
+        return _converted(copy.deepcopy(dict(config)), "")
     if not isinstance(config, str | os.PathLike):
         raise MisuseError(f"a configuration is a dict or the path of a JSON file, not {config!r:.60}")
     where = os.fspath(config)
     try:
-        text = Path(where).expanduser().read_text(encoding="utf-8")
-    except (FileNotFoundError, OSError) as error:
+        text = text_of(Path(where).expanduser())
+    except OSError as error:
         decoded = _decoded(where)
         if decoded is None:
             why = error.strerror or type(error).__name__
             raise MisuseError(f"cannot read the configuration {where:.200}: {why}") from error
         text, where = decoded, "the configuration in base64"
-    except UnicodeDecodeError as error:
-        raise MisuseError(f"{where} is no JSON: it is not UTF-8") from error
     try:
-        found = json.loads(text, object_pairs_hook=lambda pairs: _unique(pairs, where))
+        found = json.loads(_without_comments(text), object_pairs_hook=lambda pairs: _unique(pairs, where))
     except ValueError as error:
-        mend = "JSON has no comments and no comma after a last value"
+        mend = "comments and a comma after a last value may be there; quotes around names and texts, and other commas, must be"
         raise MisuseError(f"{where} is no JSON: {error} ({mend})") from error
     except RecursionError as error:
         raise MisuseError(f"{where} is no configuration: it is nested too deeply") from error
     if not isinstance(found, dict):
         raise MisuseError(f"{where} has {type(found).__name__} in place of a section of keys")
+    return _converted(found, "")
+
+
+_COMMENT = re.compile(r'"(?:[^"\\]|\\.)*"|#[^\n]*|//[^\n]*|/\*.*?\*/', re.DOTALL)
+_LAST_COMMA = re.compile(r'"(?:[^"\\]|\\.)*"|,(?=\s*[}\]])', re.DOTALL)
+
+
+def _without_comments(text: str) -> str:
+    """Return JSON without comments and without commas after last values; every other character is in the line where it was."""
+
+    def blank(found: re.Match[str]) -> str:
+        return found[0] if found[0][0] == '"' else "\n" * found[0].count("\n")
+
+    return _LAST_COMMA.sub(blank, _COMMENT.sub(blank, text))
+
+
+def _converted(section: dict[str, Any], above: str) -> dict[str, Any]:
+    """Return a section with numbers, true and false in place of texts that say them, where the key has such a value."""
+    found: dict[str, Any] = {}
+    for name, value in section.items():
+        path = f"{above}{name}"
+        key = find(path) if isinstance(name, str) else None
+        if isinstance(value, dict):
+            found[name] = _converted(value, f"{path}.")
+        elif key is not None and isinstance(value, list) and "list" in key.kind:
+            found[name] = [number_of(one) for one in value] if "number" in key.kind or name == "betas" else value
+        elif key is not None and isinstance(value, str):
+            found[name] = said(value, key.kind)
+        else:
+            found[name] = value
     return found
 
 
@@ -425,6 +459,7 @@ def _made(rows: tuple[Judged, ...], values: Mapping[str, Any], sizes: tuple[int,
 
     def section(path: str, kind: Any, **converted: Callable[[Any], Any]) -> Any:
         given = get(path, {})
+        given = given if given.get("enabled") is not False else {}
         fields = {name: given[name] for name in kind.__dataclass_fields__ if given.get(name) is not None}
         return kind(**{name: converted[name](value) if name in converted else value for name, value in fields.items()})
 

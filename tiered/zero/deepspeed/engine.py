@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
@@ -26,6 +27,7 @@ from tiered.zero.deepspeed.config import Config
 from tiered.zero.deepspeed.importing import load_imported, load_saved
 from tiered.zero.deepspeed.loss_scale import LossScale
 from tiered.zero.deepspeed.monitors import Event, Monitors
+from tiered.zero.deepspeed.questions import QUESTIONS, answer, lacking
 from tiered.zero.deepspeed.saved import Saved, is_saved
 from tiered.zero.optimizers.optimizer import Optimizer
 from tiered.zero.page import no_sync, offload, onload
@@ -105,14 +107,25 @@ class Engine(nn.Module):
         self._passes = 0
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the engine has, else what the model has."""
+        """Return what the engine has, else what the model has, else the answer to a question of DeepSpeed's about its
+        configuration."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None:
                 raise
+        try:
             return getattr(module, name)
+        except AttributeError as error:
+            if name in QUESTIONS and "_config" in self.__dict__:
+                return partial(answer, self._config.values, name)
+            if name.startswith("__"):
+                raise
+            raise AttributeError(lacking(name, type(module).__name__), name=name, obj=self) from error
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *QUESTIONS]  # type: ignore[no-untyped-call]
 
     # -- a step ------------------------------------------------------------------------------------------------------------
 
@@ -577,6 +590,10 @@ class Engine(nn.Module):
         if others.get("schedule") is not None:
             raise MisuseError("schedule= is for DeepCompile, which moves parameters itself: leave it out")
         self.module.compile(backend=backend, **(compile_kwargs or {}))
+
+    def empty_partition_cache(self) -> None:
+        """Do nothing: parameters are in the store's budget, and a unit is given back after its forward and backward. What is in
+        memory is moved to the disk by ``offload_states``."""
 
     def offload_states(self, include: object = None, device: object = None, **others: object) -> None:
         """Move parameters, gradients and optimizer states out of memory, to the disk: ``zero.offload``. ``include`` and the

@@ -73,7 +73,8 @@ def initialize(
     fills values that are "auto". ``model``: in memory, on the meta device, built under ``Init`` or ``zero.init``, or paged.
     ``optimizer``: one of torch.optim, with its param groups and states, or a function that makes one of
     ``model_parameters`` (parameters, param groups; default: all that are trained); without it, that of the configuration.
-    ``lr_scheduler``: one of torch's for that optimizer, or a function that makes one of an optimizer.
+    ``lr_scheduler``: one of torch's for that optimizer, or a function that makes one of an optimizer. Where nothing else names
+    an optimizer, it is that of the scheduler.
     ``training_data``: a data set, from which each rank gets a share in batches of ``train_micro_batch_size_per_gpu``.
 
     The parameters that the model has are those that training begins with, whatever the store has; ``engine.load_checkpoint``
@@ -103,6 +104,8 @@ def initialize(
     with (Ranks.of(None) if ranks > 1 else Unsharded()).agreeing("initialize") as agree:
         read = Config.of(given, ranks=ranks, arguments=args, total_steps=total_steps)
         agree(_asked(read))
+    if optimizer is None and read.optimizer is None and isinstance(lr_scheduler, LRScheduler):
+        optimizer = lr_scheduler.optimizer  # nothing else says one, and the scheduler is of one
     groups = optimizers.groups_of(model, model_parameters)
     if isinstance(optimizer, torch.optim.Optimizer):
         groups = optimizers.groups_of(model, optimizer.param_groups)
@@ -300,7 +303,9 @@ def _scheduler(given: Schedulers | None, optimizer: Optimizer | None, before: An
     if given is None and config.scheduler is None:
         return None
     if optimizer is None:
-        raise MisuseError("there is a scheduler, and no optimizer that it could be for: name one in the configuration")
+        raise MisuseError(
+            "there is a scheduler, and no optimizer that it could be for: give optimizer=, or name one in the configuration"
+        )
     if given is None:
         assert config.scheduler is not None
         return scheduler_of(config.scheduler, optimizer)
@@ -314,7 +319,11 @@ def _scheduler(given: Schedulers | None, optimizer: Optimizer | None, before: An
         return made
     if given.optimizer is not optimizer:
         if given.optimizer is not before:
-            raise MisuseError("lr_scheduler= is for another optimizer than optimizer=: give a function that makes it of one")
+            other = "optimizer=" if before is not None else "that of the configuration, which is made here"
+            raise MisuseError(
+                f"lr_scheduler= is for another optimizer than {other}: give a function that makes it of one "
+                "(lr_scheduler=lambda optimizer: ...)"
+            )
         rates = [group["lr"] for group in optimizer.param_groups]
         LambdaLR(optimizer, lambda step: 1.0)  # has torch see the steps of this optimizer
         for group, rate in zip(optimizer.param_groups, rates, strict=True):

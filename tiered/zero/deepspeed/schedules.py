@@ -59,6 +59,7 @@ class WarmupLR(_Schedule):
     in ``warmup_num_steps`` steps, and leave it there.
 
     min + (max - min) * g, where g is log(i + 1) / log(n) with ``warmup_type`` "log" and i / n with "linear", and 1 from n on.
+    0 and 1 steps are 2, as DeepSpeed had them before it refused 0, which Hugging Face's Trainer fills in for "auto".
     Both rates may be lists, one number for each param group. Raises MisuseError for arguments out of range.
     """
 
@@ -285,8 +286,8 @@ def _each(optimizer: Optimizer, given: Rates, name: str) -> list[float]:
 
 
 def _warmup(steps: int, kind: str) -> int:
-    if type(steps) is not int or steps < 1:
-        raise MisuseError(f"warmup_num_steps is {steps!r}: it is a whole number from 1 on")
+    if type(steps) is not int or steps < 0:
+        raise MisuseError(f"warmup_num_steps is {steps!r}: it is a whole number from 0 on")
     if kind not in ("log", "linear"):
         raise MisuseError(f"warmup_type is 'log' or 'linear', not {kind!r}")
     return max(2, steps)

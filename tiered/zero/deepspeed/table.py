@@ -6,7 +6,9 @@ printed at start, ``tiered deepspeed-config`` and docs/from_deepspeed.md come fr
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -14,7 +16,7 @@ from typing import Any
 
 from tiered.errors import MisuseError
 
-__all__ = ["ALIASES", "AUTO", "KEYS", "SECTION", "Judged", "Key", "Verdict", "find", "judged"]
+__all__ = ["ALIASES", "AUTO", "KEYS", "SECTION", "Judged", "Key", "Verdict", "find", "judged", "number_of", "said"]
 
 AUTO = "auto"
 """The value that a library fills in (Hugging Face's)."""
@@ -572,6 +574,7 @@ KEYS: tuple[Key, ...] = (
 
 ALIASES: dict[str, str] = {
     "bfloat16": "bf16",
+    "zero_optimization.aio": "aio",
     **{
         f"zero_optimization.{name}": f"zero_optimization.stage3_{name}"
         for name in (
@@ -605,9 +608,9 @@ _KINDS: dict[str, tuple[type, ...]] = {
 def find(path: str) -> Key | None:
     """Return the row of a key: its own, or that of the section that is judged as a whole."""
     path = ALIASES.get(path, path)
-    first, dot, rest = path.partition(".")
-    if ALIASES.get(first) is not None:
-        path = ALIASES[first] + dot + rest
+    for alias in ("bfloat16", "zero_optimization.aio"):
+        if path.startswith(f"{alias}."):
+            path = ALIASES[alias] + path[len(alias) :]
     if path in _BY_PATH:
         return _BY_PATH[path]
     if path not in _SECTIONS and f"{path.rpartition('.')[0]}.*" in _BY_PATH:
@@ -636,12 +639,24 @@ def _judged(config: Mapping[str, Any], above: str) -> Iterator[Judged]:
                 yield Judged(path, value, Verdict.UNNEEDED, "it asks for nothing")
             elif not isinstance(value, Mapping):
                 raise MisuseError(f"{path!r} is a section of the configuration, not {value!r:.60}")
+            elif value.get("enabled") is False and find(f"{path}.enabled") is not None:
+                yield from _disabled(value, f"{path}.")
             else:
                 yield from _judged(value, f"{path}.")
         elif key is None:
             raise MisuseError(_unknown(path))
         else:
             yield _row(key, path, value)
+
+
+def _disabled(section: Mapping[str, Any], above: str) -> Iterator[Judged]:
+    """Return what becomes of the keys of a section that is switched off, whatever they are."""
+    for name, value in section.items():
+        key = find(f"{above}{name}")
+        if name == "enabled" and key is not None:
+            yield _row(key, f"{above}{name}", value)
+        else:
+            yield Judged(f"{above}{name}", value, Verdict.UNNEEDED, "its section is disabled")
 
 
 def _row(key: Key, path: str, value: Any) -> Judged:
@@ -665,6 +680,27 @@ def _is_of(value: Any, kind: str) -> bool:
         if isinstance(value, _KINDS[one]) and (one == "bool") is isinstance(value, bool):
             return one != "int" or (isinstance(value, int | float) and float(value).is_integer())
     return False
+
+
+def said(text: str, kind: str) -> Any:
+    """Return what a text says where a value of this kind is meant: a number, true or false; else the text."""
+    kinds = set(kind.split("|"))
+    if "str" in kinds:
+        return text
+    if "bool" in kinds and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    return number_of(text) if kinds & {"int", "number"} else text
+
+
+def number_of(value: Any) -> Any:
+    """Return the number that a text says; anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            number = kind(value)
+            return number if math.isfinite(number) and value.isascii() and "_" not in value else value
+    return value
 
 
 def _is_on(switch: str, section: Mapping[str, Any]) -> bool:
