@@ -56,7 +56,7 @@ TREE: dict[str, tuple[str, ...]] = {
     "zero.paging.tensors": (
         *("compiling", "parameters", "copies", "states", "slices", "sliced_gradients", "sliced", "gradients"),
     ),
-    "zero.optimizers": ("resident_shard", "resident", "optimizer", "named", "elementwise"),
+    "zero.optimizers": ("resident_shard", "belonging", "resident", "optimizer", "named", "elementwise"),
     "zero.build": ("staging", "construct", "deferred"),
     "zero.checkpoint": ("weights", "loaders", "beside", "checkpoint", "reshard", "safetensors", "foreign", "exports", "dcp"),
     "integrations": ("saves", "kept", "importing", "transformers", "axolotl", "accelerate", "lightning"),

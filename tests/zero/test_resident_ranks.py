@@ -182,8 +182,8 @@ def replicated(rank: int, folder: Path) -> dict[str, Any]:
             options: Any = {"lr": LR, "store": store, "stage": zero.Stage1()}
             ours = zero.AdamW(model.parameters(), **options)
             mine = train(Losses(model, rank, dtype), ours, 0, 3, clip=clip)
-            store.commit()
             prune(model)
+            store.commit()  # which has the values as it finds them
             ours = zero.AdamW(model.parameters(), **options, existing="resume")
             mine += train(Losses(model, rank, dtype), ours, 3, STEPS, clip=clip)
             store.commit()

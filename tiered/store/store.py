@@ -90,6 +90,7 @@ class TieredStore(TensorMapping):
         """How often ``rollback`` was called."""
         self._copies = Copies()
         self._small: weakref.WeakValueDictionary[str, SmallTensors] = weakref.WeakValueDictionary()
+        self._before_commits: dict[str, Callable[[], object]] = {}
         _open.add(self)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -177,6 +178,7 @@ class TieredStore(TensorMapping):
         try:
             if kind is None and not self._closed and self._generations.commits_at_exit:
                 self._running()
+                self._prepare_commit()
                 self._generations.committing(self).commit(None, self, always=False)
         finally:
             self._close()
@@ -201,6 +203,7 @@ class TieredStore(TensorMapping):
     def _close(self) -> None:
         self._engine.refuse_nested()
         self._closed = True
+        self._before_commits.clear()
         if self._shutdown.alive and os.getpid() == self._pid:
             self._generations.settle()
         if os.getpid() == self._pid:
@@ -861,7 +864,24 @@ class TieredStore(TensorMapping):
         fails, MisuseError without a disk, with durability "none" or a ``meta`` that is not JSON, or the error of a failed
         write.
         """
-        return self._committing(meta).commit(meta, self)
+        commits = self._committing(meta)
+        self._prepare_commit()
+        return commits.commit(meta, self)
+
+    def before_commits(self, name: str, call: Callable[[], object] | None) -> Callable[[], object] | None:
+        """Have ``call`` called before each commit, in the thread that commits, to put what the commit is to have.
+
+        It replaces what was given for ``name`` before, which is returned. None: nothing is called any more. What it raises, the
+        commit raises.
+        """
+        before = self._before_commits.pop(name, None)
+        if call is not None:
+            self._before_commits[name] = call
+        return before
+
+    def _prepare_commit(self) -> None:
+        for call in list(self._before_commits.values()):
+            call()
 
     def refuse_commits(self, why: str | None) -> None:
         """Make commits raise MisuseError with ``why``, and ``with`` blocks end without one. None allows commits again."""
@@ -876,7 +896,9 @@ class TieredStore(TensorMapping):
         do ``put`` and ``delete`` of it. Waits for an open commit; ``close`` waits for this one. Raises LeaseConflict and
         MisuseError as ``commit``, at once, and CapacityError where there certainly is no room.
         """
-        return self._committing(meta).commit_async(meta, self)
+        commits = self._committing(meta)
+        self._prepare_commit()
+        return commits.commit_async(meta, self)
 
     @from_here
     def refresh(self) -> int:

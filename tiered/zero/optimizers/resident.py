@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from tiered import CapacityError, ManifestError, MisuseError, Owner, TieredStore
 from tiered.zero.collectives import Ranks, Under
+from tiered.zero.optimizers.belonging import Belonging
 from tiered.zero.optimizers.resident_shard import LocalShard
 from tiered.zero.paging.storage import TensorStore, host, in_dram
 from tiered.zero.paging.units import Limits, Placement
@@ -242,6 +243,7 @@ class Resident:
         self._rules: list[UpdateRule] = []
         self._written = False
         self._forward = True
+        self._belonging = Belonging(store, name, self._note, found=existing)
         pool = store.statistics().tier("dram").capacity
         if ranks is not None:
             pool = int(ranks.all_gather(torch.tensor([pool], device="cpu"), "the smallest pool").amin())
@@ -370,6 +372,7 @@ class Resident:
         for key in () if self._resume else self._held:
             self.store.delete(key, owner=self.owner)
         self._held, self._written = [], True
+        self._belonging.begin()
         for group, layout in enumerate(self._layouts):
             key = f"{self.name}/{group}/layout"
             if key not in self.store:
@@ -440,6 +443,7 @@ class Resident:
             for local in updates:
                 local.bind()
                 local.refuse_infinite()
+            self._belonging.change()
             self.store.delete(self._key, owner=self.owner)
             self._run(updates)
         finally:
@@ -452,13 +456,26 @@ class Resident:
     def _agreed_steps(self, rules: Sequence[UpdateRule]) -> list[int]:
         """Return ``steps``, once all ranks that have shares are about to make the same step."""
         if self.ranks is None:
-            return self.steps()
+            return self._fitting_steps()
         with self.ranks.agreeing("make this step") as agree:
-            steps = self.steps()
+            steps = self._fitting_steps()
             for index, rule in enumerate(rules):
                 agree(terms_of(rule, f"param group {index}"))
             agree((f"steps of parameter {number}", str(step)) for number, step in enumerate(steps))
         return steps
+
+    def _fitting_steps(self) -> list[int]:
+        """Return ``steps``. Raises MisuseError where the states belong to other values than the parameters have."""
+        steps = self.steps()
+        problem = self._belonging.problem(self.locals, steps)
+        if problem:
+            raise MisuseError(problem)
+        return steps
+
+    def _note(self) -> None:
+        """Have a commit say which values the states belong to. Within a step it has none to go on from."""
+        if self._key in self.store and self.store.spec(self._key).numel == len(self.locals):
+            self._belonging.note(self.locals)
 
     def _refuse_different(self) -> None:
         """Raise MisuseError, on all ranks, where one has a gradient that another has not."""
@@ -527,8 +544,13 @@ class Resident:
     def copies(self) -> list[dict[str, torch.Tensor]]:
         """Return for each parameter its states and, for bf16 and fp16, ``master``, all like it; nothing for one without a
         step. All ranks call it."""
+        if self.ranks is None:
+            steps = self._fitting_steps()
+        else:
+            with self.ranks.agreeing("gather states"):
+                steps = self._fitting_steps()
         found: dict[LocalShard, dict[str, torch.Tensor]] = {
-            local: {} for local, step in zip(self.locals, self.steps(), strict=True) if step
+            local: {} for local, step in zip(self.locals, steps, strict=True) if step
         }
         try:
             for local in found:
@@ -569,6 +591,7 @@ class Resident:
                     name: local.flat(value, wide) if name not in forms or forms[name].elementwise else value.flatten()
                     for name, value in state.items()
                 }
+            self._belonging.change()
             if self._key in self.store:
                 self.store.delete(self._key, owner=self.owner)
             for here in self._rounds:

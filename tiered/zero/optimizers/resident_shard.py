@@ -45,6 +45,10 @@ class LocalShard:
     def numel(self) -> int:
         return self.shape.numel()
 
+    def part(self) -> torch.Tensor:
+        """Return the part that is here, as it is now."""
+        return _part(self.parameter.detach())
+
     @property
     def divided(self) -> bool:
         """Return whether the parameter is a DTensor."""
