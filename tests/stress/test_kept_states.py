@@ -22,7 +22,7 @@ from tests.stress.hostile import contents, digest
 from tests.stress.tally import Tally
 from tests.zero.harness import equal
 from tests.zero.models import Tied
-from tiered import ManifestError, MisuseError, TieredStore, zero
+from tiered import ManifestError, MisuseError, Owner, TieredStore, zero
 
 PROMISE = "27 (what is opened is what was kept)"
 
@@ -149,13 +149,13 @@ def test_states_that_say_nothing_are_refused(tmp_path: Path) -> None:
             (right[:8], ManifestError, "'optimizer/values' is damaged"),
             (right.flip(0), MisuseError, "has other values"),
         ):
-            store.delete("optimizer/values")
+            store.delete("optimizer/values", owner=Owner("optimizer", "optimizer"))
             optimizer = zero.AdamW(model.parameters(), store=store, name="optimizer", existing="resume")
             if wrong is not None:
-                store.put("optimizer/values", wrong)
+                store.put("optimizer/values", wrong, owner=Owner("optimizer", "optimizer"))
             with pytest.raises(error, match=says):
                 train(model, optimizer, 1)
-            store.put("optimizer/values", right)
+            store.put("optimizer/values", right, owner=Owner("optimizer", "optimizer"))
         train(model, optimizer, 1)
 
 

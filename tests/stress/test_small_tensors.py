@@ -474,7 +474,7 @@ def test_hostile_names_do_no_harm(tmp_path: Path) -> None:
             bad = good[key].clone()
             for _ in range(source.randrange(1, 6)):
                 bad[source.randrange(len(bad) if trial % 3 else 300)] = source.randrange(256)
-            store[key] = bad
+            store.put(key, bad, owner=store.owner_of(key))
             small._pages._known = None
             try:
                 for one in list(small):

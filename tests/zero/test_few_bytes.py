@@ -302,7 +302,7 @@ def test_a_damaged_chunk_is_noticed(tmp_path: Path) -> None:
         continued(model, ours, range(2))
         zero.commit(model, ours)
         key = next(key for key in store if "moments8#0" in key)
-        store.put(key, store.get(key)[:-1])
+        store.put(key, store.get(key)[:-1], owner=store.owner_of(key))
         store.commit()
         store.close()
     with opened(tmp_path / "store", CUT) as store:

@@ -238,7 +238,7 @@ def test_a_value_that_was_changed_is_its_own_master(tmp_path: Path) -> None:
         model = Narrow(layers=2)  # other values, until they are loaded
         with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
             for key in [key for key in store if "/lo.value#" in key] if older else ():
-                store.delete(key)  # as an earlier release left it
+                store.delete(key, owner=store.owner_of(key))  # as an earlier release left it
             ours = zero.AdamW(model.parameters(), lr=LR, store=store, existing="resume")
             model.load_state_dict(committed)
             numbers = train(model, ours, 10, 12, clip=None)

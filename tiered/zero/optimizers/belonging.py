@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tiered import ManifestError, TieredStore
+from tiered import ManifestError, Owner, TieredStore
 from tiered.zero.optimizers.resident_shard import LocalShard
 from tiered.zero.paging.storage import digest_of
 
@@ -30,8 +30,9 @@ class Belonging:
     times it does so weakly.
     """
 
-    def __init__(self, store: TieredStore, name: str, noted: Callable[[], None], *, found: str) -> None:
-        self._store, self._name, self.key, self._noted = store, name, f"{name}/values", weakref.WeakMethod(noted)
+    def __init__(self, store: TieredStore, owner: Owner, noted: Callable[[], None], *, found: str) -> None:
+        self._store, self._owner, self._name = store, owner, owner.name
+        self.key, self._noted = f"{owner.name}/values", weakref.WeakMethod(noted)
         self._found = found == "resume"
         self._known: bytes | None = None
         """Digests that were compared or written here, of the states as they are; None: the states have changed since."""
@@ -46,7 +47,7 @@ class Belonging:
     def change(self) -> None:
         """Note that the states change from here on, with the values that the parameters have."""
         if self.key in self._store:
-            self._store.delete(self.key)
+            self._store.delete(self.key, owner=self._owner)
         self._known, self._found = None, False
         self._store.before_commits(self._name, self._noted())
 
@@ -58,12 +59,13 @@ class Belonging:
         values = [local.part() for local in parameters]
         if any(part.is_meta for part in values):  # the model has no values any more
             if there is not None:
-                self._store.delete(self.key)
+                self._store.delete(self.key, owner=self._owner)
             self._known = None
             return
         now = b"".join(bytes.fromhex(digest_of(part)) for part in values)
         if now != there:
-            self._store.put(self.key, torch.frombuffer(bytearray(now), dtype=torch.uint8) if now else _NOTHING)
+            written = torch.frombuffer(bytearray(now), dtype=torch.uint8) if now else _NOTHING
+            self._store.put(self.key, written, owner=self._owner)
         self._known = now
         self.begin()
 

@@ -243,12 +243,12 @@ class Resident:
         self._rules: list[UpdateRule] = []
         self._written = False
         self._forward = True
-        self._belonging = Belonging(store, name, self._note, found=existing)
+        self.owner = Owner("optimizer", name)
+        self._belonging = Belonging(store, self.owner, self._note, found=existing)
         pool = store.statistics().tier("dram").capacity
         if ranks is not None:
             pool = int(ranks.all_gather(torch.tensor([pool], device="cpu"), "the smallest pool").amin())
         self._limit = min(Limits.of(pool).chunk, max(1, ROUND // self._size // STEP) * STEP)
-        self.owner = Owner("optimizer", name)
         self._held = store.owned(self.owner)
         if self._held and existing == "refuse":
             raise MisuseError(
