@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import inspect
 import logging
 import sys
 import traceback
@@ -94,6 +95,8 @@ class Kept:
     """Whoever keeps an exception after it was handled."""
 
     value: object
+    earlier = False
+    """Whether the comprehension is struck, and not the function after it."""
 
 
 def as_error(error: BaseException) -> None:
@@ -164,7 +167,16 @@ def compute(tensor: torch.Tensor, more: int = 2) -> None:
     part = tensor[more:]
     if more:
         compute(part, more - 1)
-    raise KeyboardInterrupt
+    {at: interrupt(part[at:]) for at in range(1)}  # before Python 3.12 a function, which is in its frame, and has ``part``
+    list(map(lambda at: interrupt(part[at:]), range(1)))  # noqa: C417 - and a function in every version
+
+
+def interrupt(_: torch.Tensor) -> None:
+    frame = inspect.currentframe()
+    assert frame is not None
+    assert frame.f_back is not None
+    if frame.f_back.f_code.co_name == "<lambda>" or Kept.earlier:
+        raise KeyboardInterrupt
 
 
 def struck(store: TieredStore, keep: Callable[[BaseException], None]) -> None:
@@ -177,9 +189,37 @@ def struck(store: TieredStore, keep: Callable[[BaseException], None]) -> None:
 
 
 @pytest.mark.parametrize("keep", KEEPERS)
-def test_what_a_kept_traceback_refers_to_is_free_after_rollback(store: TieredStore, keep: Callable[..., None]) -> None:
-    struck(store, keep)
-    assert store.statistics().tiers[0].held == 1
+def test_what_a_kept_traceback_refers_to_is_free_after_rollback(
+    store: TieredStore, keep: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for earlier in (False, True):
+        monkeypatch.setattr(Kept, "earlier", earlier)
+        struck(store, keep)
+        assert store.statistics().tiers[0].held == 1
+        store.rollback()
+        assert store.statistics().tiers[0].held == 0
+
+
+def test_what_a_function_shares_with_a_call_that_runs_stays(store: TieredStore) -> None:
+    with store.lease("a") as tensor:
+        pass
+    other = tensor[1:]
+
+    def inner() -> float:
+        return tensor[0].item() / other.numel() / 0
+
+    def again() -> float:
+        return other[0].item()
+
+    try:
+        inner()
+    except ZeroDivisionError as error:
+        Kept.value = error
+    del inner  # which only the traceback has from here on
+    store.rollback()
+    assert tensor[0] == ord("a") == again()
+    assert other.numel() == 149_999
+    tensor = other = again = None  # type: ignore[assignment]
     store.rollback()
     assert store.statistics().tiers[0].held == 0
 

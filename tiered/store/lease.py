@@ -12,10 +12,11 @@ import gc
 import inspect
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Generic, NoReturn, TypeVar
+from types import FrameType, FunctionType, TracebackType
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 
@@ -305,9 +306,34 @@ def clear_struck(is_stored: Callable[[torch.Tensor], bool]) -> None:
                 frame.clear()
             if frame.f_code.co_flags & inspect.CO_OPTIMIZED:
                 frame.f_locals  # noqa: B018 - before Python 3.13 a dict that a debugger asked for, and is brought up to date now
+    _empty_closures([frame for root in wanted for frame in together[root]], is_stored)
 
 
 _PACKAGE = str(Path(__file__).parents[1])
+
+
+def _empty_closures(frames: Sequence[FrameType], is_stored: Callable[[torch.Tensor], bool]) -> None:
+    """Empty the variables of enclosing calls that only functions of these ended calls refer to, if they have a stored tensor.
+
+    A frame that was cleared still has its function, and so what a comprehension, or another function within a function, took
+    from the call around it. References are counted, because a call that still runs has its variables where the collector does
+    not see them: what anything else refers to stays.
+    """
+    functions = {id(one): one for frame in frames for one in _closures(frame)}
+    by = Counter(id(one) for frame in frames for one in _closures(frame))
+    probes = {0: object()}
+    once = sys.getrefcount(probes[0])  # of what a dict alone refers to: no variable may refer to what is counted
+    alone = [key for key in functions if sys.getrefcount(functions[key]) == once + by[key]]
+    cells = {id(cell): cell for key in alone for cell in functions[key].__closure__ or ()}
+    within = Counter(id(cell) for key in alone for cell in functions[key].__closure__ or ())
+    for key in cells:
+        if sys.getrefcount(cells[key]) == once + within[key] and _has_stored(gc.get_referents(cells[key]), is_stored):
+            del cells[key].cell_contents
+
+
+def _closures(frame: FrameType) -> list[FunctionType]:
+    """Return the functions that the frame of a call refers to, and that have variables of calls around them."""
+    return [one for one in gc.get_referents(frame) if isinstance(one, FunctionType) and one.__closure__]
 
 
 def _ended_calls() -> list[FrameType]:
@@ -330,8 +356,14 @@ _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GE
 def _refers(frame: FrameType, is_stored: Callable[[torch.Tensor], bool]) -> bool:
     """Return whether a variable is a stored tensor, or a list, tuple or dict that has one."""
     found = [one for one in gc.get_referents(frame) if one is not frame.f_globals]
-    found += [one for several in found if type(several) in (list, tuple, dict) for one in gc.get_referents(several)]
-    return any(isinstance(one, torch.Tensor) and is_stored(one) for one in found)
+    closed = [cell for one in _closures(frame) for cell in one.__closure__ or ()]
+    return _has_stored(found + [one for cell in closed for one in gc.get_referents(cell)], is_stored)
+
+
+def _has_stored(found: list[Any], is_stored: Callable[[torch.Tensor], bool]) -> bool:
+    """Return whether one of ``found`` is a stored tensor, or a list, tuple or dict that has one."""
+    within = [one for several in found if type(several) in (list, tuple, dict) for one in gc.get_referents(several)]
+    return any(isinstance(one, torch.Tensor) and is_stored(one) for one in found + within)
 
 
 def _view(engine: Engine, memory: Memory, copy: Copy, spec: TensorSpec, claim: Token) -> torch.Tensor:
