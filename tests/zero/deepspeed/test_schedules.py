@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tiered import MisuseError, zero
-from tiered.zero.deepspeed.config import Maker
+from tiered.zero.deepspeed.config import Maker, examined
 from tiered.zero.deepspeed.schedules import SCHEDULES, scheduler_of
 
 STEPS = (0, 1, 2, 4, 7, 9, 13, 18, 29)
@@ -244,6 +244,45 @@ def test_a_cycle_is_its_formula(size: int) -> None:
     assert found[20][2] == 0.95
 
 
+def test_a_cycle_has_numbers_of_its_own_for_each_param_group() -> None:
+    lists = {
+        "cycle_min_lr": [0.01, 0.02],
+        "cycle_max_lr": [0.2, 0.1],
+        "cycle_min_mom": [0.7, 0.8],
+        "cycle_max_mom": [0.9, 0.95],
+    }
+    one = optimizer_of()
+    together = zero.OneCycle(one, **lists, cycle_first_step_size=3, decay_step_size=2, decay_lr_rate=0.5)
+    others = [optimizer_of(), optimizer_of()]
+    apart = [
+        zero.OneCycle(
+            other,
+            **{name: both[at] for name, both in lists.items()},
+            cycle_first_step_size=3,
+            decay_step_size=2,
+            decay_lr_rate=0.5,
+        )
+        for at, other in enumerate(others)
+    ]
+    for _ in range(10):
+        for at, other in enumerate(others):
+            assert {name: one.param_groups[at][name] for name in ("lr", "betas")} == {
+                name: other.param_groups[at][name] for name in ("lr", "betas")
+            }
+        for optimizer, scheduler in zip((one, *others), (together, *apart), strict=True):
+            optimizer.step()
+            scheduler.step()
+    for name in lists:
+        with pytest.raises(MisuseError, match=f"{name} has 3 numbers, and the optimizer 2 param groups"):
+            zero.OneCycle(optimizer_of(), **{"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, name: [0.1, 0.2, 0.3]})
+    assert not examined({"train_batch_size": 1, "scheduler": {"type": "OneCycle", "params": lists}})[1]
+
+
+def test_a_cycle_may_have_no_way_back() -> None:
+    params = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.5, "cycle_first_step_size": 4, "cycle_second_step_size": 0}
+    assert [first for first, *_ in rates_of(zero.OneCycle, params, 7)] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.1, 0.1, 0.1])
+
+
 def test_a_cycle_without_betas_leaves_momentum_alone() -> None:
     optimizer = optimizer_of(torch.optim.SGD)
     scheduler = zero.OneCycle(optimizer, 0.1, 0.2, cycle_first_step_size=2)
@@ -304,6 +343,7 @@ def test_it_may_begin_anywhere(name: str) -> None:
         (Maker("WarmupLR", {"steps": 1}), "has no 'steps'"),
         (Maker("WarmupDecayLR", {}), "total_num_steps"),
         (Maker("OneCycle", {"cycle_min_lr": 1, "cycle_max_lr": 2, "cycle_first_step_size": 0}), "above 0"),
+        (Maker("OneCycle", {"cycle_min_lr": 1, "cycle_max_lr": 2, "cycle_second_step_size": -1}), "one from 0 on"),
         (Maker("LRRangeTest", {"lr_range_test_step_size": 0}), "at least 1"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.kind,

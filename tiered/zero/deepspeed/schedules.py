@@ -178,7 +178,8 @@ class LRRangeTest(_Schedule):
 class OneCycle(_Schedule):
     """Raise the learning rate from ``cycle_min_lr`` to ``cycle_max_lr`` and back, once, then let it decay (Smith, 2018,
     https://arxiv.org/abs/1803.09820). Where the optimizer has betas and ``cycle_momentum`` is true, the first beta goes the
-    other way, from ``cycle_max_mom`` to ``cycle_min_mom`` and back; the second is 0.99.
+    other way, from ``cycle_max_mom`` to ``cycle_min_mom`` and back; the second is 0.99. Each of the four is a number, or a
+    list of one for each param group. The way back may have 0 steps.
 
     With stair counts the rates move in so many stairs. After the cycle the learning rate is min / (1 + rate * k / size), k from
     1 on, where ``decay_step_size`` and ``decay_lr_rate`` are not 0; the first beta max * (1 + rate * k / size).
@@ -187,8 +188,8 @@ class OneCycle(_Schedule):
     def __init__(
         self,
         optimizer: Optimizer,
-        cycle_min_lr: float,
-        cycle_max_lr: float,
+        cycle_min_lr: Rates,
+        cycle_max_lr: Rates,
         decay_lr_rate: float = 0.0,
         cycle_first_step_size: int = 2000,
         cycle_second_step_size: int | None = None,
@@ -196,21 +197,24 @@ class OneCycle(_Schedule):
         cycle_second_stair_count: int | None = None,
         decay_step_size: int = 0,
         cycle_momentum: bool = True,
-        cycle_min_mom: float = 0.8,
-        cycle_max_mom: float = 0.9,
+        cycle_min_mom: Rates = 0.8,
+        cycle_max_mom: Rates = 0.9,
         decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
     ) -> None:
         expect_type(optimizer, Optimizer, SCHEDULED)
-        self.min_lr, self.max_lr, self.decay_lr_rate = cycle_min_lr, cycle_max_lr, decay_lr_rate
+        self.min_lrs = _each(optimizer, cycle_min_lr, "cycle_min_lr")
+        self.max_lrs = _each(optimizer, cycle_max_lr, "cycle_max_lr")
+        self.decay_lr_rate = decay_lr_rate
         self.first = float(cycle_first_step_size)
         self.second = self.first if cycle_second_step_size is None else float(cycle_second_step_size)
-        if self.first <= 0 or self.second <= 0:
-            raise MisuseError("cycle_first_step_size and cycle_second_step_size are numbers of steps above 0")
+        if self.first <= 0 or self.second < 0:
+            raise MisuseError("cycle_first_step_size is a number of steps above 0, cycle_second_step_size one from 0 on")
         stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
         self.first_stairs, self.second_stairs = cycle_first_stair_count, stairs
         self.decay_step_size, self.decay_mom_rate = decay_step_size, decay_mom_rate
-        self.min_mom, self.max_mom = cycle_min_mom, cycle_max_mom
+        self.min_moms = _each(optimizer, cycle_min_mom, "cycle_min_mom")
+        self.max_moms = _each(optimizer, cycle_max_mom, "cycle_max_mom")
         self.momentum = cycle_momentum and all("betas" in group for group in optimizer.param_groups)
         super().__init__(optimizer, last_batch_iteration)
 
@@ -218,24 +222,24 @@ class OneCycle(_Schedule):
         """Set the rates and betas of the next iteration, or of the one with this number."""
         super().step(last_batch_iteration)
         if self.momentum:
-            first = self.first_beta(self.last_batch_iteration)
-            for group in self.optimizer.param_groups:
+            betas = self.first_betas(self.last_batch_iteration)
+            for group, first in zip(self.optimizer.param_groups, betas, strict=True):
                 group["betas"] = (first, 0.99)
 
     def rates(self, iteration: int) -> Sequence[float]:
         if iteration < self.first + self.second:
-            rate = self.min_lr + (self.max_lr - self.min_lr) * self._height(iteration)
-        else:
-            rate = self.min_lr / self._decayed(iteration, self.decay_lr_rate)
-        return [rate] * len(self.optimizer.param_groups)
+            height = self._height(iteration)
+            return [least + (most - least) * height for least, most in zip(self.min_lrs, self.max_lrs, strict=True)]
+        return [least / self._decayed(iteration, self.decay_lr_rate) for least in self.min_lrs]
 
-    def first_beta(self, iteration: int) -> float:
-        """Return the first of the betas in ``iteration``."""
+    def first_betas(self, iteration: int) -> Sequence[float]:
+        """Return the first of the betas of each param group in ``iteration``."""
         if iteration < 0:
-            return self.min_mom  # as DeepSpeed begins
+            return self.min_moms  # as DeepSpeed begins
         if iteration < self.first + self.second:
-            return self.max_mom - (self.max_mom - self.min_mom) * self._height(iteration)
-        return self.max_mom * self._decayed(iteration, self.decay_mom_rate)
+            height = self._height(iteration)
+            return [most - (most - least) * height for least, most in zip(self.min_moms, self.max_moms, strict=True)]
+        return [most * self._decayed(iteration, self.decay_mom_rate) for most in self.max_moms]
 
     def _decayed(self, iteration: int, rate: float) -> float:
         if not self.decay_step_size:

@@ -181,9 +181,9 @@ KEYS: tuple[Key, ...] = (
             ),
             (
                 "OneCycle",
-                "cycle_min_lr:number cycle_max_lr:number decay_lr_rate:number cycle_first_step_size:int "
+                "cycle_min_lr:number|list cycle_max_lr:number|list decay_lr_rate:number cycle_first_step_size:int "
                 "cycle_second_step_size:int cycle_first_stair_count:int cycle_second_stair_count:int decay_step_size:int "
-                "cycle_momentum:bool cycle_min_mom:number cycle_max_mom:number decay_mom_rate:number",
+                "cycle_momentum:bool cycle_min_mom:number|list cycle_max_mom:number|list decay_mom_rate:number",
             ),
             ("every scheduler: the iteration to begin after", "last_batch_iteration:int"),
         )
