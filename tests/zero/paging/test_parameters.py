@@ -533,6 +533,7 @@ REFUSED: dict[str, tuple[Callable[[Model], object], str]] = {
     "deepcopy": (copy.deepcopy, "cannot be copied or pickled"),
     "deepcopy of a parameter": (lambda m: copy.deepcopy(m.extra), "cannot be copied or pickled"),
     "pickle": (lambda m: pickle.dumps(m.extra), "cannot be copied or pickled"),
+    "another of its class": (lambda m: type(m.extra)(torch.zeros(2)), "cannot make a paged parameter"),
     "device": (lambda m: setattr(m.extra, "data", m.extra.detach().to("meta")), "cannot be moved to meta"),
     "meta": (lambda m: m.to("meta"), "cannot be moved to meta"),
     "to_empty": (lambda m: m.to_empty(device="meta"), "cannot be moved to meta"),

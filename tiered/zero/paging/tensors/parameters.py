@@ -197,6 +197,13 @@ class PagedParameter(nn.Parameter):
 
     held_class: type[nn.Parameter] = nn.Parameter
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> PagedParameter:
+        """Refuse to make one: ``type(parameter)(values)`` has no place in a store. ``page`` changes the class of parameters."""
+        raise MisuseError(
+            "type(parameter)(values) cannot make a paged parameter: use torch.nn.Parameter(values); offloading hooks, which do "
+            "so, are not needed for a model whose parameters are in a store"
+        )
+
     @classmethod
     def __torch_function__(
         cls, func: Function, types: Iterable[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
