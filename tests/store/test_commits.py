@@ -14,7 +14,17 @@ import torch
 
 from tests.filesystems import mounted, root, small_ext4
 from tests.store.chains import hurried
-from tiered import CapacityError, CommitError, LeaseConflict, ManifestError, MisuseError, TieredError, TieredStore, WriteError
+from tiered import (
+    CapacityError,
+    CommitError,
+    LeaseConflict,
+    ManifestError,
+    MisuseError,
+    Owner,
+    TieredError,
+    TieredStore,
+    WriteError,
+)
 from tiered.format.generations import generations
 from tiered.io.posix import PosixBackend, PosixConfig
 from tiered.store import commit as commits
@@ -429,16 +439,16 @@ def test_what_one_owner_of_generations_asks_binds_no_other(folder: Path) -> None
 
         store.retain(also=[commit()])
         commit()
-        store.retain(owner="x", also=[2])
+        store.retain(owner=Owner("test", "x"), also=[2])
         commit()
-        store.retain(owner="y", also=[3], drop=[2, 3])  # x keeps the second one
+        store.retain(owner=Owner("test", "y"), also=[3], drop=[2, 3])  # x keeps the second one
         commit()
         commit()
-        store.retain(owner="x", drop=[2, 4])  # asks for nothing to stay any more
+        store.retain(owner=Owner("test", "x"), drop=[2, 4])  # asks for nothing to stay any more
         assert store.generations == (1, 2, 3, 4, 5)
         assert commit() == 6
         assert store.generations == (1, 3, 5, 6)  # x gave up two, and the user and y have one each beside the newest three
-        store.retain(owner="y", drop=[3, 6, 7])  # the newest stays
+        store.retain(owner=Owner("test", "y"), drop=[3, 6, 7])  # the newest stays
         assert commit() == 7
         assert store.generations == (1, 5, 7)
         for _ in range(3):
@@ -446,12 +456,14 @@ def test_what_one_owner_of_generations_asks_binds_no_other(folder: Path) -> None
         assert store.generations == (1, 8, 9, 10)
         store.rollback(1)
         assert store.get("a").eq(0).all()
-        with pytest.raises(MisuseError, match=r"newest=1 holds for all generations: owner 'x'"):
-            store.retain(1, owner="x")
+        with pytest.raises(MisuseError, match=r"newest=1 holds for all generations: the test 'x'"):
+            store.retain(1, owner=Owner("test", "x"))
         with pytest.raises(MisuseError, match="generation 4 is not there any more"):
-            store.retain(owner="x", also=[4])
-        with pytest.raises(MisuseError, match="owner is a name, and drop has numbers"):
-            store.retain(owner="x", drop=["1"])  # type: ignore[list-item]
+            store.retain(owner=Owner("test", "x"), also=[4])
+        with pytest.raises(MisuseError, match="an owner is an Owner"):
+            store.retain(owner="x")  # type: ignore[arg-type]
+        with pytest.raises(MisuseError, match="drop has numbers"):
+            store.retain(owner=Owner("test", "x"), drop=["1"])  # type: ignore[list-item]
         store.close()
 
 

@@ -27,7 +27,7 @@ from tiered.errors import CapacityError, CommitError, LeaseConflict, ManifestErr
 from tiered.format import generations
 from tiered.format import manifest as manifests
 from tiered.tiers.nvme import NvmeTier
-from tiered.types import CHECKSUM_BYTES, PIECE_BYTES, Access, Key, Slot, Urgency, owner_decoded
+from tiered.types import CHECKSUM_BYTES, PIECE_BYTES, Access, Key, Owner, Slot, Urgency, owner_decoded
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -179,7 +179,7 @@ class Commits(Generations):
         self._kept: list[int] = []
         self._dropped: list[int] = []  # they have no manifest that anybody opens, and stay for readers that have them
         self._held: list[int] = []  # kept and dropped ones that would be gone without readers
-        self._wishes: dict[str, _Wish] = {}  # by the owner who asked; "" is who opened the store
+        self._wishes: dict[Owner | None, _Wish] = {}  # by the owner who asked; None is the user
         self.unreadable: dict[int, str] = {}
         """Generations that exist and cannot be opened, with the reason."""
         self._sync_failure: str | None = None
@@ -230,7 +230,7 @@ class Commits(Generations):
     def kept(self) -> tuple[int, ...]:
         return tuple(number for number in self._kept if number not in self.unreadable)
 
-    def retain(self, newest: int | None, owner: str, also: Collection[int], drop: Collection[int]) -> None:
+    def retain(self, newest: int | None, owner: Owner | None, also: Collection[int], drop: Collection[int]) -> None:
         """Keep that many of the newest generations from the next commit on (None: as many as now), those of ``also``, and none
         of ``drop`` that nobody else asked for. Replaces what ``owner`` asked before, and nothing that others did."""
         self._keep = self._keep if newest is None else newest

@@ -810,13 +810,18 @@ class TieredStore(TensorMapping):
 
     @from_here
     def retain(
-        self, newest: int | None = None, *, also: Collection[int] = (), drop: Collection[int] = (), owner: str = ""
+        self,
+        newest: int | None = None,
+        *,
+        also: Collection[int] = (),
+        drop: Collection[int] = (),
+        owner: Owner | None = None,
     ) -> None:
         """Keep, from the next commit on, that many of the newest generations (None: as many as now, at first ``keep=``), and
         those of ``also``, however old they are. Call it again after reopening.
 
-        ``owner``: who asks, by a name that nobody else uses: a library that makes commits of its own. It replaces what the same
-        owner asked before, and nothing that others asked: ``newest`` is for who opened the store, and left out with it.
+        ``owner``: who asks: something that makes commits of its own; by default the user. It replaces what the same owner asked
+        before, and nothing that others asked: ``newest`` is for the user, and left out with it.
         ``drop``: generations that are not needed any more, however new: those that the owner made. The newest commit stays, and
         what another owner keeps.
 
@@ -832,10 +837,11 @@ class TieredStore(TensorMapping):
                 if gone
                 else f"at least the newest generation stays: {newest!r} is no number of generations to retain"
             )
-        if type(owner) is not str or any(type(one) is not int for one in drop):
-            raise MisuseError(f"owner is a name, and drop has numbers of generations, not {owner!r:.100} and {drop!r:.100}")
-        if owner and newest is not None:
-            raise MisuseError(f"newest={newest} holds for all generations: owner {owner!r:.99} names its own (also=, drop=)")
+        expect_type(owner, Owner | None, "an owner is an Owner(kind, name)")
+        if any(type(one) is not int for one in drop):
+            raise MisuseError(f"drop has numbers of generations, not {drop!r:.100}")
+        if owner is not None and newest is not None:
+            raise MisuseError(f"newest={newest} holds for all generations: {owner} names its own (also=, drop=)")
         commits.retain(newest, owner, wanted, drop)
 
     @property

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
-from tiered import MisuseError, TieredStore, __version__, zero
+from tiered import MisuseError, Owner, TieredStore, __version__, zero
 from tiered.errors import expect_type, shown
 from tiered.format.foreign.documents import json_of
 from tiered.integrations.saves import MARK, marks_of
@@ -289,7 +289,7 @@ class CommitCheckpoints:
             given_up = set(before.values()) - wanted
         else:
             wanted, given_up = {number for older, number in there.items() if best is not None and older == Path(best)}, set()
-        owner = str(run.absolute())
+        owner = Owner("trainer", str(run.absolute()))
         store.retain(owner=owner, also=wanted, drop=given_up)
         optimizer, scheduler, scaler, mark = this.optimizer, this.lr_scheduler, this.accelerator.scaler, uuid4().hex
         number = _commit(this.model, optimizer, scheduler, scaler, (folder / STATE).read_text(), this.state.global_step, mark)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tiered import MisuseError, TieredStore
+from tiered import MisuseError, Owner, TieredStore
 from tiered.format.foreign.documents import json_of, text_of
 from tiered.store.at_rest import listing
 
@@ -130,7 +130,7 @@ def marks_of(store: TieredStore) -> list[str]:
 
 def keep(store: TieredStore, marks: Collection[str]) -> None:
     """Have the store keep the commits with these marks, however old they are, beside what it keeps for others."""
-    store.retain(owner=META, also=[number for number, said in _tagged_commits(store) if said["mark"] in marks])
+    store.retain(owner=Owner("engine", META), also=[number for number, said in _tagged_commits(store) if said["mark"] in marks])
 
 
 def _tagged_commits(store: TieredStore) -> list[tuple[int, Mapping[str, object]]]:
