@@ -48,7 +48,6 @@ __all__ = [
     "refuse_little_room",
     "refuse_without_room",
     "returned_at_once",
-    "unlocked",
     "wait_for",
 ]
 
@@ -222,13 +221,6 @@ _AT_ONCE = 4096  # bytes
 _LONGEST_WAIT = 1e6  # seconds; poll(2) counts milliseconds in an int
 
 
-class _Lock(Protocol):
-    """The part of ``threading.RLock`` that holding it in any case needs."""
-
-    def acquire(self) -> bool: ...
-    def release(self) -> None: ...
-
-
 class _Condition(Protocol):
     """The part of ``threading.Condition`` that ``wait_for`` uses."""
 
@@ -244,30 +236,14 @@ def wait_for(changed: _Condition, seconds: float) -> None:
     try:
         changed.wait(seconds)
     except BaseException:
-        _acquire(changed)
+        while True:  # other exceptions may strike meanwhile; the first one is raised
+            try:
+                while not changed._is_owned():  # type: ignore[attr-defined]
+                    changed.acquire()
+                break
+            except BaseException:
+                continue
         raise
-
-
-def unlocked(lock: _Lock, work: Callable[[], None]) -> None:
-    """Run ``work`` without the RLock, which the caller has taken once, and hold it afterwards in any case."""
-    try:
-        lock.release()
-        work()
-        lock.acquire()
-    except BaseException:
-        _acquire(lock)
-        raise
-
-
-def _acquire(lock: _Lock | _Condition) -> None:
-    """Hold an RLock, whatever exceptions strike meanwhile."""
-    while True:
-        try:
-            while not lock._is_owned():  # type: ignore[union-attr]
-                lock.acquire()
-            break
-        except BaseException:
-            continue
 
 
 class Wakeup:

@@ -16,7 +16,6 @@ finds it true waits until the engine's thread has counted everything anew. Where
 from __future__ import annotations
 
 import asyncio
-import gc
 import math
 import os
 import select
@@ -33,13 +32,13 @@ from tiered.engine.requests import Lease, Offload, Prefetch, Request, RequestQue
 from tiered.engine.residency import Copy
 from tiered.engine.scheduler import Scheduler
 from tiered.engine.snapshot import Flush
-from tiered.engine.state import EngineState, FollowedOrder, LeaseHold, Token
+from tiered.engine.state import EngineState, FollowedOrder, Token
 from tiered.engine.workers import Worker
 from tiered.errors import CapacityError, InterruptedStore, LeaseConflict, MisuseError, StoreClosed, TieredError
 from tiered.interfaces import EvictionPolicy, Link, Streams, Tier
-from tiered.system import OwnedWakeup, unlocked, wait_for
+from tiered.system import OwnedWakeup, wait_for
 from tiered.telemetry import LinkStatistics, Recorder
-from tiered.types import Access, Direction, Fence, Key, Slot, Then, Transfer, Urgency
+from tiered.types import Direction, Fence, Key, Slot, Then, Transfer, Urgency
 
 __all__ = ["Engine", "EngineConfig"]
 
@@ -47,8 +46,6 @@ LOOKS_EVERY = 20
 """Milliseconds between two searches for views that died, while a request waits."""
 GRACE = 0.5
 """Seconds beyond its deadline that a request waits for a first attempt by the engine, should that be busy or blocked."""
-SOON = 1.0
-"""Seconds after which a request that has come no closer has references looked for that only tracebacks have."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +100,6 @@ class Engine:
         self._unrepairable: BaseException | None = None
         self.end_struck: Callable[[], bool] = lambda: False
         """Ends leases that only the traceback of an exception refers to; returns whether there were any."""
-        self.clear_struck: Callable[[], None] = lambda: None
-        """Clears frames in tracebacks of exceptions that refer to memory of this engine's tiers."""
 
     # -- called by any thread --------------------------------------------------------------------------------------------
 
@@ -136,37 +131,6 @@ class Engine:
             self.wait(request, deadline)
         elif request.error is not None:
             request.raise_error()
-
-    def end_struck_leases(self, access: Access) -> None:
-        """End leases that only tracebacks refer to, before all tensors are read, or changed, at a time: where any lease is open
-        that conflicts with that."""
-        with self.lock:
-            leases = [hold for hold in self.state.claims if isinstance(hold, LeaseHold)]
-            conflict = any(Access.WRITE in (access, lease.access) for lease in leases)
-        if conflict:
-            self.end_struck()
-
-    def reclaim(self) -> bool:
-        """Have memory that no lease holds, and only tracebacks of exceptions refer to, be free; return whether there was any.
-
-        Tracebacks are kept: by an interactive interpreter, by a notebook, by whoever collects errors. Called without the lock,
-        because objects of the caller's end here.
-        """
-        before = self._outlived()
-        if before:
-            self.clear_struck()
-        if before and self._outlived():
-            gc.collect()  # what a frame referred to may be in a cycle
-        freed = before > 0 and self._outlived() < before
-        if freed:
-            self.released()  # whose room others wait for
-        return freed
-
-    def _outlived(self) -> int:
-        """Return how many copies are referred to though no lease holds them."""
-        self.look()
-        with self.lock:
-            return sum(pool.outlived for pool in self.state.pools)
 
     def _withdraw(self, request: Request) -> None:
         """Withdraw an abandoned request. The engine undoes what it began; a request that has not begun just leaves the
@@ -232,9 +196,6 @@ class Engine:
             if not at_once:
                 patience, progress = None if math.isinf(self.config.deadline) else self.config.deadline, math.nan
                 # Not wait_for: before Python 3.12 it loses a cancellation that arrives together with the result.
-                await asyncio.wait((done,), timeout=SOON if patience is None else min(SOON, patience))
-                if not done.done():
-                    self.reclaim()
                 while not done.done() and progress != request.progress:
                     progress = request.progress
                     await asyncio.wait((done,), timeout=patience)
@@ -340,27 +301,17 @@ class Engine:
             self.recorder.stalled(request.sequence, str(request), seconds, for_room)
 
     def _wait_for(self, request: Request, began: float, patience: float) -> None:
-        left, soon = request.progress, min(SOON, patience)
+        left = request.progress
         while not request.done:
             self._refuse_stopped()
             if request.progress != left:
                 began, left = self.config.clock(), request.progress
             before = self.config.clock()
-            if before - began >= soon:
-                soon = math.inf
-                if any(pool.outlived for pool in self.state.pools):
-                    unlocked(self.lock, lambda: self._reclaim_for(request))
-                    continue
             if before - began >= patience + (0.0 if request.tried or self._thread is None else GRACE):
                 raise CapacityError(why_stuck(self.state, request, before - began))
-            wait_for(self._changed, min(max(began + min(soon, patience) - before, 0.05), 5.0))
+            wait_for(self._changed, min(max(began + patience - before, 0.05), 5.0))
             self._stalled(request, self.config.clock() - before, request.short)
             request.short = bool(request.full_tiers)
-
-    def _reclaim_for(self, request: Request) -> None:
-        """``reclaim`` memory for a request that waits; its deadline counts anew where there was some."""
-        if self.reclaim():
-            request.progress -= 1
 
     def hint(self, keys: Sequence[Key], tier: int, urgency: Urgency = Urgency.PREFETCH) -> None:
         """Prefetch ``keys``; never waits, and never raises where a tier is full. Replaces older hints of this urgency that have

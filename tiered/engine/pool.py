@@ -462,13 +462,8 @@ class Pool:
         held = [copy for copy in (*self.copies.values(), *self.aliased_evicted) if copy.leased or copy.aliases]
         return sorted(held, key=lambda copy: -copy.slot.nbytes)
 
-    @property
-    def outlived(self) -> int:
-        """Number of copies that nobody leases, and whose memory something still refers to."""
-        return sum(bool(copy.aliases) and not copy.leased for copy in self.copies.values()) + len(self.aliased_evicted)
-
     def statistics(self) -> TierStatistics:
-        held = self.outlived
+        held = sum(bool(copy.aliases) and not copy.leased for copy in self.copies.values()) + len(self.aliased_evicted)
         return TierStatistics(self.tier.name, self.tier.capacity, self.used, self.peak, len(self.copies), held, self.moved)
 
     def check(self) -> None:

@@ -393,8 +393,7 @@ class Commits(Generations):
         """Restore the state of ``generation`` (None: the newest) and return its number. Tensors that did not change since stay
         where they are."""
         self._engine.refuse_nested()
-        self._engine.end_struck_leases(Access.WRITE)
-        self._engine.reclaim()
+        self._engine.end_struck()
 
         def work() -> int:
             with self._engine.commits:
@@ -439,7 +438,7 @@ class Commits(Generations):
         """
         encoded = self._encoded(meta)
         self._engine.refuse_nested()
-        self._engine.end_struck_leases(Access.READ)
+        self._engine.end_struck()
 
         def work() -> int:
             with self._engine.commits:
@@ -456,7 +455,7 @@ class Commits(Generations):
         commit."""
         encoded, engine = self._encoded(meta), self._engine
         engine.refuse_nested()
-        engine.end_struck_leases(Access.READ)
+        engine.end_struck()
 
         def work() -> int:
             with engine.commits:

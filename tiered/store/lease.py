@@ -6,17 +6,11 @@ interrupt.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import gc
-import inspect
 import sys
-import traceback
-from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from types import FrameType, FunctionType, TracebackType
-from typing import Any, Generic, NoReturn, TypeVar
+from types import TracebackType
+from typing import Generic, NoReturn, TypeVar
 
 import torch
 
@@ -30,7 +24,7 @@ from tiered.tensors.specs import dtype_of
 from tiered.tiers.dram import DramTier
 from tiered.types import Access, Key, TensorSpec
 
-__all__ = ["LeaseOfAddresses", "LeaseOfMany", "LeaseOfOne", "clear_struck", "end_struck"]
+__all__ = ["LeaseOfAddresses", "LeaseOfMany", "LeaseOfOne", "end_struck"]
 
 Made = TypeVar("Made")
 
@@ -257,21 +251,20 @@ def _places(keys: Sequence[Key], asked: Sequence[Key]) -> list[int]:
     return [at[key] for key in asked]
 
 
-# -- what tracebacks keep ------------------------------------------------------------------------------------------------------
-
-
 def end_struck() -> bool:
     """End leases whose entry or exit was struck by an exception before its first line; return whether there were any.
 
     Such a lease ends with its object. But a traceback refers to the frame that was struck, and that to the object; and
-    tracebacks may be kept: by an ``except`` clause while it runs, by an interactive interpreter or a notebook until the next
-    exception, by whoever collects errors.
+    tracebacks may be kept: by an ``except`` clause while it runs, by an interactive interpreter until the next exception.
     """
     found = False
-    for frame in _ended_calls():
-        lease = frame.f_locals.get("self") if frame.f_code in _ENDS else None
-        if isinstance(lease, _Held) and lease.token is not None:
-            lease.token, found = None, True
+    for error in _live_exceptions():
+        trace = error.__traceback__
+        while trace is not None:
+            lease = trace.tb_frame.f_locals.get("self") if trace.tb_frame.f_code in _ENDS else None
+            if isinstance(lease, _Held) and lease.token is not None:
+                lease.token, found = None, True
+            trace = trace.tb_next
     return found
 
 
@@ -283,87 +276,19 @@ _METHODS = (
 _ENDS = {method.__code__ for method in _METHODS}
 
 
-def clear_struck(is_stored: Callable[[torch.Tensor], bool]) -> None:
-    """Clear the frames of calls that have ended, where one of them is of this package or has a variable that ``is_stored``
-    knows, and of the calls that led to it and that it made: so that what keeps a traceback keeps no memory of a store.
-
-    These calls never go on: only a debugger could show their variables. (``unittest`` clears the frames of the exceptions that
-    it expects for the same reason.)
-    """
-    together: dict[int, list[FrameType]] = {}
-    wanted: set[int] = set()
-    ended = {id(frame): frame for frame in _ended_calls()}
-    for frame in ended.values():
-        outermost = frame
-        while outermost.f_back is not None and id(outermost.f_back) in ended:
-            outermost = outermost.f_back
-        together.setdefault(id(outermost), []).append(frame)
-        if frame.f_code.co_filename.startswith(_PACKAGE) or _refers(frame, is_stored):
-            wanted.add(id(outermost))
-    for root in wanted:
-        for frame in together[root]:
-            with contextlib.suppress(RuntimeError):  # by now it runs again
-                frame.clear()
-            if frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-                frame.f_locals  # noqa: B018 - before Python 3.13 a dict that a debugger asked for, and is brought up to date now
-    _empty_closures([frame for root in wanted for frame in together[root]], is_stored)
-
-
-_PACKAGE = str(Path(__file__).parents[1])
-
-
-def _empty_closures(frames: Sequence[FrameType], is_stored: Callable[[torch.Tensor], bool]) -> None:
-    """Empty the variables of enclosing calls that only functions of these ended calls refer to, if they have a stored tensor.
-
-    A frame that was cleared still has its function, and so what a comprehension, or another function within a function, took
-    from the call around it. References are counted, because a call that still runs has its variables where the collector does
-    not see them: what anything else refers to stays.
-    """
-    functions = {id(one): one for frame in frames for one in _closures(frame)}
-    by = Counter(id(one) for frame in frames for one in _closures(frame))
-    probes = {0: object()}
-    once = sys.getrefcount(probes[0])  # of what a dict alone refers to: no variable may refer to what is counted
-    alone = [key for key in functions if sys.getrefcount(functions[key]) == once + by[key]]
-    cells = {id(cell): cell for key in alone for cell in functions[key].__closure__ or ()}
-    within = Counter(id(cell) for key in alone for cell in functions[key].__closure__ or ())
-    for key in cells:
-        if sys.getrefcount(cells[key]) == once + within[key] and _has_stored(gc.get_referents(cells[key]), is_stored):
-            del cells[key].cell_contents
-
-
-def _closures(frame: FrameType) -> list[FunctionType]:
-    """Return the functions that the frame of a call refers to, and that have variables of calls around them."""
-    return [one for one in gc.get_referents(frame) if isinstance(one, FunctionType) and one.__closure__]
-
-
-def _ended_calls() -> list[FrameType]:
-    """Return the frames of all calls that have ended and whose variables somebody keeps, by a traceback for the most part."""
-    running = {frame for inner in sys._current_frames().values() for frame, _ in traceback.walk_stack(inner)}
-    frames = [found for found in gc.get_objects() if type(found) is FrameType]
-    return [frame for frame in frames if frame not in running and not _may_go_on(frame)]
-
-
-def _may_go_on(frame: FrameType) -> bool:
-    """Return whether it may be of a generator that is suspended: before Python 3.13 ``clear`` closes it."""
-    if not frame.f_code.co_flags & _SUSPENDABLE:
-        return False
-    return sys.version_info < (3, 11) or frame.f_code not in gc.get_referents(frame)  # which has no variables of its own
-
-
-_SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR | inspect.CO_ITERABLE_COROUTINE
-
-
-def _refers(frame: FrameType, is_stored: Callable[[torch.Tensor], bool]) -> bool:
-    """Return whether a variable is a stored tensor, or a list, tuple or dict that has one."""
-    found = [one for one in gc.get_referents(frame) if one is not frame.f_globals]
-    closed = [cell for one in _closures(frame) for cell in one.__closure__ or ()]
-    return _has_stored(found + [one for cell in closed for one in gc.get_referents(cell)], is_stored)
-
-
-def _has_stored(found: list[Any], is_stored: Callable[[torch.Tensor], bool]) -> bool:
-    """Return whether one of ``found`` is a stored tensor, or a list, tuple or dict that has one."""
-    within = [one for several in found if type(several) in (list, tuple, dict) for one in gc.get_referents(several)]
-    return any(isinstance(one, torch.Tensor) and is_stored(one) for one in found + within)
+def _live_exceptions() -> list[BaseException]:
+    """Return the exceptions that threads handle now, the last one that an interpreter has shown, and their causes and
+    contexts."""
+    handled: list[object] = list(sys._current_exceptions().values())
+    handled += [getattr(sys, name, None) for name in ("last_exc", "last_value")]
+    waiting = [error[1] if isinstance(error, tuple) else error for error in handled]
+    found: dict[int, BaseException] = {}
+    while waiting:
+        error = waiting.pop()
+        if isinstance(error, BaseException) and id(error) not in found:
+            found[id(error)] = error
+            waiting += [error.__context__, error.__cause__]
+    return list(found.values())
 
 
 def _view(engine: Engine, memory: Memory, copy: Copy, spec: TensorSpec, claim: Token) -> torch.Tensor:

@@ -189,7 +189,7 @@ class OneGeneration(Generations):
         if self._fixed is not None:
             raise MisuseError(self._fixed)
         self._engine.refuse_nested()
-        self._engine.end_struck_leases(Access.WRITE)
+        self._engine.end_struck()
 
         def work() -> int:
             with self._engine.commits:

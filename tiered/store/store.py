@@ -11,7 +11,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
@@ -27,7 +26,7 @@ from tiered.errors import ForkedStore, KeyNotFound, MisuseError, StoreClosed, Un
 from tiered.interfaces import EvictionPolicy, IOBackend, Returnable
 from tiered.small.tensors import SmallTensors, open_small
 from tiered.store.commit import Commits, Generations
-from tiered.store.lease import LeaseOfAddresses, LeaseOfMany, LeaseOfOne, clear_struck, end_struck
+from tiered.store.lease import LeaseOfAddresses, LeaseOfMany, LeaseOfOne, end_struck
 from tiered.store.opening import Existing, Newer, OpenOptions, Parts, access_of, assemble
 from tiered.store.readers import StoreReader
 from tiered.system import memory_of_process
@@ -78,7 +77,7 @@ class TieredStore(TensorMapping):
     def __init__(self, parts: Parts, engine: Engine, known: Generations, *, scratch: bool) -> None:
         expect_type(engine, Engine, "TieredStore.open opens a store; its constructor is given an engine")
         self._parts, self._engine, self._generations = parts, engine, known
-        engine.end_struck, engine.clear_struck = end_struck, partial(clear_struck, is_stored)
+        engine.end_struck = end_struck
         self._pid = os.getpid()
         self._closed = False
         self._name = f"the store in {parts.nvme.folder}" if parts.nvme else "the store without a disk"
