@@ -90,6 +90,17 @@ def test_a_refused_key_is_refused_unless_it_asks_for_nothing(key: Any) -> None:
         assert verdict({key.switch: False} if key.switch != "*.enabled" else {"inner": {"enabled": False}}) is Verdict.UNNEEDED
 
 
+def test_null_is_as_if_the_key_were_not_there() -> None:
+    for key in KEYS:
+        if key.path == "train_batch_size":
+            continue  # this one is needed
+        *sections, name = key.path.split(".")
+        nested: Any = {name: None}
+        for section in reversed(sections):
+            nested = {section: nested}
+        assert all(row.verdict is not Verdict.REFUSED for row in config_of(**nested).rows), key.path
+
+
 @pytest.mark.parametrize(
     ("config", "says"),
     [

@@ -353,6 +353,8 @@ def crossed(rows: Iterable[Judged], values: Mapping[str, Any]) -> tuple[Judged, 
 
 def _problem(path: str, value: Any, values: Mapping[str, Any]) -> tuple[Verdict, str] | None:
     """Return what becomes of a key for the sake of others; None where it is as the table says."""
+    if value is None:
+        return None  # as without the key
     dtype = _dtype(values)
     if path in ("bf16.enabled", "bfloat16.enabled") and value is True and _at(values, "fp16.enabled") is True:
         return Verdict.REFUSED, "fp16 is enabled, too: enable one of them"
