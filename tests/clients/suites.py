@@ -1,0 +1,199 @@
+"""The suites of clients, and a run of one: which tests pass in memory, which of these with tensors in a store, and why others
+do not."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.clients.differences import DIFFERENCES, Difference, reason_of
+
+__all__ = ["SUITES", "Outcome", "Result", "Suite", "run"]
+
+PLUGINS = Path(__file__).parent / "plugins"
+ROOT = PLUGINS.parents[2]
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Files of tests of one client. ``sources``: folders of the checkout that Python imports from; ``version``: a file with the
+    client's version, and what finds it there; ``shim``: the plugin that has the client use a store;
+    ``before``: one that both runs have."""
+
+    name: str
+    client: str
+    files: tuple[str, ...]
+    shim: str
+    sources: tuple[str, ...] = ("src",)
+    version: tuple[str, str] = ("", "")
+    variables: Mapping[str, str] = field(default_factory=dict)
+    before: str | None = None
+
+
+SUITES = (
+    Suite(
+        "accelerate",
+        "accelerate",
+        tuple(f"tests/test_{name}.py" for name in ("optimizer", "scheduler", "state_checkpointing", "hooks")),
+        "tiered_accelerate",
+        version=("src/accelerate/__init__.py", r'__version__ = "(.*?)"'),
+    ),
+    *(
+        Suite(
+            name,
+            "lightning",
+            ("tests/tests_pytorch/models/test_restore.py", "tests/tests_pytorch/checkpointing/test_trainer_checkpoint.py"),
+            "tiered_lightning",
+            version=("src/version.info", r"(\S+)"),
+            variables={"TIERED_CHECKPOINTS": checkpoints},
+        )
+        for name, checkpoints in (("lightning", "whole"), ("lightning-commits", "commits"))
+    ),
+    Suite(
+        "deepspeed",
+        "deepspeed",
+        (
+            *(f"tests/unit/runtime/test_{name}.py" for name in ("ds_initialize", "ds_config_dict", "ds_config_model")),
+            *("tests/unit/runtime/test_lr_schedulers.py", "tests/unit/checkpoint/test_zero_optimizer.py"),
+        ),
+        "tiered_deepspeed",
+        sources=(".", "tests"),
+        version=("version.txt", r"(\S+)"),
+        variables={"DS_ACCELERATOR": "cpu"},
+        before="deepspeed_operators",
+    ),
+    Suite(
+        "transformers",
+        "transformers",
+        tuple(
+            f"tests/trainer/test_{name}.py"
+            for name in (
+                *("trainer_checkpointing", "trainer_optimizers", "trainer_resume", "trainer_evaluation", "trainer_callback"),
+                *("trainer_data", "gradient_clipping"),
+            )
+        ),
+        "tiered_transformers",
+        version=("src/transformers/__init__.py", r'__version__ = "(.*?)"'),
+        variables={"HF_HUB_OFFLINE": "1"},
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a test: "passed", "failed", "skipped", or "ended" where its process ended in it."""
+
+    outcome: str
+    what: str = ""
+    engaged: bool = False
+
+
+@dataclass
+class Result:
+    """What a suite showed. ``differ``: tests that pass in memory and not here, with what they show and the reason, None where
+    there is none."""
+
+    suite: str
+    version: str = ""
+    skipped: str = ""
+    in_memory: dict[str, Outcome] = field(default_factory=dict)
+    here: dict[str, Outcome] = field(default_factory=dict)
+    differ: dict[str, tuple[str, str | None]] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> list[str]:
+        """Return the tests that pass in memory."""
+        return [test for test, found in self.in_memory.items() if found.outcome == "passed"]
+
+    @property
+    def same(self) -> list[str]:
+        """Return those of them that pass here."""
+        return [test for test in self.passed if test not in self.differ]
+
+    @property
+    def unexplained(self) -> dict[str, str]:
+        return {test: what for test, (what, reason) in self.differ.items() if reason is None}
+
+
+def run(suite: Suite, folder: Path | None, *, limit: float, known: Sequence[Difference] = DIFFERENCES) -> Result:
+    """Run ``suite`` of the checkout in ``folder`` twice, as it is and with its shim, each at most ``limit`` seconds."""
+    if folder is None:
+        return Result(suite.name, skipped="no checkout")
+    file, pattern = suite.version
+    text = (folder / file).read_text() if file and (folder / file).is_file() else ""
+    found = re.search(pattern, text) if pattern else None
+    result = Result(suite.name, version=found[1] if found else "unknown")
+    files = [folder / name for name in suite.files if (folder / name).is_file()]
+    if not files:
+        result.skipped = f"the checkout has none of {', '.join(suite.files)}"
+        return result
+    result.in_memory = _outcomes(suite, folder, files, None, limit)
+    if not result.in_memory:
+        result.skipped = "no test began"
+        return result
+    result.here = _outcomes(suite, folder, files, suite.shim, limit)
+    for test in result.passed:
+        here = result.here.get(test, Outcome("missing", "the run with the shim did not come to it"))
+        if here.outcome != "passed":
+            what = f"{here.outcome}: {here.what}"
+            result.differ[test] = (what, reason_of(suite.name, test, what, tuple(known)))
+    return result
+
+
+def _outcomes(suite: Suite, folder: Path, files: Sequence[Path], shim: str | None, limit: float) -> dict[str, Outcome]:
+    """Run ``files`` in a process of its own, and return what became of each test."""
+    with tempfile.TemporaryDirectory(prefix="clients-", ignore_cleanup_errors=True) as scratch:
+        written = Path(scratch, "outcomes")
+        plugins = [part for name in ("tiered_outcomes", suite.before, shim) if name for part in ("-p", name)]
+        sources = [str(PLUGINS), *(str(folder / name) for name in suite.sources), str(ROOT)]
+        variables = {
+            **os.environ,
+            **suite.variables,
+            "PYTHONPATH": os.pathsep.join(sources),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "TIERED_OUTCOMES": str(written),
+            "TIERED_ENGAGED": str(Path(scratch, "engaged")),
+            "TMPDIR": scratch,
+            "OMP_NUM_THREADS": "1",
+        }
+        options = ["-q", "-p", "no:cacheprovider", f"--rootdir={folder}", *plugins]
+        command = [sys.executable, "-m", "pytest", *options, *map(str, files)]
+        with Path(scratch, "log").open("w+") as log:
+            process = subprocess.Popen(command, cwd=scratch, env=variables, stdout=log, stderr=log, start_new_session=True)
+            try:
+                process.wait(limit)
+            except subprocess.TimeoutExpired:
+                print(f"{suite.name}: stopped after {limit:.0f} s", file=sys.stderr)
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+            if not written.exists():
+                log.seek(0)
+                print(log.read()[-2000:], file=sys.stderr)
+                return {}
+        return _read(written)
+
+
+def _read(written: Path) -> dict[str, Outcome]:
+    """Return what the plugin wrote. A test that only began ended its process; the worst of what it reported counts."""
+    order = ("ended", "passed", "skipped", "failed")
+    found: dict[str, Outcome] = {}
+    for line in written.read_text().splitlines():
+        one = json.loads(line)
+        test = one["test"]
+        if one["outcome"] == "began":
+            found[test] = Outcome("ended", "its process ended")
+            continue
+        before = found.get(test, Outcome("ended"))
+        if order.index(one["outcome"]) > order.index(before.outcome):
+            found[test] = Outcome(one["outcome"], one["what"], one["engaged"])
+    return found
