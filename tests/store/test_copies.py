@@ -6,6 +6,7 @@ import asyncio
 import copy
 import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -192,6 +193,24 @@ def test_hints_of_another_thread_stay() -> None:
         other.submit(engine.hint, ["c"], 0).result()
         assert asked() == [["d"], ["e"], ["c"]]
     rig.settle()
+    rig.wind_down()
+
+
+def test_a_hint_keeps_nothing_of_its_caller() -> None:
+    rig = Rig(64, 400, reserve=0.0)
+    found = []
+
+    def called() -> None:
+        local = torch.zeros(1)
+        found.append(weakref.ref(local))
+        rig.engine.hint(["a"], 0)
+
+    gc.disable()  # what lies in a cycle stays
+    try:
+        called()
+        assert found[0]() is None
+    finally:
+        gc.enable()
     rig.wind_down()
 
 

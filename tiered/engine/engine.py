@@ -19,7 +19,6 @@ import asyncio
 import math
 import os
 import select
-import sys
 import threading
 import time
 import weakref
@@ -80,6 +79,7 @@ class Engine:
         self.write_behind = WriteBehind(self.scheduler, config.reserve)
         self.read_ahead: ReadAhead | None = None
         self.lock = threading.RLock()
+        self._of_thread = threading.local()
         self.commits = threading.Lock()  # one commit at a time; taken before ``lock``
         self.hits = self.misses = self.leases = self.wakes = 0
         self.stalled_for_reads = self.stalled_for_room = 0.0
@@ -317,7 +317,10 @@ class Engine:
         """Prefetch ``keys``; never waits, and never raises where a tier is full. Replaces older hints of this urgency that have
         not begun: those of this thread, and of threads that have ended."""
         self.refuse_nested()
-        mine, others = threading.get_ident(), sys._current_frames().keys()
+        try:
+            mine = self._of_thread.token
+        except AttributeError:
+            mine = self._of_thread.token = Token()
         with self.lock:
             waiting = self.requests.waiting
             waiting[:] = [
@@ -326,9 +329,9 @@ class Engine:
                 if not isinstance(other, Prefetch)
                 or other.urgency is not urgency
                 or other.thread is None
-                or (other.thread != mine and other.thread in others)
+                or other.thread() not in (mine, None)
             ]
-            self._submit(Prefetch(keys, tier, urgency, mine))
+            self._submit(Prefetch(keys, tier, urgency, weakref.ref(mine)))
 
     def ahead(self, keys: Sequence[Key], tier: int) -> None:
         """Prefetch ``keys`` beside the hints that there are."""

@@ -412,13 +412,14 @@ class Work(Request):
 
 class Prefetch(Request):
     """Brings ``keys`` to ``tier`` in order, as a hint; ``urgency`` is PREFETCH, or SPECULATIVE where nobody knows whether they
-    will be used: then it ends at the first for which there is no room. ``thread``: the one whose next hint takes its place.
+    will be used: then it ends at the first for which there is no room. ``thread``: a token that dies with the thread whose next
+    hint takes its place.
 
     Done when each tensor is there, on its way on the last hop, deleted, or cannot come.
     """
 
     def __init__(
-        self, keys: Iterable[Key], tier: int, urgency: Urgency = Urgency.PREFETCH, thread: int | None = None
+        self, keys: Iterable[Key], tier: int, urgency: Urgency = Urgency.PREFETCH, thread: Holder | None = None
     ) -> None:
         super().__init__(urgency, tier)
         self.thread = thread
