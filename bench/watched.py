@@ -70,8 +70,8 @@ def watch(store: TieredStore) -> Iterator[Watched]:
         found.touched([key], Access.PUT, store)
         found.still()
 
-    def watched_put(key: str, tensor: torch.Tensor) -> None:
-        put(key, tensor)
+    def watched_put(key: str, tensor: torch.Tensor, **more: Any) -> None:
+        put(key, tensor, **more)
         found.touched([key], Access.PUT, store)
         found.still()
 

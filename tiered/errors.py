@@ -144,11 +144,13 @@ def path_of(path: object, what: str) -> str:
     text = os.fspath(path)  # type: ignore[call-overload]
     expect_type(text, str, f"{what} is a str or a pathlib.Path")
     try:
-        named = "\0" not in text and all(len(part) <= LONGEST_NAME for part in os.fsencode(text).split(b"/"))
+        parts = os.fsencode(text).split(b"/")
     except UnicodeEncodeError:
-        named = False
-    if not named:
+        parts = []
+    if not parts or "\0" in text:
         raise MisuseError(f"{what} is {quoted(text)}, which is not the name of a file or folder")
+    if max(map(len, parts)) > LONGEST_NAME:
+        raise MisuseError(f"{what} is {quoted(text)}, with a name of more than {LONGEST_NAME} bytes: give a shorter path")
     return str(text)
 
 

@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -292,10 +291,13 @@ def test_what_cannot_be_loaded_is_named(store: TieredStore, tmp_path: Path) -> N
     assert same(run.result(), before)
 
 
-def test_what_does_not_go_together_is_named(store: TieredStore, tmp_path: Path) -> None:
+def test_what_does_not_go_together_is_named(store: TieredStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = Accelerator(cpu=True)
     for kind in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        monkeypatch.setattr(Accelerator, "distributed_type", kind)
         with pytest.raises(MisuseError, match=f"set up for {kind.value}"):
-            register(SimpleNamespace(distributed_type=kind), store)  # type: ignore[arg-type]
+            register(accelerator, store)
+    monkeypatch.undo()
     run = Run(store)
     register(run.accelerator, store)
     with TieredStore.open(None, dram="1MiB") as another:

@@ -590,10 +590,10 @@ def test_cancelled_while_a_thread_copies(tmp_path: Path, monkeypatch: pytest.Mon
     copying, go_on = threading.Event(), threading.Event()
     copied = tiered.tensors.specs.copied
 
-    def slowly(tensor: torch.Tensor, *, queued: bool) -> torch.Tensor:
+    def slowly(tensor: torch.Tensor, **how: Any) -> torch.Tensor:
         copying.set()
         assert go_on.wait(300)  # set by the loop, which goes on meanwhile
-        return copied(tensor, queued=queued)
+        return copied(tensor, **how)
 
     monkeypatch.setattr(tiered.tensors.specs, "copied", slowly)
     with TieredStore.open(tmp_path / "state", dram="16MiB") as store:

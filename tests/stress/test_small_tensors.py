@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -443,8 +444,8 @@ def test_the_store_cannot_go_back_between_two_leases_of_a_change(
         len(small)
         original, told = store.put, list[bool]()
 
-        def put(key: str, tensor: torch.Tensor) -> None:
-            original(key, tensor)
+        def put(key: str, tensor: torch.Tensor, **more: Any) -> None:
+            original(key, tensor, **more)
             try:
                 store.rollback()
                 told.append(True)

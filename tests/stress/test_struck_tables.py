@@ -10,12 +10,13 @@ import torch
 
 from tests.stress.strikes import is_free, lines_of, struck_at
 from tests.stress.tally import Tally, counts
-from tiered import SparseAdamW, Table, TieredEmbedding, TieredStore
+from tiered import Owner, SparseAdamW, Table, TieredEmbedding, TieredStore
 from tiered.tables.layout import Layout
 
 PROMISE = "20 (exceptions that strike a call of a table)"
 ROWS, WIDTH = 120, 16  # rows of 64 bytes, which have copies when they were looked up
 ALL = torch.arange(ROWS)
+OWNER = Owner("table", "t")  # of its states, too
 IDS = torch.tensor([3, 119, 3, 77, 40, 41])
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
 
@@ -41,7 +42,7 @@ STATES = ("exp_avg", "exp_avg_sq")
 
 def seen(store: TieredStore) -> tuple[torch.Tensor, ...]:
     """What there is of the table, and of the optimizer's states: all of them together are of one moment."""
-    tables = [store.table("t"), *(store.table(f"t/{name}", ROWS, WIDTH, block=9 * WIDTH * 4) for name in STATES)]
+    tables = [store.table("t"), *(made(store, f"t/{name}", "") for name in STATES)]
     steps = store.get("t/steps", torch.zeros(2, dtype=torch.int64))
     for table in tables:
         for _ in range(2):
@@ -52,9 +53,9 @@ def seen(store: TieredStore) -> tuple[torch.Tensor, ...]:
 def made(store: TieredStore, name: str, begin: str) -> Table:
     """A table as it is before the call: with the blocks, or with rows in a buffer of 24 slots, in half of them or in all."""
     if "buffer" in begin:
-        store.put(f"{name}/appended", torch.zeros(1, dtype=torch.int64))
-        store.put(f"{name}/table", Layout(ROWS, (WIDTH,), torch.float32, 9, 0.0, 24, 4).encoded())
-    return store.table(name, ROWS, WIDTH, block=9 * WIDTH * 4)
+        store.put(f"{name}/appended", torch.zeros(1, dtype=torch.int64), owner=OWNER)
+        store.put(f"{name}/table", Layout(ROWS, (WIDTH,), torch.float32, 9, 0.0, 24, 4).encoded(), owner=OWNER)
+    return store.table(name, ROWS, WIDTH, block=9 * WIDTH * 4, owner=OWNER)
 
 
 def fill(table: Table, begin: str, values: torch.Tensor) -> None:

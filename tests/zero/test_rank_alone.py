@@ -106,11 +106,11 @@ def alone(rank: int, folder: Path) -> dict[str, str]:
 
     with zero.open_store(folder / "state", dram="4MiB") as store:
         if rank == 1:
-            store.put("model/other", torch.zeros(1))
+            store.put("model/param/0", torch.zeros(1))  # the user's, with a key that the model needs
         model = Layers()
         refused("page", MisuseError, lambda: zero.page(model, store))
         if rank == 1:
-            store.delete("model/other")
+            store.delete("model/param/0")
         zero.page(model, store)
         groups = [{"params": list(model.parameters()), **({"rule": "AdamW"} if rank == 1 else {})}]
         refused("optimizer", MisuseError, lambda: zero.AdamW(groups, lr=1e-2))

@@ -101,7 +101,7 @@ def test_a_training_writes_a_page_and_its_json_makes_the_same(tmp_path: Path) ->
     assert done.stderr == "tiered: text exists already and is no report of tiered, so it stays: name another file\n"
     done = tiered("report", "text", cwd=tmp_path)
     assert done.returncode == 1
-    assert done.stderr.startswith("tiered: text is no report of tiered train")
+    assert done.stderr.startswith("tiered: text is damaged: 'utf-8'")
 
 
 def test_a_training_chooses_and_says_so(tmp_path: Path) -> None:
