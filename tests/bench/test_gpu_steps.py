@@ -106,6 +106,7 @@ def test_the_script_makes_no_environment_where_there_is_one(tmp_path: Path) -> N
 
 PROGRAM = """
 import json, os, signal, subprocess, sys, time
+sys.path.insert(0, os.getcwd())
 from bench import gpu_steps
 
 def short(given):

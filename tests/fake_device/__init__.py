@@ -57,6 +57,8 @@ def built() -> ModuleType | str:
 class _Module(ModuleType):
     """What torch looks for in ``torch.cuda`` where a device is CUDA. Random numbers are the CPU's."""
 
+    Stream, Event = torch.Stream, torch.Event  # torch.compile looks for them
+
     def _lazy_init(self) -> None: ...
 
     def _is_in_bad_fork(self) -> bool:
