@@ -23,13 +23,13 @@ from tiered.zero.paging.storage import model_named
 PROMISE = "25 (names are owned)"
 
 
-def _model() -> nn.Module:
+def _model(size: int = 1) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 3))
+    return nn.Sequential(*(nn.Linear(6, 6) for _ in range(2 * size - 1)), nn.Linear(6, 3))
 
 
-def _trained(store: TieredStore, name: str) -> tuple[nn.Module, Any]:
-    model = zero.page(_model(), store, name=name)
+def _trained(store: TieredStore, name: str, size: int) -> tuple[nn.Module, Any]:
+    model = zero.page(_model(size), store, name=name)
     optimizer = zero.AdamW(model.parameters(), lr=1e-2)
     model(torch.ones(2, 6)).sum().backward()
     optimizer.step()
@@ -37,13 +37,13 @@ def _trained(store: TieredStore, name: str) -> tuple[nn.Module, Any]:
     return model, optimizer
 
 
-def _paged(store: TieredStore) -> Callable[[], object]:
-    _trained(store, "a")
-    return lambda: zero.page(_model(), store, name="a", existing="overwrite")
+def _paged(store: TieredStore, size: int) -> Callable[[], object]:
+    _trained(store, "a", size)
+    return lambda: zero.page(_model(size), store, name="a", existing="overwrite")
 
 
-def _initialised(store: TieredStore) -> Callable[[], object]:
-    _trained(store, "a")
+def _initialised(store: TieredStore, size: int) -> Callable[[], object]:
+    _trained(store, "a", size)
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
@@ -53,26 +53,26 @@ def _initialised(store: TieredStore) -> Callable[[], object]:
 
     def make() -> object:
         with zero.init(store):
-            model = _model()
+            model = _model(size)
         return zero.initialize(model=model, config=config)
 
     return make
 
 
-def _committed(store: TieredStore) -> Callable[[], object]:
-    model, optimizer = _trained(store, "a")
+def _committed(store: TieredStore, size: int) -> Callable[[], object]:
+    model, optimizer = _trained(store, "a", size)
     large = {"large": torch.ones(9000), "another": torch.ones(9000)}
     zero.commit(model, optimizer, extra=large)
     return lambda: zero.commit(model, optimizer, extra={"large": torch.zeros(9000)})
 
 
-def _forgotten(store: TieredStore) -> Callable[[], object]:
-    _trained(store, "a")
+def _forgotten(store: TieredStore, size: int) -> Callable[[], object]:
+    _trained(store, "a", size)
     return lambda: store.delete_owned(model_named("a"))
 
 
-def _resident(store: TieredStore) -> Callable[[], object]:
-    model = _model()
+def _resident(store: TieredStore, size: int) -> Callable[[], object]:
+    model = _model(size)
 
     def made() -> Any:
         return zero.AdamW(model.parameters(), store=store, name="a", existing="overwrite")
@@ -83,46 +83,61 @@ def _resident(store: TieredStore) -> Callable[[], object]:
     return made
 
 
-def _table(store: TieredStore) -> Callable[[], object]:
-    table = store.table("a", 40, 4, block="128B")
+def _table(store: TieredStore, size: int) -> Callable[[], object]:
+    table = store.table("a", 40 * size, 4, block="128B")
     embedding = TieredEmbedding(table)
     optimizer = SparseAdamW(embedding.parameters(), lr=0.1)
-    embedding(torch.arange(30)).sum().backward()
+    embedding(torch.arange(30 * size)).sum().backward()
     optimizer.step()
     return table.delete
 
 
-def _small(store: TieredStore) -> Callable[[], object]:
+def _small(store: TieredStore, size: int) -> Callable[[], object]:
     small = store.small("a", page="4KiB")
-    small.update({f"{at}": torch.full((200,), float(at)) for at in range(20)})
+    small.update({f"{at}": torch.full((200,), float(at)) for at in range(20 * size)})
     return small.drop
 
 
-def _rows(store: TieredStore) -> Callable[[], object]:
+def _rows(store: TieredStore, size: int) -> Callable[[], object]:
     """Changes of small tensors, which remove pages and parts of the log."""
     small = store.small("a", page="4KiB")
-    small.update({f"{at}": torch.full((200,), float(at)) for at in range(20)})
+    small.update({f"{at}": torch.full((200,), float(at)) for at in range(20 * size)})
 
     def change() -> None:
-        for at in range(0, 20, 2):
+        for at in range(0, 20 * size, 2):
             small.put(f"{at}", torch.full((300,), -1.0))
-        for at in range(1, 20, 2):
+        for at in range(1, 20 * size, 2):
             if f"{at}" in small:
                 small.delete(f"{at}")
 
     return change
 
 
-def _built(store: TieredStore) -> Callable[[], object]:
+def _built(store: TieredStore, size: int) -> Callable[[], object]:
     def build() -> None:
         with zero.init(store):
-            model = _model()
+            model = _model(size)
         zero.page(model, store, name="a", existing="overwrite")
 
     return build
 
 
-CALLS: dict[str, Callable[[TieredStore], Callable[[], object]]] = {
+def _cache(store: TieredStore, size: int) -> Callable[[], object]:
+    """A cache of keys and values that takes the place of one that has tokens."""
+    transformers = pytest.importorskip("transformers")
+    from tiered.integrations.transformers import TieredCache
+
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2 * size}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=2)).eval()
+
+    def made() -> Any:
+        return TieredCache(model, store, name="a", block=4, existing="overwrite")
+
+    model.generate(torch.arange(12)[None], cache=made(), max_new_tokens=4, do_sample=False)
+    return made
+
+
+CALLS: dict[str, Callable[[TieredStore, int], Callable[[], object]]] = {
     "page(existing='overwrite')": _paged,
     "zero.initialize": _initialised,
     "zero.commit": _committed,
@@ -132,11 +147,12 @@ CALLS: dict[str, Callable[[TieredStore], Callable[[], object]]] = {
     "small.drop": _small,
     "small tensors that change": _rows,
     "zero.init and page": _built,
+    "TieredCache": _cache,
 }
 
 LIKE_ITS_OWN = (
     *("a", "a/", "a/x", "a/param", "a/param/x", "a/param/0/m#99", "a/input/x#0", "a/checkpoint/x", "a/files/config.json"),
-    *("a/kv/0/0", "a/kv/record", "a/7/layout", "a/block99", "a/block", "a/page99", "a/names77", "a/exp_avg/x"),
+    *("a/kv/90/0", "a/kv/recorded", "a/7/layout", "a/block99", "a/block", "a/page99", "a/names77", "a/exp_avg/x"),
     "zero.init/77",
 )
 """Keys of tensors of the user below the name of what is deleted."""
@@ -186,13 +202,14 @@ def _same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> No
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
 
 
+@pytest.mark.parametrize("size", quick([1, 3], [1]))
 @pytest.mark.parametrize("name", quick(CALLS, ["page(existing='overwrite')", "table.delete", "small.drop"]))
-def test_what_others_have_stays(name: str, tally: Tally) -> None:
+def test_what_others_have_stays(name: str, size: int, tally: Tally) -> None:
     """However far the call came, and when it is made again."""
     number, done = 1, False
     while not done:
         with TieredStore.open(None, dram="4MiB") if name != "zero.commit" else _on_disk() as store:
-            call = CALLS[name](store)
+            call = CALLS[name](store, size)
             _neighbours(store)
             before = _of_others(store)
             with pytest.MonkeyPatch.context() as patch:
