@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
+import inspect
+import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from tiered import LRU, KeyNotFound, MisuseError, TieredError, TieredStore
+from tiered import LRU, CapacityError, KeyNotFound, MisuseError, TieredError, TieredStore
 
 
 def held(store: TieredStore) -> None:
@@ -82,3 +85,153 @@ def test_opening(tmp_path: Path) -> None:
     with pytest.raises(TieredError) as caught:
         TieredStore.open(tmp_path / "store", dram="1KiB")
     assert not [frame for frame in traceback.extract_tb(caught.value.__traceback__) if "opening" in frame.filename]
+
+
+# -- exceptions that are kept ------------------------------------------------------------------------------------------
+
+
+def shown(error: BaseException) -> None:
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+
+
+def seen_by_a_debugger(error: BaseException) -> None:
+    """Which has read the variables of each frame, as ``pdb.post_mortem`` does."""
+    shown(error)
+    seen = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
+    sys.last_value.seen = seen  # type: ignore[union-attr]
+
+
+def as_context(error: BaseException) -> None:
+    try:
+        try:
+            raise error
+        finally:
+            raise KeyError("another")
+    except KeyError as other:
+        shown(other)
+
+
+def as_cause(error: BaseException) -> None:
+    try:
+        raise RuntimeError("because of") from error
+    except RuntimeError as other:
+        shown(other)
+
+
+def within_a_group(error: BaseException) -> None:
+    group = getattr(builtins, "BaseExceptionGroup", None)
+    shown(error if group is None else group("several", [error]))
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> Iterator[TieredStore]:
+    """Two tensors, of which one is in memory at a time."""
+    with TieredStore.open(tmp_path / "store", dram="1MiB", deadline=0.1) as store:
+        for key in "ab":
+            store.put(key, torch.full((150_000,), float(ord(key))))
+        store.commit()
+        yield store
+        sys.last_type = sys.last_value = sys.last_traceback = None  # type: ignore[assignment]
+
+
+def compute(tensor: torch.Tensor, within: str, more: int = 2) -> None:
+    part = tensor[more:]
+    if more:
+        compute(part, within, more - 1)
+    if within == "comprehension":
+        {at: interrupt(part[at:]) for at in range(1)}  # before Python 3.12 a function, which is in its frame, and has ``part``
+    list(map(lambda at: interrupt(part[at:]), range(1)))  # noqa: C417 - and a function in every version
+
+
+def interrupt(_: torch.Tensor) -> None:
+    raise KeyboardInterrupt
+
+
+def struck(store: TieredStore, keep: Callable[[BaseException], None], within: str = "function") -> None:
+    try:
+        with store.lease("a") as tensor:
+            compute(tensor, within)
+    except KeyboardInterrupt as error:
+        del tensor  # the caller's own, which still runs
+        keep(error)
+
+
+@pytest.mark.parametrize("within", ["comprehension", "function"])
+@pytest.mark.parametrize("keep", [shown, seen_by_a_debugger, as_context, as_cause, within_a_group])
+def test_what_an_exception_that_was_shown_refers_to_is_free_after_rollback(
+    one: TieredStore, keep: Callable[[BaseException], None], within: str
+) -> None:
+    struck(one, keep, within)
+    assert one.statistics().tiers[0].held == 1
+    with pytest.raises(CapacityError, match=r"'a'.*still referenced after its lease"):
+        one.get("b")
+    one.rollback()
+    assert one.statistics().tiers[0].held == 0
+    assert one.get("b")[0] == ord("b")
+
+
+def test_what_an_exception_refers_to_is_free_where_it_is_handled(one: TieredStore) -> None:
+    def again(error: BaseException) -> None:
+        one.rollback()
+        assert one.get("b")[0] == ord("b")
+
+    struck(one, again)
+
+
+def test_what_a_function_shares_with_a_call_that_runs_stays(one: TieredStore) -> None:
+    with one.lease("a") as tensor:
+        pass
+    other = tensor[1:]
+
+    def inner() -> float:
+        return tensor[0].item() / other.numel() / 0
+
+    def again() -> float:
+        return other[0].item()
+
+    try:
+        inner()
+    except ZeroDivisionError as error:
+        shown(error)
+    del inner  # which only the traceback has from here on
+    one.rollback()
+    assert tensor[0] == ord("a") == again()
+    assert other.numel() == 149_999
+
+
+def test_what_goes_on_keeps_its_variables(one: TieredStore) -> None:
+    """A function that runs, and a generator that handled an exception within it."""
+
+    def generator() -> Iterator[float]:
+        with one.lease("a") as tensor:
+            pass
+        try:
+            compute(tensor, "function")
+        except KeyboardInterrupt as error:
+            shown(error)
+        yield 0.0
+        yield float(tensor[0])
+
+    running, mine = generator(), "a variable of a function that runs"
+    next(running)
+    assert any(frame.f_code.co_flags & inspect.CO_GENERATOR for frame, _ in traceback.walk_tb(sys.last_traceback))
+    try:
+        compute(torch.zeros(3), "function")
+    except KeyboardInterrupt as error:
+        as_context(error)
+        one.rollback()
+    assert mine.endswith("runs")
+    assert next(running) == ord("a")
+
+
+def test_other_exceptions_keep_their_variables(one: TieredStore) -> None:
+    def fails() -> None:
+        seen = "a value that a debugger shows"
+        raise ValueError(seen)
+
+    try:
+        fails()
+    except ValueError as error:
+        shown(error)
+    one.rollback()
+    assert [frame.f_locals.get("seen") for frame, _ in traceback.walk_tb(sys.last_traceback)][-1]

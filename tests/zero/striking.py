@@ -28,13 +28,15 @@ from tests.zero.paging.splitting import Language
 from tiered import TieredError, TieredStore, zero
 
 __all__ = [
-    *("KINDS", "PACKAGE", "ZERO", "Result", "Struck", "StruckError", "Trainer", "condemned", "described", "outcome"),
+    *("KINDS", "PACKAGE", "TIGHT", "ZERO", "Result", "Struck", "StruckError", "Trainer", "condemned", "described", "outcome"),
     *("shuffled", "struck_after", "struck_at"),
 ]
 
 PACKAGE = str(Path(tiered.__file__).parent)
 ZERO = str(Path(PACKAGE) / "zero")
 KINDS = ["plain", "checkpoint", "reentrant", "in backward", "micro batch", "stored as bf16", "scaled"]
+TIGHT = ["tight", "tight checkpoint", "tight reentrant"]
+"""With the smallest memory that a store takes, into which the model does not fit."""
 
 
 class Struck(BaseException):
@@ -92,15 +94,16 @@ class Trainer:
         self.commit()
         self.right = self.two_steps()
         self.rollback()
-        assert self.two_steps() == self.right
-        self.rollback()
+        if kind not in TIGHT:
+            assert self.two_steps() == self.right
+            self.rollback()
 
     def _make(self, existing: str) -> None:
         kind = self.kind
-        self.store = TieredStore.open(self.folder, dram="1.25MiB", deadline=20)
+        self.store = TieredStore.open(self.folder, dram="1MiB" if kind in TIGHT else "1.25MiB", deadline=20)
         torch.manual_seed(7)
-        mode = kind if kind in ("checkpoint", "reentrant") else "plain"
-        self.model: Any = Language(layers=2) if kind == "micro batch" else Tied(48, 2, mode)
+        mode = next((mode for mode in ("checkpoint", "reentrant") if kind.endswith(mode)), "plain")
+        self.model: Any = Language(layers=2) if kind == "micro batch" else Tied(128 if kind in TIGHT else 48, 2, mode)
         policy = zero.Policy(torch.bfloat16) if kind == "stored as bf16" else zero.Policy()
         zero.page(self.model, self.store, policy=policy, micro_batch=2 if kind == "micro batch" else 1, existing=existing)
         update = "in_backward" if kind == "in backward" else "on_fetch"

@@ -6,11 +6,18 @@ interrupt.
 
 from __future__ import annotations
 
+import builtins
+import contextlib
 import ctypes
+import gc
+import inspect
 import sys
-from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Generic, NoReturn, TypeVar
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import FrameType, FunctionType, TracebackType
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 
@@ -24,7 +31,7 @@ from tiered.tensors.specs import dtype_of
 from tiered.tiers.dram import DramTier
 from tiered.types import Access, Key, TensorSpec
 
-__all__ = ["LeaseOfAddresses", "LeaseOfMany", "LeaseOfOne", "end_struck"]
+__all__ = ["LeaseOfAddresses", "LeaseOfMany", "LeaseOfOne", "clear_ended", "end_struck"]
 
 Made = TypeVar("Made")
 
@@ -258,13 +265,11 @@ def end_struck() -> bool:
     tracebacks may be kept: by an ``except`` clause while it runs, by an interactive interpreter until the next exception.
     """
     found = False
-    for error in _live_exceptions():
-        trace = error.__traceback__
-        while trace is not None:
-            lease = trace.tb_frame.f_locals.get("self") if trace.tb_frame.f_code in _ENDS else None
+    for error in _with_causes([*sys._current_exceptions().values(), *_shown_last()]):
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            lease = frame.f_locals.get("self") if frame.f_code in _ENDS else None
             if isinstance(lease, _Held) and lease.token is not None:
                 lease.token, found = None, True
-            trace = trace.tb_next
     return found
 
 
@@ -276,18 +281,91 @@ _METHODS = (
 _ENDS = {method.__code__ for method in _METHODS}
 
 
-def _live_exceptions() -> list[BaseException]:
-    """Return the exceptions that threads handle now, the last one that an interpreter has shown, and their causes and
-    contexts."""
-    handled: list[object] = list(sys._current_exceptions().values())
-    handled += [getattr(sys, name, None) for name in ("last_exc", "last_value")]
-    waiting = [error[1] if isinstance(error, tuple) else error for error in handled]
+def clear_ended(is_stored: Callable[[torch.Tensor], bool]) -> None:
+    """Clear the variables of calls that an exception ended which this thread handles now, or which an interpreter or a
+    notebook has shown last, where one of these calls is of this package or has a variable that ``is_stored`` knows.
+
+    These calls never go on, and only a debugger could show their variables; but what they refer to would stay in memory for as
+    long as the exception is kept. (``traceback.clear_frames``, by which unittest lets go of what it expected, would also close
+    generators that have handled the exception and go on.)
+    """
+    for error in _with_causes([sys.exc_info()[1], *_shown_last()]):
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if not _may_go_on(frame)]
+        if any(frame.f_code.co_filename.startswith(_PACKAGE) or _refers(frame, is_stored) for frame in frames):
+            for frame in frames:
+                with contextlib.suppress(RuntimeError):  # it runs
+                    frame.clear()
+                if frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+                    frame.f_locals  # noqa: B018 - before Python 3.13 a dict that a debugger asked for, brought up to date now
+            _empty_closures(frames, is_stored)
+
+
+_PACKAGE = str(Path(__file__).parents[1])
+
+
+def _may_go_on(frame: FrameType) -> bool:
+    """Return whether it may be of a generator that is suspended: before Python 3.13 ``clear`` closes it."""
+    if not frame.f_code.co_flags & _SUSPENDABLE:
+        return False
+    return sys.version_info < (3, 11) or frame.f_code not in gc.get_referents(frame)  # which has no variables of its own
+
+
+_SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR | inspect.CO_ITERABLE_COROUTINE
+
+
+def _empty_closures(frames: Sequence[FrameType], is_stored: Callable[[torch.Tensor], bool]) -> None:
+    """Empty the variables of enclosing calls that only functions of these ended calls refer to, if they have a stored tensor.
+
+    A frame that was cleared still has its function, and so what a comprehension (before Python 3.12), or another function
+    within a function, took from the call around it. References are counted, because a call that still runs has its variables
+    where the collector does not see them: what anything else refers to stays.
+    """
+    functions = {id(one): one for frame in frames for one in _closures(frame)}
+    by = Counter(id(one) for frame in frames for one in _closures(frame))
+    probes = {0: object()}
+    once = sys.getrefcount(probes[0])  # of what a dict alone refers to: no variable may refer to what is counted
+    alone = [key for key in functions if sys.getrefcount(functions[key]) == once + by[key]]
+    cells = {id(cell): cell for key in alone for cell in functions[key].__closure__ or ()}
+    within = Counter(id(cell) for key in alone for cell in functions[key].__closure__ or ())
+    for key in cells:
+        if sys.getrefcount(cells[key]) == once + within[key] and _has_stored(gc.get_referents(cells[key]), is_stored):
+            del cells[key].cell_contents
+
+
+def _closures(frame: FrameType) -> list[FunctionType]:
+    """Return the functions that the frame of a call refers to, and that have variables of calls around them."""
+    return [one for one in gc.get_referents(frame) if isinstance(one, FunctionType) and one.__closure__]
+
+
+def _refers(frame: FrameType, is_stored: Callable[[torch.Tensor], bool]) -> bool:
+    """Return whether a variable of the ended call is a stored tensor, or a list, tuple or dict that has one."""
+    found = [one for one in gc.get_referents(frame) if one is not frame.f_globals]
+    closed = [cell for one in _closures(frame) for cell in one.__closure__ or ()]
+    return _has_stored(found + [one for cell in closed for one in gc.get_referents(cell)], is_stored)
+
+
+def _has_stored(found: list[Any], is_stored: Callable[[torch.Tensor], bool]) -> bool:
+    """Return whether one of ``found`` is a stored tensor, or a list, tuple or dict that has one."""
+    within = [one for several in found if type(several) in (list, tuple, dict) for one in gc.get_referents(several)]
+    return any(isinstance(one, torch.Tensor) and is_stored(one) for one in found + within)
+
+
+def _shown_last() -> list[object]:
+    return [getattr(sys, name, None) for name in ("last_exc", "last_value")]
+
+
+_GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())  # since Python 3.11
+
+
+def _with_causes(errors: Iterable[object]) -> list[BaseException]:
+    """Return those of ``errors`` that are exceptions, and their causes, their contexts and the members of their groups."""
+    waiting = [error[1] if isinstance(error, tuple) else error for error in errors]
     found: dict[int, BaseException] = {}
     while waiting:
         error = waiting.pop()
         if isinstance(error, BaseException) and id(error) not in found:
             found[id(error)] = error
-            waiting += [error.__context__, error.__cause__]
+            waiting += [error.__context__, error.__cause__, *(error.exceptions if isinstance(error, _GROUP) else ())]
     return list(found.values())
 
 

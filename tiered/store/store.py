@@ -26,7 +26,7 @@ from tiered.errors import ForkedStore, KeyNotFound, MisuseError, StoreClosed, Un
 from tiered.interfaces import EvictionPolicy, IOBackend, Returnable
 from tiered.small.tensors import SmallTensors, open_small
 from tiered.store.commit import Commits, Generations
-from tiered.store.lease import LeaseOfAddresses, LeaseOfMany, LeaseOfOne, end_struck
+from tiered.store.lease import LeaseOfAddresses, LeaseOfMany, LeaseOfOne, clear_ended, end_struck
 from tiered.store.opening import Existing, Newer, OpenOptions, Parts, access_of, assemble
 from tiered.store.readers import StoreReader
 from tiered.system import memory_of_process
@@ -946,8 +946,12 @@ class TieredStore(TensorMapping):
         No tensor is read or written: changes since are discarded, unchanged tensors stay where they are. ``meta`` becomes that
         commit's. The next commit gets a new number. Raises LeaseConflict under any open lease, MisuseError where nothing was
         committed or the commit lacks a tensor of ``needs``, ManifestError for a generation that does not exist.
+
+        The exception that is being handled, or was shown last, may be kept, as a notebook does. What the calls that it ended
+        refer to is let go of where a tensor of the store is among it: a debugger does not show their variables afterwards.
         """
         commits = self._committing(None)
+        clear_ended(is_stored)
         self._went_back += 1  # before anything changes: see tiered/tables
         return commits.rollback(generation, needs)
 

@@ -1,0 +1,109 @@
+"""Promise 20 in a notebook, which keeps the last exception with all that its frames refer to.
+
+A kernel trains within the smallest memory that a store takes. An interrupt (SIGINT, as the stop button sends it) ends a cell in
+the middle of a step. The next cell calls ``zero.rollback`` and makes two steps. They are bit for bit those of a run that
+nothing interrupted.
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.quick import quick
+from tests.stress.tally import Tally, counts
+
+nbformat = pytest.importorskip("nbformat", reason="nbclient and ipykernel are not installed")
+nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed")
+pytest.importorskip("ipykernel", reason="ipykernel is not installed")
+
+PROMISE = "20 (an interrupt in a notebook)"
+PATIENCE = 150
+"""Seconds that a cell may take."""
+
+BEGIN = """
+import os, signal, sys, time
+from pathlib import Path
+from tests.zero.striking import Trainer, innermost_running
+trainer = Trainer(Path({folder!r}), {kind!r})
+began = time.perf_counter()
+loss = trainer.loss(0)  # a variable of the notebook, which keeps the last graph
+trainer.step(Trainer.WARM)
+seconds = time.perf_counter() - began
+trainer.rollback()
+
+def interrupt(*_):
+    global where
+    where = innermost_running()
+    signal.raise_signal(signal.SIGINT)
+
+signal.signal(signal.SIGALRM, interrupt)
+"""
+STRIKE = """
+where = None
+signal.setitimer(signal.ITIMER_REAL, max(1e-5, {moment} * seconds))
+for number in (Trainer.WARM, Trainer.WARM + 1):
+    loss = trainer.loss(2 * number)
+    loss.backward()
+    trainer.step(number)
+signal.setitimer(signal.ITIMER_REAL, 0)
+"""
+RECOVER = """
+error = getattr(sys, "last_value", None)
+kept = isinstance(error, KeyboardInterrupt)
+held = trainer.store.statistics().tiers[0].held
+trainer.rollback()
+trainer.goes_on()
+print([where, kept, held])
+"""
+
+
+@contextmanager
+def kernel() -> Iterator[nbclient.NotebookClient]:
+    notebook = nbformat.v4.new_notebook()
+    client = nbclient.NotebookClient(notebook, timeout=PATIENCE, allow_errors=True, kernel_name="python3")
+    with client.setup_kernel():
+        yield client
+
+
+def run(client: nbclient.NotebookClient, source: str) -> tuple[str, str, str]:
+    """What a cell prints, what it prints as errors, and the name of the exception that ended it, with its text."""
+    cell = nbformat.v4.new_code_cell(source)
+    client.nb.cells.append(cell)
+    client.execute_cell(cell, len(client.nb.cells) - 1)
+    streams = [one for one in cell.outputs if one["output_type"] == "stream"]
+    printed, told = ("".join(one["text"] for one in streams if one["name"] == name) for name in ("stdout", "stderr"))
+    errors = [f"{one['ename']}: {one['evalue']}" for one in cell.outputs if one["output_type"] == "error"]
+    return printed, told, "".join(errors)
+
+
+@pytest.mark.parametrize("kind", quick(["tight", "tight checkpoint", "tight reentrant"], ["tight"]))
+@counts(2, 60)
+def test_interrupted_in_a_notebook(tmp_path: Path, kind: str, count: int, tally: Tally) -> None:
+    source, places = random.Random(f"{kind} {count}"), Counter[str]()
+    holding = ignored = 0
+    with kernel() as client:
+        assert run(client, BEGIN.format(folder=str(tmp_path / "store"), kind=kind))[::2] == ("", "")
+        while places.total() < count:
+            _, told, error = run(client, STRIKE.format(moment=source.uniform(0, 1.5)))
+            printed, _, problem = run(client, RECOVER)
+            assert problem == "", problem
+            where, kept, held = ast.literal_eval(printed)
+            if where is None:
+                continue  # the cell was faster
+            if not error and "Exception ignored" in told:
+                ignored += 1  # as in each finalizer
+                continue
+            assert error.startswith("KeyboardInterrupt"), (where, told, error)
+            assert kept, "the kernel keeps no exception"
+            place = "in tiered" if where else "in torch or the model"
+            tally.count(f"an interrupt {place}", 1)
+            places[place] += 1
+            holding += held > 0
+    print(f"{kind}: {dict(places)}; {holding} tracebacks held memory of the store; Python ignored {ignored} more")
