@@ -5,7 +5,7 @@ in processes of its own: in memory, and with a shim of ``tests/clients/plugins``
 is 1 when a test passes in memory, does not pass here, and has no reason in ``tests/clients/differences.py``.
 
     python -m tests.clients --accelerate DIR --lightning DIR --deepspeed DIR --transformers DIR
-    python -m tests.clients --deepspeed DIR --suite deepspeed --write bench/results/clients_2026-11-26.md
+    python -m tests.clients --deepspeed DIR --suite deepspeed-ds_initialize --write bench/results/clients_2026-11-26.md
 
 The suites import, beside what ``make test`` installs: parameterized (accelerate, transformers), scikit-learn and cloudpickle
 (Lightning), einops, hjson, ninja, py-cpuinfo and msgpack (DeepSpeed, which runs from its checkout). Sources of the client are
@@ -69,7 +69,7 @@ def page(results: Sequence[Result]) -> str:
     rows = []
     for result in results:
         if result.skipped:
-            rows.append(f"| {result.suite} | {result.version} | skipped: {result.skipped} | | | |")
+            rows.append(f"| {result.suite} | {result.version} | not run: {result.skipped} | | | |")
             continue
         stored = sum(result.here[test].engaged for test in result.same)
         others = Counter(found.outcome for found in result.in_memory.values() if found.outcome != "passed")
@@ -82,6 +82,9 @@ def page(results: Sequence[Result]) -> str:
         "|---|---|---|---|---|---|\n" + "\n".join(rows),
     ]
     for result in results:
+        if result.stopped:
+            runs = " and ".join(f"the run {run}" for run in result.stopped)
+            parts.append(f"{result.suite}: the limit of time ended {runs}; tests that it did not come to are not run.")
         if result.differ:
             reasons: dict[str, list[str]] = {}
             for test, (what, reason) in result.differ.items():

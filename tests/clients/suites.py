@@ -57,32 +57,38 @@ SUITES = (
         )
         for name, checkpoints in (("lightning", "whole"), ("lightning-commits", "commits"))
     ),
-    Suite(
-        "deepspeed",
-        "deepspeed",
-        (
-            *(f"tests/unit/runtime/test_{name}.py" for name in ("ds_initialize", "ds_config_dict", "ds_config_model")),
-            *("tests/unit/runtime/test_lr_schedulers.py", "tests/unit/checkpoint/test_zero_optimizer.py"),
-        ),
-        "tiered_deepspeed",
-        sources=(".", "tests"),
-        version=("version.txt", r"(\S+)"),
-        variables={"DS_ACCELERATOR": "cpu"},
-        before="deepspeed_operators",
+    *(
+        Suite(
+            f"deepspeed-{name}",
+            "deepspeed",
+            (f"tests/unit/{folder}/test_{name}.py",),
+            "tiered_deepspeed",
+            sources=(".", "tests"),
+            version=("version.txt", r"(\S+)"),
+            variables={"DS_ACCELERATOR": "cpu"},
+            before="deepspeed_operators",
+        )
+        for folder, name in (
+            ("runtime", "ds_config_dict"),
+            ("runtime", "ds_config_model"),
+            ("runtime", "ds_initialize"),
+            ("runtime", "lr_schedulers"),
+            ("checkpoint", "zero_optimizer"),
+        )
     ),
-    Suite(
-        "transformers",
-        "transformers",
-        tuple(
-            f"tests/trainer/test_{name}.py"
-            for name in (
-                *("trainer_checkpointing", "trainer_optimizers", "trainer_resume", "trainer_evaluation", "trainer_callback"),
-                *("trainer_data", "gradient_clipping"),
-            )
-        ),
-        "tiered_transformers",
-        version=("src/transformers/__init__.py", r'__version__ = "(.*?)"'),
-        variables={"HF_HUB_OFFLINE": "1"},
+    *(
+        Suite(
+            f"transformers-{name}",
+            "transformers",
+            (f"tests/trainer/test_{name}.py",),
+            "tiered_transformers",
+            version=("src/transformers/__init__.py", r'__version__ = "(.*?)"'),
+            variables={"HF_HUB_OFFLINE": "1"},
+        )
+        for name in (
+            *("trainer_checkpointing", "trainer_optimizers", "trainer_resume", "trainer_evaluation", "trainer_callback"),
+            *("trainer_data", "gradient_clipping"),
+        )
     ),
 )
 
@@ -99,11 +105,12 @@ class Outcome:
 @dataclass
 class Result:
     """What a suite showed. ``differ``: tests that pass in memory and not here, with what they show and the reason, None where
-    there is none."""
+    there is none. ``stopped``: the runs that the limit of time ended, "in memory" or "here"."""
 
     suite: str
     version: str = ""
     skipped: str = ""
+    stopped: tuple[str, ...] = ()
     in_memory: dict[str, Outcome] = field(default_factory=dict)
     here: dict[str, Outcome] = field(default_factory=dict)
     differ: dict[str, tuple[str, str | None]] = field(default_factory=dict)
@@ -135,11 +142,15 @@ def run(suite: Suite, folder: Path | None, *, limit: float, known: Sequence[Diff
     if not files:
         result.skipped = f"the checkout has none of {', '.join(suite.files)}"
         return result
-    result.in_memory = _outcomes(suite, folder, files, None, limit)
+    result.in_memory, in_time = _outcomes(suite, folder, files, None, limit)
+    if not in_time:
+        result.stopped += ("in memory",)
     if not result.in_memory:
         result.skipped = "no test began"
         return result
-    result.here = _outcomes(suite, folder, files, suite.shim, limit)
+    result.here, in_time = _outcomes(suite, folder, files, suite.shim, limit)
+    if not in_time:
+        result.stopped += ("here",)
     for test in result.passed:
         here = result.here.get(test, Outcome("missing", "the run with the shim did not come to it"))
         if here.outcome != "passed":
@@ -148,8 +159,11 @@ def run(suite: Suite, folder: Path | None, *, limit: float, known: Sequence[Diff
     return result
 
 
-def _outcomes(suite: Suite, folder: Path, files: Sequence[Path], shim: str | None, limit: float) -> dict[str, Outcome]:
-    """Run ``files`` in a process of its own, and return what became of each test."""
+def _outcomes(
+    suite: Suite, folder: Path, files: Sequence[Path], shim: str | None, limit: float
+) -> tuple[dict[str, Outcome], bool]:
+    """Run ``files`` in a process of its own; return what became of each test, and whether the run ended within ``limit``."""
+    in_time = True
     with tempfile.TemporaryDirectory(prefix="clients-", ignore_cleanup_errors=True) as scratch:
         written = Path(scratch, "outcomes")
         plugins = [part for name in ("tiered_outcomes", suite.before, shim) if name for part in ("-p", name)]
@@ -171,6 +185,7 @@ def _outcomes(suite: Suite, folder: Path, files: Sequence[Path], shim: str | Non
             try:
                 process.wait(limit)
             except subprocess.TimeoutExpired:
+                in_time = False
                 print(f"{suite.name}: stopped after {limit:.0f} s", file=sys.stderr)
             finally:
                 if process.poll() is None:
@@ -179,8 +194,8 @@ def _outcomes(suite: Suite, folder: Path, files: Sequence[Path], shim: str | Non
             if not written.exists():
                 log.seek(0)
                 print(log.read()[-2000:], file=sys.stderr)
-                return {}
-        return _read(written)
+                return {}, in_time
+        return _read(written), in_time
 
 
 def _read(written: Path) -> dict[str, Outcome]:
