@@ -280,6 +280,36 @@ def only_for_types(source: str, line: int) -> bool:
     )
 
 
+# Functions of torch that take its default dtype, its default device, or both, where they are not told.
+MAKERS = {
+    *("arange", "as_tensor", "asarray", "bartlett_window", "blackman_window", "empty", "empty_permuted", "empty_quantized"),
+    *("empty_strided", "eye", "full", "hamming_window", "hann_window", "kaiser_window", "linspace", "logspace", "normal"),
+    *("ones", "rand", "randint", "randn", "randperm", "range", "scalar_tensor", "sparse_bsc_tensor", "sparse_bsr_tensor"),
+    *("sparse_compressed_tensor", "sparse_coo_tensor", "sparse_csc_tensor", "sparse_csr_tensor", "tensor", "tril_indices"),
+    *("triu_indices", "zeros"),
+}
+OF_WHAT_IS_GIVEN = ("as_tensor", "asarray")  # these keep the dtype of a tensor or an array
+BY_DEFAULT = ("Tensor", "FloatTensor")  # these cannot be told both
+
+
+def made_by_default(source: str) -> list[str]:
+    """What makes a tensor whose dtype or device is torch's default, which belongs to the program that uses this package."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module == "torch":
+            found += [f"{node.lineno}: from torch import {one.name}" for one in node.names if one.name in MAKERS]
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        if not isinstance(node.func.value, ast.Name) or node.func.value.id != "torch":
+            continue
+        name = node.func.attr
+        needed = {"device"} if name in OF_WHAT_IS_GIVEN else {"dtype", "device"} if name in MAKERS else set()
+        missing = needed - {keyword.arg for keyword in node.keywords}
+        if name in BY_DEFAULT or missing:
+            found.append(f"{node.lineno}: torch.{name} without {' and '.join(sorted(missing)) or 'a dtype'}")
+    return found
+
+
 SOURCES = sorted((ROOT / "tiered").rglob("*.py"))
 MODULES = {module_of(path, ROOT / "tiered") for path in SOURCES}
 
@@ -294,6 +324,28 @@ def test_every_file_has_its_place(path: Path) -> None:
     found, against = violations(path.read_text(), module, MODULES, is_package=path.name == "__init__.py")
     assert found == []
     assert against <= SINNERS
+
+
+def test_no_tensor_has_torchs_default_dtype_or_device() -> None:
+    found = [f"{path.relative_to(ROOT)}:{complaint}" for path in SOURCES for complaint in made_by_default(path.read_text())]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("source", "complaints"),
+    [
+        ("torch.tensor(float(step), device='cpu')", ["1: torch.tensor without dtype"]),
+        ("torch.zeros(3, dtype=torch.uint8)", ["1: torch.zeros without device"]),
+        ("x = f(torch.arange(3))", ["1: torch.arange without device and dtype"]),
+        ("torch.as_tensor(value)", ["1: torch.as_tensor without device"]),
+        ("torch.Tensor([1.0])", ["1: torch.Tensor without a dtype"]),
+        ("from torch import zeros, nn", ["1: from torch import zeros"]),
+        ("torch.empty(0, dtype=dtype, device=device), like.new_empty(0), torch.zeros_like(like)", []),
+        ("torch.as_tensor(value, device='cpu'), torch.frombuffer(data, dtype=torch.uint8)", []),
+    ],
+)
+def test_the_check_finds_what_is_made_by_default(source: str, complaints: list[str]) -> None:
+    assert made_by_default(source) == complaints
 
 
 def test_libraries_that_may_be_missing_are_imported_by_integrations_alone() -> None:

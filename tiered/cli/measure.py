@@ -97,7 +97,7 @@ def free_on(folder: str) -> int:
 
 def bytes_of(nbytes: int) -> torch.Tensor:
     """Make a uint8 tensor of ``nbytes`` with random contents."""
-    piece = torch.randint(0, 256, (min(nbytes, REPEATED),), dtype=torch.uint8)
+    piece = torch.randint(0, 256, (min(nbytes, REPEATED),), dtype=torch.uint8, device="cpu")
     return piece.repeat(-(-nbytes // REPEATED))[:nbytes] if nbytes > REPEATED else piece
 
 
@@ -325,7 +325,7 @@ def measure(store: TieredStore) -> Rates | None:
 
     Returns None where the disk has no room for the tensors. They are deleted again; nothing is committed."""
     pool = store.statistics().tier("dram").capacity
-    piece = torch.arange(min(LARGEST_PIECE, pool // PIECE_SHARE), dtype=torch.uint8)
+    piece = torch.arange(min(LARGEST_PIECE, pool // PIECE_SHARE), dtype=torch.uint8, device="cpu")
     keys = [f"rates/{index}" for index in range(PIECES)]
     rates = []
     try:

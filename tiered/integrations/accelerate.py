@@ -175,7 +175,7 @@ class _Registered(Accelerator):
         self.wait_for_everyone()
         with self._without(pairs):
             folder = super().save_state(output_dir, safe_serialization, **more)
-        generations = tuple(self.gather(torch.tensor([save(pairs, mark)], device=self.device)).tolist())
+        generations = tuple(self.gather(torch.tensor([save(pairs, mark)], dtype=torch.int64, device=self.device)).tolist())
         found = {"loaders": [_loader_state(loader) for loader in self._dataloaders]}
         if writes:
             _write(Path(folder, FILE), {**Saved(mark, generations).written(), **found})

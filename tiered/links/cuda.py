@@ -224,7 +224,7 @@ def _pin(address: int, nbytes: int, device: torch.device) -> None:
     if int(code):
         # The error stays in this thread, and torch would report it for the next kernel: launch one now.
         with contextlib.suppress(RuntimeError):
-            torch.ones(1, device=device)
+            torch.ones(1, dtype=torch.float32, device=device)
         raise TieredError(
             f"CUDA does not pin the {nbytes} bytes ({format_size(nbytes)}) of the DRAM tier: cudaHostRegister gives error "
             f"{int(code)} ({cudart.cudaGetErrorString(code)}); give DRAM less, or raise the limit of locked memory (ulimit -l)"

@@ -88,7 +88,7 @@ class BlockCode:
         blocks = torch.nn.functional.pad(given, (0, count * self.block - given.numel())).view(count, self.block)
         scale = (blocks.view(torch.int32) & 0x7FFFFFFF).amax(1).view(torch.float32)  # NaN is larger than infinity
         fine = (scale.isfinite() & (scale > 0))[:, None]
-        shares = torch.where(fine, blocks / scale[:, None], torch.zeros((), device=given.device))
+        shares = torch.where(fine, blocks / scale[:, None], torch.zeros((), dtype=torch.float32, device=given.device))
         found = torch.bucketize(shares, self._bounds[:-1].to(given.device)).to(torch.uint8)
         scales.copy_(scale)
         found.view(-1)[given.numel() :] = 0
@@ -124,7 +124,7 @@ class BlockCode:
         bounds = middle.float()
         down = torch.nextafter(bounds, torch.full_like(bounds, -torch.inf))
         bounds = torch.where(bounds.double() > middle, down, bounds)
-        return torch.cat((bounds, torch.full((1,), torch.inf, device="cpu")))
+        return torch.cat((bounds, torch.full((1,), torch.inf, dtype=torch.float32, device="cpu")))
 
     @cached_property
     def _starts(self) -> torch.Tensor:

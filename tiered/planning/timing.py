@@ -162,7 +162,9 @@ def _operands(kind: OperationKind) -> tuple[Any, dict[str, Any]]:
 def _made(value: Any) -> Any:
     if not isinstance(value, Described):
         return value
-    made = torch.empty_strided(value.shape, value.stride, dtype=value.dtype)
+    made = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="cpu")
     if not value.dtype.is_floating_point:
         return made.zero_()
-    return made.uniform_(0.01, 1.0) if value.dtype.itemsize >= 4 else made.copy_(torch.rand(value.shape))
+    if value.dtype.itemsize >= 4:
+        return made.uniform_(0.01, 1.0)
+    return made.copy_(torch.rand(value.shape, dtype=torch.float32, device="cpu"))

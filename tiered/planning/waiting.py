@@ -116,7 +116,7 @@ class DrySplitter(Splitter):
     def __init__(self, model: nn.Module, store: NotingStore, waiting: Waiting, references: ParameterReferences) -> None:
         self._given_back: list[Callable[[], None]] = []
         super().__init__(model, store, waiting.name, waiting.plan, waiting.pool, waiting.parts, references)
-        self.anywhere = torch.empty(0)  # on the CPU: the meta device draws no random numbers
+        self.anywhere = torch.empty(0, dtype=torch.float32, device="cpu")  # on the CPU: the meta device draws no random numbers
 
     def _wrap(self, module: nn.Module, run: Callable[[Any, Any, Any], Any]) -> None:
         before = module.__dict__.get("forward")

@@ -423,7 +423,7 @@ class SavedTensors:
         assert region.alias is not None
         regions = (trace() for trace in self._known.get(region.trace.address, ()))
         mine = sum(one is not None and one.alias is not None for one in regions)
-        return _users(region.alias) - mine > _users(torch.empty(1, device="cpu")) - 1
+        return _users(region.alias) - mine > _users(torch.empty(1, dtype=torch.uint8, device="cpu")) - 1
 
     # -- backward ----------------------------------------------------------------------------------------------------------
 

@@ -60,7 +60,7 @@ class Placed:
         of ``free``, in their order."""
         count, total = len(rows), len(self.ids) + len(rows)
         taken = self.free[len(self.free) - count :]
-        there = torch.searchsorted(self.ids, rows) + torch.arange(count, device="cpu")
+        there = torch.searchsorted(self.ids, rows) + torch.arange(count, dtype=torch.int64, device="cpu")
         others = torch.ones(total, dtype=torch.bool, device="cpu")
         others[there] = False
         ids, slots = (torch.empty(total, dtype=torch.int64, device="cpu") for _ in range(2))

@@ -54,7 +54,9 @@ class _Rows(torch.autograd.Function):
             flat, values = flat[kept], values[kept]
         shape = (ctx.table.rows, *ctx.table.row_shape)
         where = flat.to("cpu", torch.int64)[None]
-        return torch.sparse_coo_tensor(where, values.to("cpu"), shape, check_invariants=False), None, None
+        values = values.to("cpu")
+        grad = torch.sparse_coo_tensor(where, values, shape, dtype=values.dtype, device="cpu", check_invariants=False)
+        return grad, None, None
 
 
 class TieredEmbedding(nn.Module):
@@ -108,7 +110,7 @@ class TieredEmbedding(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> TieredEmbedding:
         """Leave the weight where it is: rows go to the device of the ids. Raises MisuseError for another element type."""
-        probe = fn(torch.empty(0, dtype=self.table.dtype))
+        probe = fn(torch.empty(0, dtype=self.table.dtype, device="cpu"))
         if probe.dtype is not self.table.dtype:
             raise MisuseError(f"{self.table} has {self.table.dtype}, and stays so: make a table of {probe.dtype}")
         return self

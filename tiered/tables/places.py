@@ -426,7 +426,7 @@ class Places:
 
     def addresses_in(self, rows: torch.Tensor, row: torch.Tensor | None) -> torch.Tensor:
         """Return the addresses of ``rows``, contiguous, or of those among them that ``row`` names."""
-        which = torch.arange(len(rows), device="cpu") if row is None else row
+        which = torch.arange(len(rows), dtype=torch.int64, device="cpu") if row is None else row
         return which * self.layout.row_nbytes + rows.data_ptr()
 
     def unwritten(self) -> torch.Tensor:
@@ -555,7 +555,7 @@ def numbers(begin: int, count: int) -> torch.Tensor:
     """Return the whole numbers from ``begin`` on, int64 of shape (count,)."""
     if count == 1:  # in a third of the time
         return torch.full((1,), begin, dtype=torch.int64, device="cpu")
-    return torch.arange(begin, begin + count, device="cpu")
+    return torch.arange(begin, begin + count, dtype=torch.int64, device="cpu")
 
 
 def int64(values: Iterable[int]) -> torch.Tensor:

@@ -104,7 +104,7 @@ class _Sparse(torch.optim.Optimizer):
         def update(begin: int, end: int, rows: Sequence[torch.Tensor]) -> None:
             self._update(group, done + 1, values[begin:end], rows[0], rows[1:])
 
-        now = torch.tensor([done + 1, _KINDS[self.kind]], device="cpu")
+        now = torch.tensor([done + 1, _KINDS[self.kind]], dtype=torch.int64, device="cpu")
         if len(ids):
             change([one._places for one in (table, *states)], ids.contiguous(), update, (counter, now))
         else:
@@ -128,8 +128,9 @@ def _counted(counter: torch.Tensor, key: str) -> tuple[int, int]:
 def _add(rows: torch.Tensor, values: torch.Tensor, alpha: float = 1) -> None:
     """Add ``alpha * values`` to ``rows`` by the kernel with which torch adds sparse gradients to dense tensors: it rounds
     otherwise than the one for two dense tensors."""
-    where = torch.arange(rows.shape[0], device="cpu")[None]
-    rows.add_(torch.sparse_coo_tensor(where, values, rows.shape, check_invariants=False), alpha=alpha)
+    where = torch.arange(rows.shape[0], dtype=torch.int64, device="cpu")[None]
+    sparse = torch.sparse_coo_tensor(where, values, rows.shape, dtype=values.dtype, device="cpu", check_invariants=False)
+    rows.add_(sparse, alpha=alpha)
 
 
 class SparseAdamW(_Sparse):

@@ -284,7 +284,8 @@ def shared_json(ranks: Ranks, value: Any, kind: Any) -> list[Any]:
     data = json.dumps(value).encode()
     if len(data) > MOST_SAID:
         raise MisuseError(f"a rank would tell the others {len(data):,} bytes; the limit is {MOST_SAID:,}")
-    longest = int(ranks.all_gather(torch.tensor([len(data)], device="cpu"), "the length of what ranks say").amax())
+    mine = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
+    longest = int(ranks.all_gather(mine, "the length of what ranks say").amax())
     if longest > MOST_SAID:
         raise RankError(f"a rank says that it will tell the others {longest:,} bytes; the limit is {MOST_SAID:,}")
     padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")

@@ -118,7 +118,7 @@ class Stepper:
         self.model = zero.page(stack, store, micro_batch=options.micro_batch)
         kind = kind_named(options.optimizer)
         self._optimizer = kind.ours(self.model.parameters(), lr=1e-4, update=options.update, **kind.settings)
-        self._inputs = torch.ones(TOKENS * options.micro_batch, stack.width, dtype=next(stack.parameters()).dtype)
+        self._inputs = next(stack.parameters()).new_ones((TOKENS * options.micro_batch, stack.width), device="cpu")
         self._passes, self._meter = options.passes, Meter(store)
 
     def step(self) -> Usage:

@@ -137,7 +137,7 @@ def _made(
     opened = time.perf_counter() - began
     streamer = _Streamer(store, text, display, stop, parsed.tokens)
     torch.manual_seed(parsed.seed or 0)
-    ids = torch.tensor([prompt], device=store.device)
+    ids = torch.tensor([prompt], dtype=torch.int64, device=store.device)
     made = _generate(model, ids, streamer, parsed, {} if conversation is None else conversation.resumed(ids))
     if conversation is not None:
         conversation.commit(made)

@@ -241,7 +241,7 @@ def _rates(report: dict[str, Any], stop: StopRequest) -> dict[str, Any]:
             read, write, why = _disk(report["filesystem"]["folder"], report["default_dram_bytes"], stop)
         except TieredError as error:
             why = str(error)
-    source, target = bytes_of(COPIED), torch.empty(COPIED, dtype=torch.uint8)
+    source, target = bytes_of(COPIED), torch.empty(COPIED, dtype=torch.uint8, device="cpu")
     links = []
     for device in report["cuda"]["devices"]:
         stop.check()
@@ -299,7 +299,7 @@ def _device(index: int) -> dict[str, float | None]:
     """Measure both directions between pinned memory and a device; None where the device has no room for it."""
     rates: dict[str, float | None] = {"to_device": None, "from_device": None}
     try:
-        host = torch.empty(COPIED, dtype=torch.uint8, pin_memory=True)
+        host = torch.empty(COPIED, dtype=torch.uint8, device="cpu", pin_memory=True)
         device = torch.empty(COPIED, dtype=torch.uint8, device=f"cuda:{index}")
         for name, target, source in (("to_device", device, host), ("from_device", host, device)):
             seconds = []

@@ -49,7 +49,8 @@ def measured_machine(folder: str, *, check: Callable[[], object] = lambda: None)
     Raises MisuseError where the folder cannot have a store, or its filesystem has no room.
     """
     import_module("torch._dynamo")  # torch imports it with its first optimizer, so it is part of what a process takes
-    (torch.ones(512, 512) @ torch.ones(512, 512)).sum()  # and the buffers of its libraries
+    ones = torch.ones(512, 512, dtype=torch.float32, device="cpu")
+    (ones @ ones).sum()  # and the buffers of its libraries
     base = psutil.Process().memory_info().rss
     with scratch_store(folder, dram=POOL) as store:
         rates = measure(store)
@@ -60,9 +61,9 @@ def measured_machine(folder: str, *, check: Callable[[], object] = lambda: None)
     check()
     flops = {dtype: _product(dtype) for dtype in (torch.float32, torch.bfloat16)}
     check()
-    a, b = (torch.ones(MOVED // 4) for _ in range(2))
+    a, b = (torch.ones(MOVED // 4, dtype=torch.float32, device="cpu") for _ in range(2))
     memory = 3 * MOVED / _least(lambda: a + b, 15)
-    one = torch.ones(4, requires_grad=True)
+    one = torch.ones(4, dtype=torch.float32, device="cpu", requires_grad=True)
     operation = statistics.median(_seconds(lambda: one + 1) for _ in range(500))
     check()
     hashing = _hashing()
@@ -109,7 +110,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 def _product(dtype: torch.dtype) -> float:
     rows, inner, columns = PRODUCT
-    a, b = torch.ones(rows, inner, dtype=dtype), torch.ones(inner, columns, dtype=dtype)
+    a, b = (torch.ones(shape, dtype=dtype, device="cpu") for shape in ((rows, inner), (inner, columns)))
     return 2.0 * rows * inner * columns / _least(lambda: a @ b, 9)
 
 
@@ -117,7 +118,7 @@ def _transfer(store: TieredStore, rate: float) -> float:
     """Return the seconds that a small tensor takes to be read, beside its bytes."""
     keys = [f"small/{number}" for number in range(MANY)]
     for key in keys:
-        store.put(key, torch.zeros(SMALL, dtype=torch.uint8))
+        store.put(key, torch.zeros(SMALL, dtype=torch.uint8, device="cpu"))
     taken = []
     for _ in range(3):
         store.offload(keys)
@@ -164,7 +165,7 @@ def _update(folder: str, hashing: float) -> tuple[float, float]:
         own = {thread.id for thread in psutil.Process().threads()} - others
         model = zero.page(_Wide(), store)
         optimizer = zero.AdamW(model.parameters())
-        x = torch.ones(ROWS, UPDATED // 1024)
+        x = torch.ones(ROWS, UPDATED // 1024, dtype=torch.float32, device="cpu")
         taken, before = [], 0.0
         used, moved = 0.0, (0, 0)
         for number in range(2 + UPDATES):
@@ -208,7 +209,7 @@ def _lease(folder: str) -> float:
     """Return what paging takes for a lease or a gradient, all being resident: a step of a small paged model, less that of the
     same model in memory. Both take turns, and the median difference counts. The batch is large, so that computing uses the
     caches of the processor between two leases."""
-    x = torch.ones(4 * ROWS, WIDTH)
+    x = torch.ones(4 * ROWS, WIDTH, dtype=torch.float32, device="cpu")
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         model(x).square().mean().backward()

@@ -47,13 +47,13 @@ class Outcome:
     def losses(self) -> Named:
         """Name the losses of each step."""
         for result in self.results:
-            yield f"loss of step {result.step}", torch.tensor(result.losses, dtype=torch.float64)
+            yield f"loss of step {result.step}", torch.tensor(result.losses, dtype=torch.float64, device="cpu")
 
     def norms(self) -> Named:
         """Name the gradient norm of each step."""
         for result in self.results:
             if result.norm is not None:
-                yield f"gradient norm of step {result.step}", torch.tensor(result.norm, dtype=torch.float64)
+                yield f"gradient norm of step {result.step}", torch.tensor(result.norm, dtype=torch.float64, device="cpu")
 
     def values(self) -> Named:
         """Name the parameters."""

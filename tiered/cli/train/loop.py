@@ -214,7 +214,7 @@ class Checkpointer:
                 "text_bytes": self._text_bytes,
                 "step": self._loop.done,
                 "seconds": self._loop.schedule.seconds,
-                "losses": torch.tensor(self._losses, dtype=torch.float64),
+                "losses": torch.tensor(self._losses, dtype=torch.float64, device="cpu"),
             },
             "meta": {
                 "command": "train",

@@ -93,7 +93,7 @@ class GPT(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        x = self.embed(text) + self.position(torch.arange(text.shape[1], device=text.device))
+        x = self.embed(text) + self.position(torch.arange(text.shape[1], dtype=torch.int64, device=text.device))
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False) if self.recompute else block(x)
         logits: torch.Tensor = self.head(self.norm(x))
@@ -186,7 +186,8 @@ class Text:
         """Read bytes at random places, and the bytes that follow each: two int64 tensors of shape (size, context).
 
         All ``ranks`` draw the same places, and each reads its own part of them."""
-        starts = torch.randint(0, self.nbytes - self._context, (ranks * size,), generator=generator)
+        last = self.nbytes - self._context
+        starts = torch.randint(0, last, (ranks * size,), generator=generator, dtype=torch.int64, device="cpu")
         rows = []
         for start in starts[rank * size : (rank + 1) * size].tolist():
             row = os.pread(self._fd, self._context + 1, start)

@@ -160,7 +160,7 @@ class RankGroup:
 
     def agree(self, loss: torch.Tensor) -> float:
         signum = self._stop.signum if self._stop is not None else 0
-        mine = torch.tensor([loss.item(), signum, time.monotonic() - self._began], dtype=torch.float64)
+        mine = torch.tensor([loss.item(), signum, time.monotonic() - self._began], dtype=torch.float64, device="cpu")
         said = self._ranks.all_gather(mine, "the loss")
         self._now = float(said[0, 2])
         self._leave_together(said[:, 1])
@@ -183,7 +183,8 @@ class RankGroup:
             _end_silently()
 
     def _everybody(self, how: _How) -> list[_How]:
-        said = self._ranks.all_gather(torch.tensor([how]), "whether all can start (a rank that cannot prints why)")
+        mine = torch.tensor([how], dtype=torch.int64, device="cpu")
+        said = self._ranks.all_gather(mine, "whether all can start (a rank that cannot prints why)")
         try:
             return [_How(one) for one in said.view(-1).tolist()]
         except ValueError as error:
@@ -202,7 +203,7 @@ class RankGroup:
 
     def check_together(self) -> None:
         signum = self._stop.signum if self._stop is not None else 0
-        self._leave_together(self._ranks.all_gather(torch.tensor([signum]), "whether to stop"))
+        self._leave_together(self._ranks.all_gather(torch.tensor([signum], dtype=torch.int64, device="cpu"), "whether to stop"))
 
     def _leave_together(self, signums: torch.Tensor) -> None:
         signum = float(signums.amax())

@@ -110,12 +110,12 @@ class TieredCache(WatchingCache):
                 raise ValueError(f"it has {len(record.layers)} layers, and the model {len(cache._layers)}")
             found = zip(record.layers, cache._layers, strict=True)
             extents = tuple(layer.restore(paged, length, batch, store) for layer, paged in found)
-            ids = torch.tensor(record.ids, dtype=torch.long).reshape(batch, length)
+            ids = torch.tensor(record.ids, dtype=torch.long, device="cpu").reshape(batch, length)
         except (ValueError, RuntimeError) as error:
             raise ManifestError(f"the cache {name!r} in {store} is damaged: {error}") from error
-        mask = None if record.mask is None else torch.tensor(record.mask, dtype=torch.bool).reshape(batch, length)
+        mask = None if record.mask is None else torch.tensor(record.mask, dtype=torch.bool, device="cpu").reshape(batch, length)
         cache._turn = Turn(ids, mask, extents)
-        cache._rest = torch.tensor(record.rest, dtype=torch.long) if record.rest else None
+        cache._rest = torch.tensor(record.rest, dtype=torch.long, device="cpu") if record.rest else None
         cache._settle()
         cache._fix()
         cache._collect(cache._referenced())
@@ -160,7 +160,7 @@ class TieredCache(WatchingCache):
             layers.append(layer)
             self._layers.append(layer)
         super().__init__(layers=layers)
-        self._turn = Turn(torch.zeros((0, 0), dtype=torch.long), None, tuple(Extent() for _ in self._layers))
+        self._turn = Turn(torch.zeros((0, 0), dtype=torch.long, device="cpu"), None, tuple(Extent() for _ in self._layers))
         self._pending: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self._rest: torch.Tensor | None = None
         self._assisted = False
@@ -329,7 +329,8 @@ class TieredCache(WatchingCache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the sequences ``indices`` only. Moves no byte."""
-        self._select(torch.arange(self._turn.batch)[torch.as_tensor(indices, device="cpu")].tolist())
+        rows = torch.arange(self._turn.batch, dtype=torch.int64, device="cpu")
+        self._select(rows[torch.as_tensor(indices, device="cpu")].tolist())
 
     def _select(self, rows: Sequence[int]) -> None:
         turn = self._turn
@@ -491,7 +492,7 @@ class TieredCache(WatchingCache):
         """Write a number that the store has not had before, so that a rollback of the store is noticed."""
         number = (self._stamps[-1] + 1) % STAMPS if self._stamps else secrets.randbelow(STAMPS)
         self._stamps = (*self._stamps[-1:], number)  # an interrupted call leaves the one or the other
-        self._store.put(_stamp_key(self._name), torch.tensor([number]), owner=self._owner)
+        self._store.put(_stamp_key(self._name), torch.tensor([number], dtype=torch.int64, device="cpu"), owner=self._owner)
 
     def _refuse_rolled_back(self) -> None:
         key = _stamp_key(self._name)

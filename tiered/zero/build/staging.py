@@ -347,7 +347,7 @@ def _users(tensor: torch.Tensor) -> tuple[int, int]:
     return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
 
 
-_ALONE = _users(torch.empty(1, device="cpu"))
+_ALONE = _users(torch.empty(1, dtype=torch.uint8, device="cpu"))
 
 
 def _has_aliases(tensor: torch.Tensor) -> bool:

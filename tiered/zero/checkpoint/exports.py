@@ -137,7 +137,8 @@ class Exported:
         for group in self.groups:
             rule = group.get("rule", "AdamWRule")
             kind = getattr(torch.optim, rule.removesuffix("Rule"), None)
-            usual = kind([torch.zeros(1)]).defaults if kind is not None and kind is not torch.optim.Muon else {}
+            some = [torch.zeros(1, dtype=torch.float32, device="cpu")]
+            usual = kind(some).defaults if kind is not None and kind is not torch.optim.Muon else {}
             known = {key: value for key, value in group.items() if key not in ("names", "rule")}
             kernel = {"fused": True} if rule == "AdamWRule" else {}  # whose bits its steps are
             found.append({**usual, **known, **kernel, "params": list(group["names"])})
@@ -273,7 +274,7 @@ def export_dcp(
                 states.setdefault(name, {})[theirs] = torch.empty(shape, dtype=found.type_of(name, kind), device="meta")
                 made[f"optimizer.state.{name}.{theirs}"] = lambda name=name, kind=kind: found.state(name, kind)  # type: ignore[misc]
             if name in found.steps:
-                states.setdefault(name, {})["step"] = torch.tensor(float(found.steps[name]))
+                states.setdefault(name, {})["step"] = torch.tensor(float(found.steps[name]), dtype=torch.float32, device="cpu")
                 if dtype in (torch.bfloat16, torch.float16):
                     states[name]["master"] = torch.empty(shape, dtype=torch.float32, device="meta")
                     made[f"optimizer.state.{name}.master"] = lambda name=name: found.master(name)  # type: ignore[misc]

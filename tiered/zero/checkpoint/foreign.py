@@ -185,7 +185,7 @@ class ForeignSource:
         if placement.sliced is not None:
             first = placement.sliced.element(placement.number)
             return self._foreign.read(name, state, first + begin, first + end)
-        if torch.empty_strided(placement.shape, placement.stride, device="meta").is_contiguous():
+        if torch.empty_strided(placement.shape, placement.stride, dtype=placement.dtype, device="meta").is_contiguous():
             return self._foreign.read(name, state, begin, end)
         values = self._foreign.read(name, state, 0, placement.numel)
         if values is None:
@@ -202,7 +202,7 @@ def _rounded(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return values that are the rounded ``master``, as updates round it: to bf16 half up."""
     if dtype is not torch.bfloat16:
         return master.to(dtype)
-    high, low = torch.empty(master.numel(), dtype=dtype), torch.empty(master.numel(), dtype=torch.int16)
+    high, low = (torch.empty(master.numel(), dtype=kind, device="cpu") for kind in (dtype, torch.int16))
     split(master.float().clone(), high, low)
     return high
 

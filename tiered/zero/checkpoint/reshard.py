@@ -383,7 +383,7 @@ def _steps(source: Elements, plan: ModelPlan, steps: Mapping[str, int]) -> dict[
 
 
 def _row_major_of(shape: torch.Size) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
+    return torch.empty(shape, dtype=torch.uint8, device="meta").stride()
 
 
 def _reshard_unit(

@@ -447,7 +447,7 @@ def _of_checkpoint(
                 values = torch.empty_strided(placement.shape, placement.stride, dtype=placement.dtype, device="cpu")
                 placement.packing.unpack(packed, values.as_strided((placement.numel,), (1,)))
                 yield from _pieces(values, goal)
-            elif torch.empty_strided(placement.shape, placement.stride, device="meta").is_contiguous():
+            elif torch.empty_strided(placement.shape, placement.stride, dtype=placement.dtype, device="meta").is_contiguous():
                 for piece in store.read(key, start, stop):
                     yield from _pieces(piece.view(placement.stored).to(placement.dtype), goal)
             else:

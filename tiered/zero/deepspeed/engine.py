@@ -197,7 +197,7 @@ class Engine(nn.Module):
         with self._monitors.timing("step"):
             overflow, self._norm = False, None
             if config.check_overflow:
-                factor = torch.tensor(1.0 / self._scale.scale, dtype=torch.float32)
+                factor = torch.tensor(1.0 / self._scale.scale, dtype=torch.float32, device="cpu")
                 overflow = not all(optimizer.unscale(factor))
             if not overflow:
                 if config.clipping > 0 or config.compute_norm:

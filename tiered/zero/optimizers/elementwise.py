@@ -15,7 +15,7 @@ from tiered import MisuseError, TensorSpec
 from tiered.errors import expect_type
 from tiered.zero.optimizers.named import Where
 from tiered.zero.optimizers.optimizer import Optimizer
-from tiered.zero.rules.rule import UpdateRule
+from tiered.zero.rules.rule import UpdateRule, step_dtype
 
 __all__ = ["Elementwise", "ElementwiseRule"]
 
@@ -23,7 +23,6 @@ SHAPE = (21, 37)
 """Of the matrix that a class is tried on: no multiple of 16 elements."""
 CUT = 48
 STEPS = 4
-
 
 @dataclass(frozen=True)
 class ElementwiseRule:
@@ -46,7 +45,12 @@ class ElementwiseRule:
 
     def made(self, param: torch.Tensor) -> TorchOptimizer:
         """Return the class, made for one tensor."""
-        return self.kind([{"params": [param], **self.settings()}], **dict(self.given))
+        with torch.device("cpu"):  # the class may make states at once
+            return self.kind([{"params": [param], **self.settings()}], **dict(self.given))
+
+    @property
+    def fused(self) -> bool:
+        return bool(self.settings().get("fused"))
 
     @property
     def counts_steps(self) -> bool:
@@ -60,21 +64,27 @@ class ElementwiseRule:
         if step > 1:
             optimizer.state[param] = {**state}
             if self.counts_steps:
-                optimizer.state[param]["step"] = torch.tensor(float(step - 1), device="cpu")
+                optimizer.state[param]["step"] = torch.tensor(float(step - 1), dtype=step_dtype(self), device="cpu")
         param.grad = grad
-        optimizer.step()
+        _step(optimizer)
         param.grad = None
         for name, kept in state.items():
             kept.copy_(optimizer.state[param][name])
 
 
+def _step(optimizer: TorchOptimizer) -> None:
+    """Make a step. The classes make the number of steps on torch's default device if not on the parameter's."""
+    with torch.device("cpu"):
+        optimizer.step()
+
+
 @lru_cache(64)
 def _states_of(rule: ElementwiseRule) -> tuple[str, ...]:
     """Return the names of what the class keeps for a parameter. Raises MisuseError for what does not belong to elements."""
-    param = torch.zeros(16, device="cpu")
-    param.grad = torch.ones(16, device="cpu")
+    param = torch.zeros(16, dtype=torch.float32, device="cpu")
+    param.grad = torch.ones(16, dtype=torch.float32, device="cpu")
     optimizer = rule.made(param)
-    optimizer.step()
+    _step(optimizer)
     for name, value in optimizer.state[param].items():
         fine = isinstance(value, torch.Tensor) and value.shape == param.shape and value.dtype == param.dtype
         if not fine and not (name == "step" and isinstance(value, torch.Tensor) and float(value) == 1):
@@ -109,18 +119,19 @@ class Elementwise(Optimizer):
 def _tried(kind: type[TorchOptimizer], arguments: Mapping[str, Any]) -> UpdateRule:
     """Return the rule of a class that is element-wise. Raises MisuseError for another one."""
     generator = torch.Generator(device="cpu").manual_seed(0)
-    whole = torch.randn(SHAPE, generator=generator, device="cpu")
+    whole = torch.randn(SHAPE, generator=generator, dtype=torch.float32, device="cpu")
     cut = whole.flatten().clone()
     try:
-        defaults = kind([torch.zeros(SHAPE, device="cpu")], **arguments).defaults.items()
+        defaults = kind([torch.zeros(SHAPE, dtype=torch.float32, device="cpu")], **arguments).defaults.items()
         settings = tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in defaults)
         rule = ElementwiseRule(kind, settings, tuple(arguments.items()))
-        reference = kind([whole], **arguments)
+        with torch.device("cpu"):
+            reference = kind([whole], **arguments)
         states = {name: torch.zeros_like(cut) for name in _states_of(rule) if name != "step"}
         for step in range(1, STEPS + 1):
-            whole.grad = torch.randn(SHAPE, generator=generator, device="cpu")
+            whole.grad = torch.randn(SHAPE, generator=generator, dtype=torch.float32, device="cpu")
             gradient = whole.grad.flatten().clone()
-            reference.step()
+            _step(reference)
             for at in (slice(begin, begin + CUT) for begin in range(0, cut.numel(), CUT)):
                 rule.update(cut[at], gradient[at], {name: state[at] for name, state in states.items()}, step)
         kept = {name: reference.state[whole][name].flatten() for name in states}

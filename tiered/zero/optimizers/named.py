@@ -75,7 +75,7 @@ class _Named(Optimizer):
         if len(settings.get("betas", (0, 0))) != 2:
             raise MisuseError(f"betas={settings['betas']} are {len(settings['betas'])}: {type(self).__name__} has two")
         try:
-            defaults = self._torch([torch.zeros(1, device="cpu")], **settings).defaults
+            defaults = self._torch([torch.zeros(1, dtype=torch.float32, device="cpu")], **settings).defaults
         except ValueError as error:  # what is out of range
             raise MisuseError(str(error)) from error
         self._torch_defaults = {**defaults, **settings}
@@ -392,7 +392,7 @@ class Muon(Optimizer):
         settings |= {"nesterov": nesterov, "ns_coefficients": tuple(ns_coefficients), "eps": eps, "ns_steps": ns_steps}
         settings["adjust_lr_fn"] = adjust_lr_fn
         try:
-            torch.optim.Muon([torch.zeros(1, 1, device="cpu")], **settings)
+            torch.optim.Muon([torch.zeros(1, 1, dtype=torch.float32, device="cpu")], **settings)
         except ValueError as error:  # what is out of range
             raise MisuseError(str(error)) from error
         if not 0 < ns_steps < 100 or len(settings["ns_coefficients"]) != 3:

@@ -53,6 +53,7 @@ from tiered.zero.rules.rule import (
     made_from,
     rounds_by_chance,
     settings_of,
+    step_dtype,
     stores_step,
     terms_of,
     torch_name,
@@ -406,7 +407,7 @@ class Optimizer(TorchOptimizer):
             pager.gradient_sync.synchronise()
         graded = self._graded()
         if not graded:
-            return torch.tensor(0.0, device="cpu")
+            return torch.tensor(0.0, dtype=torch.get_default_dtype(), device="cpu")  # as torch does
         graded.sort(key=lambda found: found[2].index)
         device = graded[0][2].parameter.device
         norms = torch.stack(whole_norms(graded, order, listed=device.type != "cpu"))  # what torch takes on a device
@@ -495,8 +496,8 @@ class Optimizer(TorchOptimizer):
     @staticmethod
     def _counts(rule: UpdateRule, step: int) -> dict[str, torch.Tensor]:
         """Return the scalars of a state that has had ``step`` steps, as torch's class has them."""
-        found = {"step": torch.tensor(float(step), device="cpu")} if stores_step(rule) else {}
-        return {**found, **(rule.scalars(step) if hasattr(rule, "scalars") else {})}
+        found = {"step": torch.tensor(float(step), dtype=step_dtype(rule), device="cpu")} if stores_step(rule) else {}
+        return {**found, **(rule.scalars(step, step_dtype(rule)) if hasattr(rule, "scalars") else {})}
 
     def _group_number(self, parameter: torch.Tensor) -> int:
         for number, group in enumerate(self.param_groups):
@@ -663,10 +664,14 @@ class Optimizer(TorchOptimizer):
             number = -1.0
         if not (0 <= number < 2**53 and number.is_integer()):
             raise MisuseError(f"'step' of this state is {step!r:.100}: it is how many steps were made")
-        for name, value in Optimizer._counts(rule, int(found.get("step", 1))).items():
-            if name != "step" and name in found and float(found[name]) != float(value):
+        if not hasattr(rule, "scalars"):
+            return
+        wide, short = (rule.scalars(int(number), dtype) for dtype in (torch.float64, torch.float32))  # of whatever default
+        for name in wide.keys() & found.keys():
+            right = [float(value) for value in (short[name], wide[name], wide[name].float())]
+            if float(found[name]) not in right:
                 raise MisuseError(
-                    f"{name!r} of this state is {float(found[name])!r}, and by its param group it is {float(value)!r} after so "
+                    f"{name!r} of this state is {float(found[name])!r}, and by its param group it is {right[0]!r} after so "
                     f"many steps: {', '.join(getattr(rule, 'constant', ()))} were changed while it was trained, with which "
                     f"{type(rule).__name__} cannot go on"
                 )
@@ -744,7 +749,7 @@ class Optimizer(TorchOptimizer):
         makes a step with it."""
         for parameter, step in zip(self._parameters(), steps, strict=True):
             if step:
-                self.state[parameter] = {"step": torch.tensor(float(step), device="cpu")}
+                self.state[parameter] = {"step": torch.tensor(float(step), dtype=torch.float32, device="cpu")}
 
     def _refuse_mixed(self) -> None:
         paged = [hasattr(parameter, "_tiered") for parameter in self._parameters()]
@@ -958,7 +963,9 @@ def stride_of(parameter: torch.Tensor) -> tuple[int, ...]:
     if not hasattr(parameter, "_tiered"):
         return parameter.stride()
     placement = placements_of(parameter)[0][2]
-    return torch.empty(parameter.shape, device="meta").stride() if placement.sliced is not None else placement.stride
+    if placement.sliced is None:
+        return placement.stride
+    return torch.empty(parameter.shape, dtype=torch.uint8, device="meta").stride()
 
 
 def _refuse_masters(name: str, stored: torch.dtype, rule: UpdateRule) -> None:

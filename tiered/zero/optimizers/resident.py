@@ -247,7 +247,7 @@ class Resident:
         self._belonging = Belonging(store, self.owner, self._note, found=existing)
         pool = store.statistics().tier("dram").capacity
         if ranks is not None:
-            pool = int(ranks.all_gather(torch.tensor([pool], device="cpu"), "the smallest pool").amin())
+            pool = int(ranks.all_gather(torch.tensor([pool], dtype=torch.int64, device="cpu"), "the smallest pool").amin())
         self._limit = min(Limits.of(pool).chunk, max(1, ROUND // self._size // STEP) * STEP)
         self._held = store.owned(self.owner)
         if self._held and existing == "refuse":

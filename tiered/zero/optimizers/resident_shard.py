@@ -154,7 +154,7 @@ class LocalShard:
             return _part(whole.redistribute(placements=self.parameter.placements))  # type: ignore[attr-defined]
         if value.shape != self.shape:
             raise MisuseError(f"{self.name} has shape {tuple(self.shape)}, and a state for it has {tuple(value.shape)}")
-        return torch.as_tensor(value)
+        return value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")
 
 
 def _part(tensor: Any) -> torch.Tensor:

@@ -209,7 +209,7 @@ class Splitter:
         self.references, self.parts, self.split = references, parts, tuple(modules.values())
         self._model = model
         piece = min(LARGEST_PART, pool // SAVED_SHARE) // 4096 * 4096
-        self.anywhere = torch.empty(0, device=store.device)
+        self.anywhere = torch.empty(0, dtype=torch.float32, device=store.device)
         """Of an argument like this checkpoint learns on which device random numbers are drawn, and draws the same again."""
         self.activations = ActivationStore(store, name, max(4096, piece))
         self.computed_again = 0

@@ -225,7 +225,7 @@ class ReduceScatter:
         after it."""
         for unit in self._order[self._begun : self._progress.everywhere]:  # another rank may wait for these
             self._begin(unit)
-        mine = torch.tensor([self._begun], device="cpu")
+        mine = torch.tensor([self._begun], dtype=torch.int64, device="cpu")
         begun = int(self._ranks.all_gather(mine, "how far an interrupted backward pass was", apart=True).amax())
         for unit in self._order[self._begun : begun]:
             self._begin(unit)
@@ -336,7 +336,7 @@ class PendingReduction:
             self._received = self._room.enter_context(store.lease(key, access=Access.WRITE))
             self.under: Under = ranks.all_to_all(self._received, whole, f"gradients of {unit.key!r}")
         except BaseException:
-            self._received = torch.empty(0, device="cpu")
+            self._received = torch.empty(0, dtype=torch.uint8, device="cpu")
             self._room.close()
             raise
 

@@ -180,7 +180,7 @@ def drop_queued() -> None:
     """Empty autograd's queue of this thread by running a backward pass. The queue keeps what an exception left in it, with all
     that the graph saved (aliases of units, too), until the thread's next backward pass."""
     with torch.inference_mode(False), torch.enable_grad():
-        torch.zeros((), requires_grad=True, device="cpu").clone().backward()  # type: ignore[no-untyped-call]
+        torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True).clone().backward()  # type: ignore[no-untyped-call]
 
 
 def is_called_within(modules: set[nn.Module], thread: int | None = None) -> bool:

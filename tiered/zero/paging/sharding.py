@@ -316,7 +316,7 @@ class Sharded:
         return self.ranks.agreeing(what)
 
     def all_min(self, value: int) -> int:
-        return int(self.ranks.all_gather(torch.tensor([value], device="cpu"), "the smallest pool").amin())
+        return int(self.ranks.all_gather(torch.tensor([value], dtype=torch.int64, device="cpu"), "the smallest pool").amin())
 
     def all_true(self, flags: Sequence[bool], what: str) -> list[bool]:
         return self.ranks.all_gather(torch.tensor(flags, dtype=torch.uint8, device="cpu"), what).amin(0).bool().tolist()
@@ -377,7 +377,7 @@ class Sharded:
         name = torch.frombuffer(bytearray(uuid4().bytes), dtype=torch.uint8).clone()
         self.ranks.broadcast(name, "the name of a commit")
         number = max(self._after, number_of(store.meta)) + 1
-        mine = torch.tensor([number, error is None, BEGUN in store.meta], device="cpu")
+        mine = torch.tensor([number, error is None, BEGUN in store.meta], dtype=torch.int64, device="cpu")
         told = self.ranks.all_gather(mine, "the begin of a commit")
         self._agreed(told[:, 1], error, "could not begin a commit; nothing was committed")
         self._after = int(told[:, 0].amax())
@@ -395,7 +395,8 @@ class Sharded:
             error = problem
         finally:
             self.joins(store)
-        done = self.ranks.all_gather(torch.tensor([error is None], device="cpu"), "the end of a commit").view(-1)
+        mine = torch.tensor([error is None], dtype=torch.bool, device="cpu")
+        done = self.ranks.all_gather(mine, "the end of a commit").view(-1)
         if not all(done):
             _unfinished[store] = f"the commit failed on {_lost(done)}"
         self._agreed(done, error, otherwise)

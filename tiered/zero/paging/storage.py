@@ -491,7 +491,8 @@ class _Beside:
 
     def give(self, memory: torch.Tensor) -> None:
         """Take back what ``take`` returned, unless another tensor shows it still, or it is the smaller one."""
-        if memory.device.type != "cpu" or memory.numel() < self.LEAST or _users(memory) > _users(torch.empty(1, device="cpu")):
+        alone = _users(torch.empty(1, dtype=torch.uint8, device="cpu"))
+        if memory.device.type != "cpu" or memory.numel() < self.LEAST or _users(memory) > alone:
             return
         if not self._spare or self._spare[-1].numel() < memory.numel():
             self._spare[:] = [memory]

@@ -697,8 +697,8 @@ class States:
         elif "lo" in flat:
             _drop_strange(flat["lo"], param)
         if "lo" in flat:
-            flat["master"] = torch.empty(placement.numel, device="cpu")
-            join(param, flat.pop("lo"), flat["master"], torch.empty(placement.numel, device="cpu"))
+            flat["master"] = torch.empty(placement.numel, dtype=torch.float32, device="cpu")
+            join(param, flat.pop("lo"), flat["master"], torch.empty_like(flat["master"]))
         elif narrow is not None and not kept:
             flat["master"] = param.to(torch.float32)
         return flat

@@ -11,7 +11,7 @@ from torch.optim import adagrad, adam, adamax, nadam, radam, rmsprop, sgd
 from torch.optim.adamw import adamw
 
 from tiered import TensorSpec
-from tiered.zero.rules.rule import State, settings_of
+from tiered.zero.rules.rule import State, scalar_dtype, settings_of, step_dtype
 
 __all__ = [
     *("AdafactorRule", "AdagradRule", "AdamRule", "AdamWRule", "AdamaxRule", "LionRule", "MuonRule", "NAdamRule", "RAdamRule"),
@@ -31,6 +31,7 @@ class AdamWRule:
     weight_decay: float
     maximize: bool
 
+    fused: ClassVar[bool] = True
     torch_names: ClassVar[Mapping[str, str]] = {"m": "exp_avg", "v": "exp_avg_sq"}
 
     def state_specs(self, param: TensorSpec) -> Mapping[str, TensorSpec]:
@@ -194,7 +195,7 @@ class RMSpropRule:
 class NAdamRule:
     """NAdam (Dozat, 2016, https://openreview.net/forum?id=OM0jvwB8jIp57ZJjtNEZ) by ``torch.optim.nadam.nadam``, one tensor at a
     time. ``mu_product`` is computed from the number of the step, so the first of ``betas`` and ``momentum_decay`` must stay as
-    they are."""
+    they are. As torch's, it is float64 where that is torch's default dtype, else float32."""
 
     lr: float = 2e-3
     betas: tuple[float, float] = (0.9, 0.999)
@@ -210,9 +211,9 @@ class NAdamRule:
     def state_specs(self, param: TensorSpec) -> Mapping[str, TensorSpec]:
         return {"m": param, "v": param}
 
-    def scalars(self, step: int) -> Mapping[str, torch.Tensor]:
-        """Return what torch keeps beside the step, as it is after ``step`` steps."""
-        return {"mu_product": _mu_product(self.betas[0], self.momentum_decay, step)}
+    def scalars(self, step: int, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
+        """Return what torch keeps beside the step, as it is after ``step`` steps of a process in which it has ``dtype``."""
+        return {"mu_product": _mu_product(self.betas[0], self.momentum_decay, step, dtype)}
 
     def update(self, param: torch.Tensor, grad: torch.Tensor, state: State, step: int) -> None:
         nadam.nadam(
@@ -220,7 +221,7 @@ class NAdamRule:
             [grad],
             [state["m"]],
             [state["v"]],
-            [_mu_product(self.betas[0], self.momentum_decay, step - 1)],
+            [_mu_product(self.betas[0], self.momentum_decay, step - 1, step_dtype(self))],
             [_before(step, param)],
             foreach=False,
             decoupled_weight_decay=self.decoupled_weight_decay,
@@ -415,7 +416,7 @@ def adamw_step(
         [m],
         [v],
         [],
-        [torch.tensor(float(step - 1), device=param.device)],  # torch's kernel counts it up itself
+        [_before(step, param, fused=True)],
         fused=True,
         amsgrad=False,
         beta1=rule.betas[0],
@@ -429,19 +430,20 @@ def adamw_step(
 
 def _before(step: int, param: torch.Tensor, fused: bool | None = False) -> torch.Tensor:
     """Return the count of the steps before this one, which torch's kernels count up: the fused ones on the device."""
-    return torch.tensor(float(step - 1), device=param.device if fused else "cpu")
+    return torch.tensor(float(step - 1), dtype=scalar_dtype(fused), device=param.device if fused else "cpu")
 
 
-_LAST_PRODUCTS: dict[tuple[float, float], tuple[int, torch.Tensor]] = {}
+_LAST_PRODUCTS: dict[tuple[float, float, torch.dtype], tuple[int, torch.Tensor]] = {}
 
 
-def _mu_product(beta: float, decay: float, step: int) -> torch.Tensor:
+def _mu_product(beta: float, decay: float, step: int, dtype: torch.dtype) -> torch.Tensor:
     """Return a copy of NAdam's product of momenta after ``step`` steps, by the operations of torch's kernel."""
-    done, product = _LAST_PRODUCTS.get((beta, decay), (0, torch.ones((), device="cpu")))
+    none = 0, torch.ones((), dtype=dtype, device="cpu")
+    done, product = _LAST_PRODUCTS.get((beta, decay, dtype), none)
     if done > step:
-        done, product = 0, torch.ones((), device="cpu")
+        done, product = none
     product = product.clone()
     for number in range(done + 1, step + 1):
         product *= beta * (1.0 - 0.5 * (0.96 ** (float(number) * decay)))
-    _LAST_PRODUCTS[beta, decay] = step, product
+    _LAST_PRODUCTS[beta, decay, dtype] = step, product
     return product.clone()

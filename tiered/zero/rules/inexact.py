@@ -55,6 +55,7 @@ class AdamWBFloat16Rule:
     weight_decay: float = 1e-2
     maximize: bool = False
 
+    fused: ClassVar[bool] = True
     torch_names: ClassVar[Mapping[str, str]] = {"m16": "exp_avg", "v16": "exp_avg_sq"}
 
     def state_specs(self, param: TensorSpec) -> Mapping[str, TensorSpec]:
@@ -73,6 +74,7 @@ class AdamWBFloat16Rule:
 class _Encoded:
     """Update of AdamW whose moments are codes in the store: a step decodes them, is that of ``AdamWRule``, and encodes them."""
 
+    fused: ClassVar[bool] = True
     code: ClassVar[MomentsCode]
     state: ClassVar[str]
     """The name of the one state: the records of both moments."""
@@ -105,7 +107,7 @@ class _Encoded:
 
     def decode(self, state: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return both moments, float32 of shape (count,), of a whole parameter's state (flat)."""
-        found = torch.empty(count, device="cpu"), torch.empty(count, device="cpu")
+        found = torch.empty(count, dtype=torch.float32, device="cpu"), torch.empty(count, dtype=torch.float32, device="cpu")
         self.code.decode(self.code.records(state, slice(0, count)), found)
         return found
 

@@ -21,7 +21,7 @@ from tiered import MisuseError, TensorSpec
 __all__ = [
     *("COLUMNS", "LARGEST_BLOCK", "ROWS", "SMALLEST_BLOCK", "State", "VECTOR", "WHOLE"),
     *("UpdateRule", "block_of", "chance_of", "constants_of", "made_from", "name_of", "rounds_by_chance", "settings_of"),
-    *("stores_step", "terms_of", "torch_name"),
+    *("scalar_dtype", "step_dtype", "stores_step", "terms_of", "torch_name"),
 ]
 
 WHOLE, SMALLEST_BLOCK, LARGEST_BLOCK = 0, 16, 1024
@@ -133,6 +133,17 @@ def torch_name(rule: UpdateRule, state: str) -> str:
 def stores_step(rule: UpdateRule) -> bool:
     """Return whether ``state_dict()`` has the number of steps, as torch's class has."""
     return bool(getattr(rule, "counts_steps", True))
+
+
+def scalar_dtype(fused: bool | None) -> torch.dtype:
+    """Return the dtype that torch's classes give the scalars of a state: float64 where that is torch's default dtype and the
+    kernel is not the fused one, else float32."""
+    return torch.float64 if torch.get_default_dtype() is torch.float64 and not fused else torch.float32
+
+
+def step_dtype(rule: UpdateRule) -> torch.dtype:
+    """Return the dtype of the number of steps in the state of torch's class."""
+    return scalar_dtype(getattr(rule, "fused", False))
 
 
 def name_of(rule: UpdateRule) -> str:
