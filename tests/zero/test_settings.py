@@ -17,7 +17,7 @@ from tests import fake_device
 from tests.quick import quick
 from tests.zero.harness import clipping, equal
 from tests.zero.test_rules import CASES, CUT, Case, opened, same_states
-from tiered import RowwiseAdagrad, SparseAdagrad, SparseAdamW, TieredEmbedding, zero
+from tiered import MisuseError, RowwiseAdagrad, SparseAdagrad, SparseAdamW, TieredEmbedding, zero
 
 
 @contextlib.contextmanager
@@ -349,3 +349,22 @@ def test_rows_of_tables_are_stepped_as_without(
     with under:
         found = rows_in_a_store(tmp_path / "set", ours, steps)
     assert torch.equal(found, right)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(torch.float32, torch.float64), (torch.float64, torch.float32)])
+def test_a_state_of_nadam_is_loaded_under_another_default(saved: torch.dtype, loaded: torch.dtype, tmp_path: Path) -> None:
+    """Its ``mu_product`` has the roundings of the default under which it was computed, and is right all the same."""
+    with dtype_by_default(saved):
+        model = Few(torch.float32, True)
+        theirs = torch.optim.NAdam(model.parameters(), lr=1e-3, foreach=False)
+        stepped(model, theirs, range(5), clipping(model))
+    with dtype_by_default(loaded), opened(tmp_path / "store", CUT) as store:
+        ours = zero.NAdam(Few(torch.float32, True).parameters(), lr=1e-3, store=store)
+        ours.load_state_dict({"state": theirs.state_dict()["state"], "param_groups": ours.state_dict()["param_groups"]})
+        state = ours.state_dict()["state"][0]
+        assert state["step"] == 5
+        assert state["step"].dtype is state["mu_product"].dtype is loaded
+        theirs.state_dict()["state"][0]["mu_product"].mul_(0.5)
+        with pytest.raises(MisuseError, match="'mu_product' of this state"):
+            ours.load_state_dict({"state": theirs.state_dict()["state"], "param_groups": ours.state_dict()["param_groups"]})
+        store.close()

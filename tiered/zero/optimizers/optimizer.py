@@ -497,7 +497,7 @@ class Optimizer(TorchOptimizer):
     def _counts(rule: UpdateRule, step: int) -> dict[str, torch.Tensor]:
         """Return the scalars of a state that has had ``step`` steps, as torch's class has them."""
         found = {"step": torch.tensor(float(step), dtype=step_dtype(rule), device="cpu")} if stores_step(rule) else {}
-        return {**found, **(rule.scalars(step, step_dtype(rule)) if hasattr(rule, "scalars") else {})}
+        return {**found, **(rule.scalars(step) if hasattr(rule, "scalars") else {})}
 
     def _group_number(self, parameter: torch.Tensor) -> int:
         for number, group in enumerate(self.param_groups):

@@ -211,9 +211,10 @@ class NAdamRule:
     def state_specs(self, param: TensorSpec) -> Mapping[str, TensorSpec]:
         return {"m": param, "v": param}
 
-    def scalars(self, step: int, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
-        """Return what torch keeps beside the step, as it is after ``step`` steps of a process in which it has ``dtype``."""
-        return {"mu_product": _mu_product(self.betas[0], self.momentum_decay, step, dtype)}
+    def scalars(self, step: int, dtype: torch.dtype | None = None) -> Mapping[str, torch.Tensor]:
+        """Return what torch keeps beside the step, as it is after ``step`` steps of a process in which it has ``dtype``; None:
+        in this one."""
+        return {"mu_product": _mu_product(self.betas[0], self.momentum_decay, step, dtype or step_dtype(self))}
 
     def update(self, param: torch.Tensor, grad: torch.Tensor, state: State, step: int) -> None:
         nadam.nadam(
