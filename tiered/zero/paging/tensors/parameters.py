@@ -45,6 +45,7 @@ __all__ = [
     "PagedView",
     "ParameterOwner",
     "asks_for_gradient",
+    "into",
     "name_of",
     "paged_class",
     "unpage",
@@ -497,9 +498,49 @@ def _call(func: Function, types: tuple[type, ...], args: Sequence[Any], kwargs: 
         return args[0]
     if name == "data.__set__":
         return _set_data(args[0], args[1])
+    if any(map(_is_paged, _leaves(kwargs.get("out")))):
+        return into(func, args, kwargs, _is_paged, lambda value: _shown((value,), {}))
     if name.startswith("_foreach_"):
         return _for_each(func, args, kwargs)
     return _compute(name, func, args, kwargs)
+
+
+def into(
+    func: Function,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    stored: Callable[[Any], bool],
+    shown: Callable[[Any], str],
+) -> Any:
+    """Call ``func`` whose ``out=`` has tensors that are ``stored``: it writes to others, which are copied to these then.
+
+    torch gives an ``out=`` of another shape the shape of the result, whatever memory it is on. Raises MisuseError instead, with
+    nothing written.
+    """
+    out = kwargs["out"]
+
+    def apart(value: Any) -> Any:
+        if not stored(value):
+            return value
+        differentiated = value.requires_grad and torch.is_grad_enabled()  # which torch refuses
+        return torch.empty(0, dtype=value.dtype, device=value.device, requires_grad=differentiated)
+
+    places = _map(out, apart)
+    found = func(*args, **{**kwargs, "out": places})
+    pairs = [(target, made) for target, made in zip(_leaves(out), _leaves(places), strict=True) if made is not target]
+    for target, made in pairs:
+        if target.shape != made.shape:
+            raise MisuseError(
+                f"{shown(target)} has shape {tuple(target.shape)}, and out= would give it {tuple(made.shape)}: give out= "
+                "a tensor of that shape"
+            )
+    with torch.no_grad():
+        for target, made in pairs:
+            target.copy_(made)
+    given = {id(made): target for target, made in pairs}
+    if isinstance(found, torch.Tensor):
+        return given.get(id(found), found)
+    return type(found)([given.get(id(value), value) for value in found])  # a tuple of torch.return_types, or of out= itself
 
 
 def _refuse_removal(parameter: torch.Tensor, other: Any) -> None:

@@ -44,6 +44,7 @@ from tiered.zero.paging.tensors.parameters import (
     _without_us,
     _writes,
     asks_for_gradient,
+    into,
     name_of,
 )
 from tiered.zero.paging.tensors.sliced_gradients import gradient_of, set_gradient
@@ -278,6 +279,8 @@ def _call(func: Function, types: tuple[type, ...], args: Sequence[Any], kwargs: 
             array = _value(first).detach().numpy(**kwargs) if not _requires_grad(first) else _value(first).numpy(**kwargs)
             array.flags.writeable = False
             return array
+    if any(map(_is_sliced, _leaves(kwargs.get("out")))):
+        return into(func, args, kwargs, _is_sliced, _shown)
     if name.startswith("_foreach_"):
         return _for_each(func, args, kwargs)
     return _compute(name, func, args, kwargs)
@@ -557,7 +560,7 @@ def _for_each(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> An
 
 def _compute(name: str, func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Call ``func`` with copies, and write back those that it writes to."""
-    written: list[Any] = [kwargs["out"]] if kwargs.get("out") is not None else []
+    written: list[Any] = []
     if _writes(name):
         written.append(args[0] if args else [kwargs[key] for key in ("self", "input", "tensor") if key in kwargs])
     targets = [value for value in _leaves(written) if _is_sliced(value)]
