@@ -17,23 +17,27 @@ from tiered import Owner, TieredError, TieredStore
 
 __all__ = ["Leases", "Opened", "Registered"]
 
+
 class Leases:
-    """Open leases of one store's models. ``of`` returns those of a store."""
+    """Open leases of one owner, a model. They end with this object, which the model has: whatever an exception left open in a
+    backward pass does not outlive the model."""
 
     def __init__(self) -> None:
-        self._open: dict[Registered, Owner] = {}
+        self._open: dict[Registered, None] = {}
 
     @staticmethod
-    def of(store: TieredStore) -> Leases:
-        found = _leases.get(store)
-        return _leases.setdefault(store, Leases()) if found is None else found
+    def of(store: TieredStore, owner: Owner) -> Leases:
+        """Return those of ``owner`` in ``store``, the same for all who ask while somebody has them."""
+        known = _leases.setdefault(store, weakref.WeakValueDictionary())
+        found = known.get(owner)
+        return known.setdefault(owner, Leases()) if found is None else found
 
-    def registered(self, lease: AbstractContextManager[Any], owner: Owner) -> Registered:
-        return Registered(self._open, lease, owner)
+    def registered(self, lease: AbstractContextManager[Any]) -> Registered:
+        return Registered(self._open, lease)
 
-    def end(self, owner: Owner) -> None:
-        """End the leases of ``owner``, whose holders are gone."""
-        for lease in [lease for lease, holder in list(self._open.items()) if holder == owner]:
+    def end(self) -> None:
+        """End all, because their holders are gone."""
+        for lease in list(self._open):
             with suppress(TieredError):  # what was written to under READ has been told, or is given up
                 lease.__exit__(None, None, None)
             self._open.pop(lease, None)
@@ -42,13 +46,13 @@ class Leases:
 class Registered:
     """Lease that is registered from before it is granted until after it has ended. Ending it twice does no harm."""
 
-    __slots__ = ("_lease", "_open", "_owner")
+    __slots__ = ("_lease", "_open")
 
-    def __init__(self, books: dict[Registered, Owner], lease: AbstractContextManager[Any], owner: Owner) -> None:
-        self._open, self._lease, self._owner = books, lease, owner
+    def __init__(self, books: dict[Registered, None], lease: AbstractContextManager[Any]) -> None:
+        self._open, self._lease = books, lease
 
     def __enter__(self) -> Any:
-        self._open[self] = self._owner
+        self._open[self] = None
         return self._lease.__enter__()
 
     def __exit__(
@@ -78,5 +82,5 @@ class Opened:
             self._lease = None
 
 
-_leases: weakref.WeakKeyDictionary[TieredStore, Leases] = weakref.WeakKeyDictionary()
-"""The open leases of each store."""
+_leases: weakref.WeakKeyDictionary[TieredStore, weakref.WeakValueDictionary[Owner, Leases]] = weakref.WeakKeyDictionary()
+"""The open leases in each store, by their owners."""

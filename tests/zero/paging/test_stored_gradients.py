@@ -620,3 +620,76 @@ def test_modes_see_nothing_of_paging(store: TieredStore) -> None:
         gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
     assert len(gradients[0]) == 40
     assert equal(*gradients)
+
+
+# -- gradients that are undefined, and passes that an exception ends -----------------------------------------------------
+
+
+class OneSide(torch.autograd.Function):
+    """Scales by a sum of weights, and has no gradient for these; or raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, fails: bool) -> torch.Tensor:
+        ctx.fails = fails
+        return x * weight.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        if ctx.fails:
+            raise ArithmeticError
+        return grads[0], None, None
+
+
+class Undefined(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.other = nn.Parameter(torch.arange(12.0).view(3, 4)), nn.Parameter(torch.ones(3))
+
+    def forward(self, how: str) -> torch.Tensor:
+        if how == "norm of order 0":
+            return torch.linalg.vector_norm(self.weight, 0) + self.other.sum()
+        if how == "used":
+            return (self.weight * self.other[:, None]).sum()
+        if how == "fails":
+            return self.weight @ OneSide.apply(self.other.expand(4, 3).sum(1), self.weight, True)
+        found: torch.Tensor = OneSide.apply(self.other.sum(), self.weight, False)
+        return found
+
+
+@pytest.mark.parametrize("update", ["on_fetch", "in_backward"])
+@pytest.mark.parametrize("how", ["norm of order 0", "a function that returns None"])
+def test_an_undefined_gradient_changes_nothing(how: str, update: zero.Update) -> None:
+    """As in memory: ``grad`` stays None, or what it was."""
+    orders = [[how], ["used", how], [how, "used"], ["used", how, "used"]] if update == "on_fetch" else [[how]]
+    for order in orders:
+        found = []
+        for paged in (False, True):
+            with TieredStore.open(None, dram=DRAM) as store:
+                model: Any = zero.page(Undefined(), store) if paged else Undefined()
+                made: Any = partial(zero.AdamW, update=update) if paged else torch.optim.AdamW
+                optimizer, grads = made(model.parameters(), lr=0.1), list[Any]()
+                for _ in range(2):
+                    for each in order:
+                        model(each).backward()
+                    if update == "on_fetch":
+                        grads += [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+                    optimizer.step()
+                    optimizer.zero_grad()
+                found.append((grads, [p.detach().clone() for p in model.parameters()]))
+        (theirs, values), (ours, stored) = found
+        assert [one is None for one in ours] == [one is None for one in theirs]
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True) if a is not None)
+        assert all(map(torch.equal, stored, values))
+
+
+def test_a_model_that_is_gone_leases_nothing_after_an_exception_in_backward() -> None:
+    with TieredStore.open(None, dram=DRAM) as store:
+        model = zero.page(Undefined(), store)
+        with pytest.raises(ArithmeticError):
+            model("fails").sum().backward()
+        del model
+        gc.collect()
+        store.offload()
+        model = zero.page(Undefined(), store, existing="overwrite")
+        model("used").backward()
+        assert model.weight.grad is not None

@@ -217,6 +217,13 @@ class UnitGradients:
         state.adding = False
         self.close()
 
+    def nothing(self, placement: Placement) -> None:
+        """Learn that the gradient is undefined: ``parameter.grad`` is what it was before."""
+        state = self.states[placement]
+        if state.accumulate:
+            self.show(placement)
+        state.adding = False
+
     def add(self, placement: Placement, grad: torch.Tensor) -> None:
         """Add ``grad``, which has the parameter's shape and has been accumulated."""
         self._add(placement, grad)
@@ -538,6 +545,10 @@ class Arriving(Protocol):
         """Clear ``parameter.grad``, to which autograd is about to accumulate, and remember what it meant."""
         ...
 
+    def nothing(self, placement: Placement) -> None:
+        """Learn that the gradient that autograd was about to accumulate is undefined: ``parameter.grad`` is as before."""
+        ...
+
     def add(self, placement: Placement, grad: torch.Tensor) -> None:
         """Take a gradient that was accumulated; ``parameter.grad`` shows from now on that there is one."""
         ...
@@ -586,6 +597,11 @@ class LocalGradients:
             self._gradients.take(placement, assigned)
             self._gradients.close()
             self._states[placement].accumulate = True
+
+    def nothing(self, placement: Placement) -> None:
+        state = self._states[placement]
+        if state.unreduced or state.accumulate:
+            self._gradients.show(placement)
 
     @torch.no_grad()  # also where backward records itself (create_graph)
     def add(self, placement: Placement, grad: torch.Tensor) -> None:

@@ -235,8 +235,8 @@ class Pager:
         """Names of what the checkpoint that the model was paged from has beside it, until ``zero.resume`` has loaded them."""
         self.limits = plan.limits
         self.checkpoint, chunk = CheckpointRecord(store, name), plan.limits.chunk
-        self.intent, self._leases = Intent(), Leases.of(store)
         self.owner = self.checkpoint.owner
+        self.intent, self._leases = Intent(), Leases.of(store, self.owner)
         updates, self.update_tier = in_update_tier(store, config.update_tier, self.owner), config.update_tier
         if plan.read_only:
             for parameter in model.parameters():
@@ -562,7 +562,7 @@ class Pager:
         if not self._accesses:
             self.start_anew()
         with ExitStack() as stack:
-            with self._leases.registered(self.store.lease(keys), self.owner):  # each unit's own lease is granted at once then
+            with self._leases.registered(self.store.lease(keys)):  # each unit's own lease is granted at once then
                 stack.enter_context(self.accessing(chosen, Access.READ))
             yield
 
@@ -705,7 +705,7 @@ class Pager:
             except TieredError as problem:
                 error = problem
         self._bases.clear()
-        self._leases.end(self.owner)
+        self._leases.end()
         if self.splitter is not None:
             self.splitter.reset()
         if error is not None:
@@ -938,7 +938,9 @@ class Pager:
     def _gradient_arrived(self, unit: Unit, placement: Placement, *, pair: object) -> None:
         if not self._is_hook(unit, placement, pair):
             return
-        assert placement.parameter.grad is not None
+        if placement.parameter.grad is None:  # it is undefined: a function that returned None, the norm of order 0
+            unit.arriving.nothing(placement)
+            return
         unit.arriving.add(placement, placement.parameter.grad)
         self._trimmer.passed(placement.nbytes)
         unit.gradients.arrived.add(placement)

@@ -81,7 +81,7 @@ class TierView:
 
     def __init__(self, store: TieredStore, tier: str | None, owner: Owner) -> None:
         self._store, self._tier, self._owner = store, tier, owner
-        self._leases = Leases.of(store)
+        self._leases = Leases.of(store, owner)
 
     def __contains__(self, key: object) -> bool:
         return key in self._store
@@ -102,7 +102,7 @@ class TierView:
         self._store.delete(key, owner=self._owner)
 
     def lease(self, key: Any, *, access: Access = Access.READ) -> Any:
-        return self._leases.registered(self._store.lease(key, access=access, tier=self._tier), self._owner)
+        return self._leases.registered(self._store.lease(key, access=access, tier=self._tier))
 
     def span(self, kind: str, name: str) -> Span:
         return self._store.span(kind, name)
