@@ -1,0 +1,232 @@
+"""torch's own database of operations, on parameters in the store: values and gradients are those in memory, bit for bit.
+
+Each sample of an operation is computed twice, with a parameter in memory and with one in the store. The parameter is the
+operand, another argument, a view, in a list, written to in place or by ``out=``; in forward and outside, with and without
+gradients, in ``inference_mode``. Between the parts the unit is pushed out, and its memory is overwritten. The result is the
+same, or the same error, or an error of ``tiered``.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from tests.quick import quick
+from tiered import TieredError, TieredStore, zero
+
+pytest.importorskip("expecttest", reason="torch's databases of tests need expecttest")
+op_db = pytest.importorskip(
+    "torch.testing._internal.common_methods_invocations", reason="this version of torch has its operations elsewhere"
+).op_db
+
+UNDEFINED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
+"""Operations whose values nobody knows."""
+LARGEST = 5000
+"""Elements of a sample."""
+SHARE = 10
+"""One operation in so many is in every run."""
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+Outcome = tuple[str, Any]
+
+
+class Net(nn.Module):
+    """A parameter between two others of its unit."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        super().__init__()
+        self.before = nn.Parameter(torch.full((5,), 100.0))
+        self.w = nn.Parameter(value, requires_grad=value.is_floating_point())
+        self.after = nn.Parameter(torch.full((5,), 200.0))
+
+    def forward(self, call: Callable[[torch.Tensor], Any]) -> Any:
+        return call(self.w)
+
+
+class InMemory:
+    def page(self, model: Net) -> Net:
+        return model
+
+    def push_out(self, model: Net) -> None: ...
+
+
+class InStore:
+    def __init__(self, store: TieredStore) -> None:
+        self.store = store
+        self._other = torch.full((1 << 16,), float("nan"))
+
+    def page(self, model: Net) -> Net:
+        zero.page(model, self.store, existing="overwrite")
+        self.push_out(model)
+        return model
+
+    def push_out(self, model: Net) -> None:
+        zero.offload(model)
+        self.store.put("other", self._other)  # on the memory that is free now
+        self.store.delete("other")
+
+
+def tensors(tree: Any) -> list[torch.Tensor]:
+    return [value for value in pytree.tree_leaves(tree) if isinstance(value, torch.Tensor)]
+
+
+def copied(tree: Any) -> Any:
+    return pytree.tree_map(lambda value: value.detach().clone() if isinstance(value, torch.Tensor) else value, tree)
+
+
+def seen(tree: Any) -> list[Any]:
+    """Types, shapes and bytes, and other values as they are written."""
+
+    def one(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return repr(value) if isinstance(value, int | float | str | None) else type(value).__name__
+        value = value.detach()
+        value = value.to_dense() if value.layout is not torch.strided else value
+        whole = torch.empty(value.shape, dtype=value.dtype).copy_(value)
+        return value.dtype, tuple(value.shape), whole.reshape(-1).view(torch.uint8).numpy().tobytes() if whole.numel() else b""
+
+    return [one(value) for value in pytree.tree_leaves(tree)]
+
+
+def total(tree: Any) -> Any:
+    """A sum over all results that tells their elements apart."""
+    found: Any = 0
+    for result in tensors(tree):
+        if result.requires_grad:
+            real = torch.view_as_real(result.resolve_conj()) if result.is_complex() else result
+            found = found + (real * torch.linspace(0.5, 1.5, real.numel()).view(real.shape)).sum()
+    return found
+
+
+def operand(way: str, op: Any, sample: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
+    """The value of the parameter, and the call that takes it."""
+    given, args, kwargs = sample.input, sample.args, sample.kwargs
+    several = isinstance(given, list | tuple)
+    if way == "argument":
+        at = next(at for at, value in enumerate(args) if isinstance(value, torch.Tensor))
+        return args[at], lambda w: op.op(given, *args[:at], w, *args[at + 1 :], **kwargs)
+    if way.startswith("out="):
+        result = op.op(given, *args, **kwargs)
+        return (
+            torch.zeros(3) if way == "out= of another shape" else torch.zeros_like(result),
+            lambda w: op.op(given, *args, out=w, **kwargs),
+        )
+    function = {"method": op.method_variant, "in place": op.inplace_variant}.get(way, op.op)
+    first = given[0] if several else given
+    return first, lambda w: function(
+        type(given)([w, *given[1:]]) if several else w[...] if way == "view" else w, *args, **kwargs
+    )
+
+
+def result(way: str, where: str, mode: str, op: Any, sample: Any, place: InMemory | InStore) -> list[Any]:
+    torch.manual_seed(0)
+    sample = type(sample)(copied(sample.input), args=copied(sample.args), kwargs=copied(sample.kwargs))
+    value, call = operand(way, op, sample)
+    model = place.page(Net(value.detach().clone()))
+    torch.manual_seed(1)
+    with torch.inference_mode(mode == "inference"), torch.set_grad_enabled(mode == "gradients"):
+        found = model(call) if where == "forward" else call(model.w)
+        kept = [] if mode == "gradients" else seen(found)
+    place.push_out(model)
+    if mode == "gradients":
+        kept = seen(found)
+        loss = total(found)
+        if isinstance(loss, torch.Tensor):
+            loss.backward()
+            place.push_out(model)
+    return [kept, seen([parameter.grad for parameter in model.parameters()]), seen(copied(list(model.parameters())))]
+
+
+def outcome(call: Callable[[], list[Any]]) -> Outcome:
+    try:
+        return "value", call()
+    except TieredError as error:
+        return "refused", str(error)
+    except Exception as error:
+        return "error", type(error).__name__
+
+
+def applies(way: str, op: Any, sample: Any) -> bool:
+    single = isinstance(sample.input, torch.Tensor)
+    if way == "argument":
+        return any(isinstance(one, torch.Tensor) and one.is_floating_point() for one in sample.args)
+    if way.startswith("out="):
+        return bool(op.supports_out)
+    if way in ("method", "view"):
+        return single and op.method_variant is not None
+    return way != "in place" or (single and op.inplace_variant is not None)
+
+
+WAYS = [
+    *((way, where, mode) for way in ("function", "view", "argument") for where in ("forward", "outside") for mode in (
+        "gradients", "none", "inference")),
+    *((way, where, "none") for way in ("method", "in place", "out=", "out= of another shape") for where in (
+        "forward", "outside")),
+]  # fmt: skip
+
+
+def samples_of(op: Any, count: int) -> Iterator[Any]:
+    """Samples with a first operand that may be a parameter."""
+    torch.manual_seed(0)
+    random.seed(0)
+    for sample in op.sample_inputs("cpu", torch.float32, requires_grad=False):
+        several = isinstance(sample.input, list | tuple) and len(sample.input)
+        first = sample.input[0] if several else sample.input
+        plain = isinstance(first, torch.Tensor) and first.is_floating_point() and first.layout is torch.strided
+        if plain and first.numel() <= LARGEST:
+            yield sample
+            count -= 1
+            if not count:
+                return
+
+
+def right(way: str, where: str, memory: Outcome, store: Outcome) -> bool:
+    if memory == store or store[0] == "refused" or (memory[0] == store[0] == "error"):
+        return True
+    # torch says itself that memory of a unit cannot grow
+    return (way, where, store) == ("out= of another shape", "forward", ("error", "RuntimeError"))
+
+
+REFUSED = (
+    *("and out= would give it", "cannot be given .data of", "the model of this parameter is gone", "resize_as_ would change"),
+    *("only real floating point can be trained", "use a copy (.clone())", "cannot be used within torch.func"),
+    *("which no store has", "set_ would change", "resize_ would change", "has no memory"),
+)
+"""What the errors of ``tiered`` say: docs/limits.md has them."""
+
+OPERATIONS: Sequence[Any] = [op for op in op_db if torch.float32 in op.dtypes and op.name not in UNDEFINED]
+CHOSEN = random.Random(45).sample(range(len(OPERATIONS)), len(OPERATIONS) // SHARE)
+
+
+@pytest.mark.parametrize("part", quick(range(SHARE + 1), [0]))
+def test_operations_of_torch(part: int) -> None:
+    """``part`` 0 is a tenth of them, one sample each; the others have all, three samples each."""
+    wrong, found = [], Counter[str]()
+    for op in [OPERATIONS[at] for at in sorted(CHOSEN)] if part == 0 else OPERATIONS[part - 1 :: SHARE]:
+        with TieredStore.open(None, dram="4MiB") as store:
+            for sample in samples_of(op, 1 if part == 0 else 3):
+                for way, where, mode in WAYS:
+                    if not applies(way, op, sample):
+                        continue
+                    memory, stored = (
+                        outcome(lambda: result(way, where, mode, op, sample, place))  # noqa: B023 - called at once
+                        for place in (InMemory(), InStore(store))
+                    )
+                    same = "the same" if memory == stored else "another error" if stored[0] == "error" else stored[0]
+                    found[same] += 1
+                    if not right(way, where, memory, stored):
+                        wrong.append(
+                            (op.name, op.variant_test_name, way, where, mode, memory[0], stored[0], f"{stored[1]!s:.90}")
+                        )
+                    if stored[0] == "refused" and memory[0] == "value":
+                        assert any(text in stored[1] for text in REFUSED), (op.name, way, where, mode, stored[1])
+    print(dict(found))
+    assert not wrong, "\n".join(map(str, wrong))
+    assert found["the same"] > 2 * (found["refused"] + found["another error"])
