@@ -230,3 +230,64 @@ def test_operations_of_torch(part: int) -> None:
     print(dict(found))
     assert not wrong, "\n".join(map(str, wrong))
     assert found["the same"] > 2 * (found["refused"] + found["another error"])
+
+
+# -- views that autograd saves ---------------------------------------------------------------------------------------------
+
+BITS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "conjugated": lambda w: torch.view_as_complex(w).conj(),
+    "conjugated twice, and transposed": lambda w: torch.view_as_complex(w).conj().mT.conj().mT,
+    "negative": lambda w: torch.view_as_complex(w).conj().imag,
+}
+COMPLEX: Sequence[Any] = [
+    op for op in op_db if torch.complex64 in op.dtypes and op.supports_autograd and op.name not in UNDEFINED
+]
+
+
+def gradients_of(view: str, op: Any, sample: Any, place: InMemory | InStore) -> list[Any]:
+    """Of the parameter, and of the other operands, whose gradients need the value that was saved."""
+
+    def leaf(value: Any) -> Any:
+        differs = isinstance(value, torch.Tensor) and (value.is_complex() or value.is_floating_point())
+        return value.requires_grad_() if differs else value
+
+    torch.manual_seed(0)
+    args, kwargs = (pytree.tree_map(leaf, copied(given)) for given in (sample.args, sample.kwargs))
+    model = place.page(Net(torch.view_as_real(sample.input.detach().clone().resolve_conj()).contiguous()))
+    torch.manual_seed(1)
+    found = model(lambda w: op.op(BITS[view](w), *args, **kwargs))
+    kept = seen(found)
+    place.push_out(model)
+    loss = total(found)
+    if isinstance(loss, torch.Tensor):
+        loss.backward()
+    return [
+        kept,
+        seen([parameter.grad for parameter in model.parameters()]),
+        seen([one.grad for one in tensors((args, kwargs))]),
+    ]
+
+
+@pytest.mark.parametrize("part", quick(range(SHARE + 1), [0]))
+def test_views_with_a_bit_that_autograd_saves(part: int) -> None:
+    chosen = random.Random(45).sample(COMPLEX, len(COMPLEX) // SHARE) if part == 0 else COMPLEX[part - 1 :: SHARE]
+    wrong, found = [], Counter[str]()
+    for op in chosen:
+        torch.manual_seed(0)
+        samples = (one for one in op.sample_inputs("cpu", torch.complex64, requires_grad=False))
+        plain = (
+            one for one in samples if isinstance(one.input, torch.Tensor) and one.input.is_complex() and one.input.dim() > 1
+        )
+        sample = next((one for one in plain if one.input.numel() <= LARGEST), None)
+        for view in BITS if sample is not None else ():
+            with TieredStore.open(None, dram="4MiB") as store:
+                memory, stored = (
+                    outcome(lambda: gradients_of(view, op, sample, place))  # noqa: B023 - called at once
+                    for place in (InMemory(), InStore(store))
+                )
+            found["the same" if memory == stored else stored[0]] += 1
+            if not right(view, "forward", memory, stored):
+                wrong.append((op.name, op.variant_test_name, view, memory[0], stored[0], f"{stored[1]!s:.90}"))
+    print(dict(found))
+    assert not wrong, "\n".join(map(str, wrong))
+    assert found["the same"] > 10

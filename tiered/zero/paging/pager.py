@@ -106,13 +106,13 @@ HELD = 4
 class Reference:
     """Saved tensor that was a paged parameter, or a view of one."""
 
-    __slots__ = ("__weakref__", "dtype", "offset", "saved", "size", "stride", "unit", "version")
+    __slots__ = ("__weakref__", "conjugate", "dtype", "negative", "offset", "saved", "size", "stride", "unit", "version")
 
     def __init__(self, unit: Unit, tensor: torch.Tensor) -> None:
         self.unit, self.version = unit, unit.version
         self.saved = -1 if tensor.is_inference() else tensor._version
         self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
-        self.offset = tensor.storage_offset()
+        self.offset, self.conjugate, self.negative = tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()
         unit.references.add(weakref.ref(self, unit.references.discard))  # of C: no exception keeps it from being called
 
 
@@ -780,8 +780,9 @@ class Pager:
         elif not unit.held:
             self._hold(self._frames[-1], unit)
         assert unit.base is not None
-        typed = unit.base.view(packed.dtype)
-        return typed.as_strided(packed.size, packed.stride, packed.offset)
+        found = unit.base.view(packed.dtype).as_strided(packed.size, packed.stride, packed.offset)
+        found = torch._conj(found) if packed.conjugate else found
+        return torch._neg_view(found) if packed.negative else found
 
     def _visit_backward(self, units: Iterable[Unit]) -> None:
         """Hold ``units`` from here on, and no longer those that were held for backward before."""
