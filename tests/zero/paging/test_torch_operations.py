@@ -26,6 +26,7 @@ op_db = pytest.importorskip(
     "torch.testing._internal.common_methods_invocations", reason="this version of torch has its operations elsewhere"
 ).op_db
 
+OFFSET = "an offset that is given is taken from the beginning of the unit's memory, not of the parameter's (docs/limits.md)"
 UNDEFINED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 """Operations whose values nobody knows."""
 LARGEST = 5000
@@ -197,12 +198,32 @@ def right(way: str, where: str, memory: Outcome, store: Outcome) -> bool:
 REFUSED = (
     *("and out= would give it", "cannot be given .data of", "the model of this parameter is gone", "resize_as_ would change"),
     *("only real floating point can be trained", "use a copy (.clone())", "cannot be used within torch.func"),
-    *("which no store has", "set_ would change", "resize_ would change", "has no memory"),
+    *(
+        "was given the .data of another parameter",
+        "which no store has",
+        "set_ would change",
+        "resize_ would change",
+        "has no memory",
+    ),
 )
 """What the errors of ``tiered`` say: docs/limits.md has them."""
 
-OPERATIONS: Sequence[Any] = [op for op in op_db if torch.float32 in op.dtypes and op.name not in UNDEFINED]
+OPERATIONS: Sequence[Any] = [
+    op for op in op_db if torch.float32 in op.dtypes and op.name not in UNDEFINED and not op.name.startswith("as_strided")
+]
 CHOSEN = random.Random(45).sample(range(len(OPERATIONS)), len(OPERATIONS) // SHARE)
+
+
+@pytest.mark.xfail(strict=True, reason=OFFSET)
+@pytest.mark.parametrize("inside", [False, True])
+def test_an_offset_is_of_the_parameters_memory(inside: bool) -> None:
+    with TieredStore.open(None, dram="4MiB") as store:
+        model = InStore(store).page(Net(torch.arange(12.0).view(3, 4)))
+
+        def strided(w: torch.Tensor) -> torch.Tensor:
+            return w.as_strided((2, 2), (1, 2), 0).detach().clone()
+
+        assert torch.equal(model(strided) if inside else strided(model.w), strided(torch.arange(12.0).view(3, 4)))
 
 
 @pytest.mark.parametrize("part", quick(range(SHARE + 1), [0]))
