@@ -218,7 +218,7 @@ class AgainstATensor(RuleBasedStateMachine):
     def delete_a_block(self, block: int) -> None:
         if self.table.layout.buffer_rows or (key := f"t/block{block}") not in self.store:
             return
-        self.store.delete(key)
+        self.store.delete(key, owner=Owner("table", "t"))
         self.now[block * self.table.block_rows : (block + 1) * self.table.block_rows] = 2
 
     @rule()
@@ -384,6 +384,31 @@ def test_one_table_for_a_name(on_disk: TieredStore) -> None:
     for others in ((99, 3), (100, 4), (100, 3, torch.float64)):
         with pytest.raises(MisuseError, match="exists and has"):
             on_disk.table("t", *others)  # type: ignore[arg-type]
+
+
+def test_a_table_that_is_made_anew_has_no_states_of_before(on_disk: TieredStore) -> None:
+    """Nor their counts; a user's tensor in the place of these is not changed."""
+
+    def trained(name: str) -> torch.Tensor:
+        table = on_disk.table(name, 20, 4)
+        table[:] = torch.ones(20, 4)
+        embedding = TieredEmbedding(table)
+        optimizer = SparseAdamW(embedding.parameters(), lr=0.1)
+        for number in range(3):
+            embedding(torch.tensor([1, 2 + number])).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return table[:]
+
+    on_disk.put("t/mine", torch.ones(1))
+    first = trained("t")
+    on_disk.table("t").delete()
+    assert list(on_disk) == ["t/mine"]
+    assert torch.equal(trained("t"), first)
+    on_disk.put("u/steps", torch.tensor([100, 0]))
+    with pytest.raises(MisuseError, match=r"'u/steps'.*belongs to the user"):
+        trained("u")
+    assert on_disk.get("u/steps").tolist() == [100, 0]
 
 
 def test_deleted_and_made_anew(on_disk: TieredStore) -> None:

@@ -95,6 +95,9 @@ class _Sparse(torch.optim.Optimizer):
         states, counter = self._states(table, group), f"{table.name}/steps"
         if counter not in store:
             store.put(counter, torch.zeros(2, dtype=torch.int64, device="cpu"), owner=table.owner)
+        elif store.owner_of(counter) != table.owner:
+            whose = store.owner_of(counter) or "the user"
+            raise MisuseError(f"{counter!r}, which {table.owner} needs for its steps, belongs to {whose}: rename it")
         done, kind = _counted(store.get(counter), counter)
         if kind not in (0, _KINDS[self.kind]):
             raise MisuseError(f"table {table.name!r} was trained by another optimizer: delete {counter!r} and its states first")

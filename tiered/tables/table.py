@@ -342,10 +342,12 @@ class Table:
 
     @from_here
     def delete(self) -> None:
-        """Delete the table's tensors from the store. A call that was cut off is completed by another one. Raises as
-        ``TieredStore.delete``."""
+        """Delete the table's tensors from the store, and the states of its optimizers with their counts. A call that was cut
+        off is completed by another one. Raises as ``TieredStore.delete``."""
         if record_key(self.name) not in self._store:
             return  # the record goes last
+        if self._places.owner == owner_of(self.name):
+            self._delete_states()
         with self._places.turn():
             prefixes = block_prefix(self.name), buffer_key(self.name)
             mine = self._places.owner
@@ -355,6 +357,18 @@ class Table:
                     self._store.delete(key, owner=mine)
             self._places.placed = absent
             self._places.forget_all()
+
+    def _delete_states(self) -> None:
+        """Delete what else this table's owner has: tables that are a part of it, and what is no table."""
+        store, mine, blocks = self._store, self._places.owner, (block_prefix(self.name), buffer_key(self.name))
+        for key in store.owned(mine):
+            part = key.removesuffix(record_key(""))
+            if part != key and part != self.name:
+                store.table(part).delete()
+        own = {buffer_key(self.name), appended_key(self.name), record_key(self.name)}
+        for key in store.owned(mine):
+            if key not in own and not any(_is_block(key, prefix) for prefix in blocks):
+                store.delete(key, owner=mine)
 
     # -- within ------------------------------------------------------------------------------------------------------------
 
