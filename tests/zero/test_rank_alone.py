@@ -126,6 +126,14 @@ def alone(rank: int, folder: Path) -> dict[str, str]:
             shutil.copytree(folder / "state", folder / "older")
         dist.barrier()
         zero.commit(model, optimizer)
+        for what, more in (
+            ("added in another shape", nn.Linear(4, 4 + rank)),
+            ("trained apart", nn.Linear(4, 4, bias=False)),
+        ):
+            nn.init.constant_(more.weight, float(rank))
+            model.add_module("more", more)
+            refused(what, RankError, lambda: zero.commit(model, optimizer))
+            del model.more
         store.close()
     with zero.open_store(folder / "new", dram="4MiB") as store:
         source = folder / ("state", "older")[rank]
@@ -169,6 +177,12 @@ def test_what_one_rank_cannot_do_is_said_by_all(played: list[Any]) -> None:
         assert f"rank 1 says MisuseError: {second[what][:50]}" in first[what]
     assert first["commit"] == second["commit"]
     assert "optimizer= is given on rank 0, and None on rank 1" in first["commit"]
+    for what, says in (
+        ("added in another shape", r"'more.weight'.*\(4, 4\) on rank 0, and .*\(5, 4\)"),
+        ("trained apart", "values of"),
+    ):
+        assert first[what] == second[what]
+        assert re.search(says, first[what]), first[what]
     assert first["source"] == second["source"]
     assert re.search("take over this checkpoint together: .* generation 3 on rank 0, and .* generation 2 on", first["source"])
 

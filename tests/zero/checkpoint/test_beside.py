@@ -173,6 +173,21 @@ def test_a_commit_has_what_was_added_and_replaced(change: Callable[[Any], None],
         store.close()
 
 
+def test_a_buffer_that_was_expanded_goes_back(tmp_path: Path) -> None:
+    def more(model: Any) -> None:
+        model.register_buffer("expanded", torch.ones(1).expand(5))
+
+    with TieredStore.open(tmp_path / "store", dram="2MiB") as store:
+        training = Training(store, more)
+        training.step(0)
+        generation = training.commit()
+        training.model.expanded = torch.zeros(1).expand(5)
+        training.step(1)
+        training.resume(generation)
+        assert training.model.expanded.tolist() == [1.0] * 5
+        store.close()
+
+
 def test_a_store_at_rest_is_exported_with_what_was_added(tmp_path: Path) -> None:
     def more(model: Any) -> None:
         model.more = nn.BatchNorm1d(4)

@@ -152,6 +152,11 @@ def test_it_is_read_from_a_file_a_dict_or_base64(tmp_path: Path) -> None:
     assert read(given) == read(tmp_path / "ds_config.json") == read(str(tmp_path / "ds_config.json")) == read(coded) == given
 
 
+def test_a_file_of_an_editor_on_windows(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b'\xef\xbb\xbf{\r\n"train_batch_size": 4}\r\n')
+    assert read(tmp_path / "config.json") == {"train_batch_size": 4}
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

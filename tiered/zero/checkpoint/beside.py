@@ -7,7 +7,7 @@ buffer that the model was paged with is in the record, as it was then named.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,9 +16,11 @@ from torch.nn.parameter import is_lazy
 
 from tiered import MisuseError
 from tiered.zero.checkpoint.loaders import Loader
+from tiered.zero.collectives import Term
 from tiered.zero.paging.pager import Listing, Pager, owner_of
+from tiered.zero.paging.storage import digest_of
 
-__all__ = ["beside", "gone", "loader_of", "refuse_forgotten", "set_extra_states", "transient"]
+__all__ = ["beside", "gone", "loader_of", "refuse_forgotten", "set_extra_states", "terms", "transient"]
 
 EXTRA = "_extra_state"
 """How the name of what ``get_extra_state`` returns ends in a ``state_dict``."""
@@ -53,6 +55,20 @@ def beside(model: nn.Module, pager: Pager) -> dict[str, Any]:
             _refuse_blank(name, value)
             found[name] = value
     return found
+
+
+def terms(model: nn.Module, pager: Pager) -> Iterator[Term]:
+    """Yield what all ranks have to have alike of these: names, types and shapes, and the values of parameters, whose gradients
+    nothing averages. Buffers and extra states may have other values, as those that the model was paged with have between steps.
+    """
+    for name, value in beside(model, pager).items():
+        added = f"{name!r}, which was added or replaced after zero.page"
+        if not isinstance(value, torch.Tensor):
+            yield added, "an extra state"
+            continue
+        yield added, f"{value.dtype} of shape {tuple(value.shape)}"
+        if isinstance(value, nn.Parameter):
+            yield f"the values of {added} (average its gradients over the ranks, or page the model with it)", digest_of(value)
 
 
 def _unknown(name: str) -> MisuseError:
@@ -130,6 +146,8 @@ def loader_of(model: nn.Module, pager: Pager, record: Mapping[str, Any]) -> Load
             for name, value in here.items():
                 if name.endswith(EXTRA):
                     _owner(model, name).set_extra_state(values[name])
+                elif 0 in value.stride():  # it was expanded: several elements are one, to which torch does not write
+                    value.data = values[name].clone()
                 else:
                     value.copy_(values[name])
 

@@ -85,6 +85,7 @@ def commit(
     others = ("optimizer=", optimizer), ("scheduler=", scheduler), ("scaler=", scaler)
     with pager.partition.agreeing("commit") as agree:
         agree((what, "None" if given is None else "given") for what, given in others)
+        agree(beside.terms(model, pager))
         if isinstance(optimizer, Optimizer):
             agree(optimizer.terms(pager))
     _update_together(pager)
