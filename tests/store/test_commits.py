@@ -428,6 +428,9 @@ def test_an_old_generation_is_retained_as_long_as_it_is_named(folder: Path) -> N
             store.retain(1, also=[2])
         with pytest.raises(MisuseError, match="at least the newest"):
             store.retain(0)
+        for wrong in ({"also": 5}, {"also": ["1"]}, {"drop": None}, {"drop": "1"}):
+            with pytest.raises(MisuseError, match="numbers of generations"):
+                store.retain(**wrong)  # type: ignore[arg-type]
 
 
 def test_what_one_owner_of_generations_asks_binds_no_other(folder: Path) -> None:
@@ -462,7 +465,7 @@ def test_what_one_owner_of_generations_asks_binds_no_other(folder: Path) -> None
             store.retain(owner=Owner("test", "x"), also=[4])
         with pytest.raises(MisuseError, match="an owner is an Owner"):
             store.retain(owner="x")  # type: ignore[arg-type]
-        with pytest.raises(MisuseError, match="drop has numbers"):
+        with pytest.raises(MisuseError, match="drop= have numbers"):
             store.retain(owner=Owner("test", "x"), drop=["1"])  # type: ignore[list-item]
         store.close()
 

@@ -23,6 +23,7 @@ from tiered.engine.residency import Entry
 from tiered.engine.retention import affordable, decide, largest_streamed, room_for
 from tiered.engine.state import Token
 from tiered.errors import ForkedStore, KeyNotFound, MisuseError, StoreClosed, UncommittedWarning, expect_type, from_here
+from tiered.errors import listed as items_of
 from tiered.interfaces import EvictionPolicy, IOBackend, Returnable
 from tiered.small.tensors import SmallTensors, open_small
 from tiered.store.commit import Commits, Generations
@@ -828,7 +829,10 @@ class TieredStore(TensorMapping):
         and where nothing can be committed.
         """
         commits = self._committing(None)
-        wanted = sorted(set(also))
+        numbers = items_of(also, "also= has numbers of generations")
+        if any(type(one) is not int for one in (*numbers, *items_of(drop, "drop= has numbers of generations"))):
+            raise MisuseError(f"also= and drop= have numbers of generations, not {also!r:.100} and {drop!r:.100}")
+        wanted = sorted(set(numbers))
         gone = [number for number in wanted if number not in commits.kept]
         if gone or (newest is not None and (type(newest) is not int or newest < 1)):
             raise MisuseError(
@@ -837,8 +841,6 @@ class TieredStore(TensorMapping):
                 else f"at least the newest generation stays: {newest!r} is no number of generations to retain"
             )
         expect_type(owner, Owner | None, "an owner is an Owner(kind, name)")
-        if any(type(one) is not int for one in drop):
-            raise MisuseError(f"drop has numbers of generations, not {drop!r:.100}")
         if owner is not None and newest is not None:
             raise MisuseError(f"newest={newest} holds for all generations: {owner} names its own (also=, drop=)")
         commits.retain(newest, owner, wanted, drop)
