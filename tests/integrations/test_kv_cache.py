@@ -526,6 +526,28 @@ def _moved(model: Any) -> Any:
     return model
 
 
+def test_what_no_change_of_a_cache_can_be_is_refused_and_changes_nothing(store: TieredStore) -> None:
+    model = made()
+    cache = TieredCache(model, store)
+    model.generate(torch.arange(12).view(2, 6), **{ARGUMENT: cache}, max_new_tokens=3, do_sample=False)
+    length = cache.get_seq_length()
+    for call, wrong in (
+        (cache.crop, (None, "x", 1, 1.5)),
+        (cache.reorder_cache, (None, "x", torch.tensor([0.5]), torch.tensor([5]), torch.tensor([[0]]))),
+        (cache.batch_repeat_interleave, (None, "x", 0, -1, 2.5)),
+        (cache.batch_select_indices, (None, "x", 5, [7], [0.5])),
+        (cache.commit, ("x", torch.zeros(2, 6, dtype=torch.int64, device="meta"))),
+    ):
+        for value in wrong:
+            with pytest.raises(MisuseError):
+                call(value)  # type: ignore[operator]
+    assert cache.get_seq_length() == length
+    cache.batch_select_indices(torch.tensor([True, False]))
+    cache.batch_repeat_interleave(2)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert cache.get_seq_length() == length
+
+
 def test_what_a_cache_cannot_be_of_is_refused(store: TieredStore, tmp_path: Path) -> None:
     model = made()
     mamba = MambaForCausalLM(MambaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2))
@@ -537,6 +559,7 @@ def test_what_a_cache_cannot_be_of_is_refused(store: TieredStore, tmp_path: Path
         ((t5, store), "attends to an encoder"),
         ((torch.nn.Linear(2, 2), store), "one of transformers"),
         ((model, "store"), "is a TieredStore"),
+        ((None, store), "one of transformers"),
     ):
         with pytest.raises(MisuseError, match=says):
             TieredCache(*given)

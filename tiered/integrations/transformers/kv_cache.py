@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 from transformers.cache_utils import DummyLayer
 
 from tiered import Access, ManifestError, MisuseError, Owner, StoreClosed, TieredStore, Touch, Use
-from tiered.errors import expect_type
+from tiered.errors import expect_type, quoted
 from tiered.integrations.transformers.kv_layer import Copies, Extent, PagedLayer
 from tiered.integrations.transformers.kv_model import ARGUMENT, NO_STATE, WatchingCache, unwatch, watch, windows
 from tiered.integrations.transformers.kv_record import VERSION, LayerRecord, Model, Record, read, tensor_of
@@ -134,6 +135,7 @@ class TieredCache(WatchingCache):
         """Check what was given, and make the layers."""
         if not isinstance(store, TieredStore):
             raise MisuseError(f"TieredCache(model, store): the store is a TieredStore, not {store!r}")
+        expect_type(model, nn.Module, "TieredCache(model, store): the model is one of transformers")
         if not isinstance(name, str) or not name:
             raise MisuseError(f"the name of a cache is a text, not {name!r}")
         if type(block) is not int or block < 1:
@@ -307,6 +309,8 @@ class TieredCache(WatchingCache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens. Raises MisuseError for a positive number."""
         turn = self._turn
+        if type(tokens_to_remove) is not int:
+            raise MisuseError(f"crop takes a negative number, of tokens to remove from the end, not {quoted(tokens_to_remove)}")
         if tokens_to_remove > 0:
             raise MisuseError(f"crop({tokens_to_remove}): give a negative number, of tokens to remove from the end")
         length = max(turn.length + tokens_to_remove, 0)
@@ -320,17 +324,29 @@ class TieredCache(WatchingCache):
             self._become(Turn(turn.ids[:, :length].clone(), mask, extents))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Have sequence i be what sequence ``beam_idx[i]`` was. Moves no byte."""
-        self._select(beam_idx.tolist())
+        """Have sequence i be what sequence ``beam_idx[i]`` was. Moves no byte. Raises MisuseError for what is no sequence."""
+        self._select(self._sequences(beam_idx, "reorder_cache"))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Have ``repeats`` of each sequence, one after the other. Moves no byte."""
+        """Have ``repeats`` of each sequence, one after the other. Moves no byte. Raises MisuseError for a number below 1."""
+        if type(repeats) is not int or repeats < 1:
+            raise MisuseError(f"batch_repeat_interleave takes how many there are to be of each, not {quoted(repeats)}")
         self._select([row for row in range(self._turn.batch) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the sequences ``indices`` only. Moves no byte."""
+        """Keep the sequences ``indices`` only. Moves no byte. Raises MisuseError for what is no sequence."""
+        self._select(self._sequences(indices, "batch_select_indices"))
+
+    def _sequences(self, indices: Any, call: str) -> list[int]:
+        """Return the numbers of the sequences that ``indices`` choose: numbers, or one true or false for each."""
         rows = torch.arange(self._turn.batch, dtype=torch.int64, device="cpu")
-        self._select(rows[torch.as_tensor(indices, device="cpu")].tolist())
+        try:
+            chosen = torch.as_tensor(indices, device="cpu")
+            if chosen.dim() == 1 and not (chosen.is_floating_point() or chosen.is_complex()):
+                return rows[chosen].tolist()
+        except (TypeError, ValueError, RuntimeError, IndexError):
+            pass
+        raise MisuseError(f"{call} takes numbers of sequences, of which there are {len(rows)}, not {indices!r:.100}")
 
     def _select(self, rows: Sequence[int]) -> None:
         turn = self._turn
@@ -532,7 +548,7 @@ def _paged_into(model: Any, store: TieredStore) -> bool:
 
 
 def _ids_of(given: Any) -> torch.Tensor:
-    if not isinstance(given, torch.Tensor) or given.dim() != 2 or given.is_floating_point():
+    if not isinstance(given, torch.Tensor) or given.dim() != 2 or given.is_floating_point() or given.is_meta:
         raise MisuseError("input_ids is a tensor of ids of shape (batch, tokens)")
     return given.detach().to("cpu", torch.long)
 
