@@ -185,7 +185,7 @@ def read(config: Any) -> dict[str, Any]:
         raise MisuseError(f"a configuration is a dict or the path of a JSON file, not {config!r:.60}")
     where = os.fspath(config)
     try:
-        text = text_of(Path(where).expanduser())
+        text = text_of(Path(where).expanduser()).removeprefix("\ufeff")  # which editors on Windows write
     except OSError as error:
         decoded = _decoded(where)
         if decoded is None:
