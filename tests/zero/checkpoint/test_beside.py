@@ -173,6 +173,20 @@ def test_a_commit_has_what_was_added_and_replaced(change: Callable[[Any], None],
         store.close()
 
 
+def test_a_layer_more_or_less_before_paging_is_named(tmp_path: Path) -> None:
+    def model(layers: int) -> nn.Module:
+        return nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers)))
+
+    with TieredStore.open(tmp_path / "store", dram="2MiB") as store:
+        zero.commit(zero.page(model(2), store))
+        store.close()
+    for layers, says in ((3, r"it had no '2.weight' of shape \(8, 8\)"), (1, r"it had '1.weight' of .* has none of that name")):
+        with TieredStore.open(tmp_path / "store", dram="2MiB") as store:
+            with pytest.raises(MisuseError, match=says):
+                zero.page(model(layers), store, existing="resume")
+            store.close()
+
+
 def test_a_buffer_that_was_expanded_goes_back(tmp_path: Path) -> None:
     def more(model: Any) -> None:
         model.register_buffer("expanded", torch.ones(1).expand(5))

@@ -490,6 +490,13 @@ def _difference(committed: Any, here: Any) -> str:
         for before, after in zip(old[1], new[1], strict=False):
             if before != after:
                 return f"it had {_parameter(before)} where there is {_parameter(after)}"
+    before, after = ({one[0]: one for _, described in layout["units"] for one in described} for layout in (committed, here))
+    for name in after:
+        if name not in before:
+            return f"it had no {_parameter(after[name])}"
+    for name in before:
+        if name not in after:
+            return f"it had {_parameter(before[name])}, and has none of that name"
     return f"it had {len(committed['units'])} units, and has {len(here['units'])}"
 
 
