@@ -550,7 +550,34 @@ def _found(
                 f"parameter {qualified!r} is on {parameter.device}, and this store's top tier on {store.device}: move the "
                 "model to the CPU first, or open the store with hbm= and that device="
             )
-    return window, held, _staged(model, window)
+    staged = _staged(model, window)
+    _refuse_shared_memory(model, staged)
+    return window, held, staged
+
+
+def _refuse_shared_memory(model: nn.Module, staged: Mapping[nn.Parameter, Staged]) -> None:
+    """Raise MisuseError where a parameter lies on memory of another one, or of a buffer: they would be apart in the store, and
+    a write to one would not be seen in the other."""
+    parameters = [("parameter", name, one) for name, one in model.named_parameters() if one not in staged]
+    found = []
+    for kind, name, tensor in (*parameters, *(("buffer", name, one) for name, one in model.named_buffers())):
+        if tensor.is_meta or tensor.layout is not torch.strided or type(tensor.data) is not torch.Tensor or not tensor.numel():
+            continue
+        if 0 not in tensor.stride():
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            begin = tensor.data_ptr()
+            found.append((str(tensor.device), begin, begin + (last + 1) * tensor.itemsize, kind, name, tensor))
+    reached: dict[str, Any] = {}
+    for one in sorted(found, key=lambda one: one[:5]):
+        where, begin, end, kind, name, tensor = one
+        other = reached.get(where)
+        if other is not None and begin < other[2] and tensor is not other[5] and "parameter" in (kind, other[3]):
+            raise MisuseError(
+                f"{other[3]} {other[4]!r} and {kind} {name!r} share memory, and would be apart in the store: give both modules "
+                "the same Parameter object, or one of them a copy (.clone()), before zero.page"
+            )
+        if other is None or end > other[2]:
+            reached[where] = one
 
 
 def _ways(

@@ -232,6 +232,38 @@ def test_an_exception_in_forward_or_backward_leaves_nothing_held(store: TieredSt
     store.commit()
 
 
+def test_parameters_that_share_memory_are_named(store: TieredStore) -> None:
+    """They would be apart in the store. What lies side by side in one memory is none of them."""
+
+    def shared(model: Any) -> None:
+        model[1].weight = nn.Parameter(model[0].weight)
+
+    def overlapping(model: Any) -> None:
+        memory = torch.ones(6, 4)
+        model[0].weight, model[1].weight = nn.Parameter(memory[:4]), nn.Parameter(memory[2:])
+
+    def viewed(model: Any) -> None:
+        model.register_buffer("first", model[0].weight.detach()[1])
+
+    def beside(model: Any) -> None:
+        memory = torch.ones(8, 4)
+        model[0].weight, model[1].weight = nn.Parameter(memory[:4]), nn.Parameter(memory[4:])
+        model[0].bias = model[1].bias
+
+    for change, names in (
+        (shared, "'0.weight'.*'1.weight'"),
+        (overlapping, "'0.weight'.*'1.weight'"),
+        (viewed, "weight'.*'first'"),
+    ):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        change(model)
+        with pytest.raises(MisuseError, match=f"{names} share memory"):
+            zero.page(model, store)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    beside(model)
+    zero.page(model, store)
+
+
 def test_state_dict_has_one_tensor_for_each_tied_weight(store: TieredStore) -> None:
     model = zero.page(Tied(), store)
     optimizer = zero.AdamW(model.parameters(), lr=1e-2)
