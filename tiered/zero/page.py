@@ -480,6 +480,7 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
         buffers = _buffers_for(model, store)
         _release(plan, store)
         window.sweep()
+        _end_graphs(model)
         pager = Pager(model, store, plan, config)
         _place(buffers)
         checkpoint.recall(pager)
@@ -514,6 +515,7 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
                 pretrained.fill_buffers(model)
             partition.same_buffers(model)
             buffers = _buffers_for(model, store)
+            _end_graphs(model)
             Pager(model, store, plan, config)
         except BaseException as error:
             adoption.undo()
@@ -553,6 +555,13 @@ def _found(
     staged = _staged(model, window)
     _refuse_shared_memory(model, staged)
     return window, held, staged
+
+
+def _end_graphs(model: nn.Module) -> None:
+    """Have graphs that saved a parameter before it was paged raise in backward, as after a write: its memory is gone."""
+    for parameter in model.parameters():
+        if not parameter.is_inference():
+            torch.autograd.graph.increment_version(parameter)
 
 
 def _refuse_shared_memory(model: nn.Module, staged: Mapping[nn.Parameter, Staged]) -> None:

@@ -232,6 +232,15 @@ def test_an_exception_in_forward_or_backward_leaves_nothing_held(store: TieredSt
     store.commit()
 
 
+def test_a_graph_from_before_paging_raises(store: TieredStore) -> None:
+    model = nn.Linear(4, 4, bias=False)
+    loss = (model.weight**2).sum()
+    zero.page(model, store)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    (model.weight**2).sum().backward()
+
+
 def test_parameters_that_share_memory_are_named(store: TieredStore) -> None:
     """They would be apart in the store. What lies side by side in one memory is none of them."""
 
