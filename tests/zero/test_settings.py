@@ -21,41 +21,20 @@ from tiered import MisuseError, RowwiseAdagrad, SparseAdagrad, SparseAdamW, Tier
 
 
 @contextlib.contextmanager
-def dtype_by_default(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+def for_now(put: Callable[[Any], object], value: Any, before: Any) -> Iterator[None]:
+    put(value)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        put(before)
 
 
-@contextlib.contextmanager
-def device_by_default(name: str) -> Iterator[None]:
-    torch.set_default_device(name)
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
+def dtype_by_default(dtype: torch.dtype) -> Any:
+    return for_now(torch.set_default_dtype, dtype, torch.get_default_dtype())
 
 
-@contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@contextlib.contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def device_by_default(name: str) -> Any:
+    return for_now(torch.set_default_device, name, None)
 
 
 SETTINGS: dict[str, Callable[[], Any]] = {
@@ -65,8 +44,8 @@ SETTINGS: dict[str, Callable[[], Any]] = {
     "meta": lambda: device_by_default("meta"),
     "device": lambda: device_by_default(fake_device.NAME),
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),  # else torch casts no weight a second time
-    "deterministic": deterministic,
-    "threads": lambda: threads(3),
+    "deterministic": lambda: for_now(torch.use_deterministic_algorithms, True, False),
+    "threads": lambda: for_now(torch.set_num_threads, 3, torch.get_num_threads()),
 }
 """What a program may set for all of torch, in whatever order it imports and uses this package."""
 
