@@ -405,6 +405,9 @@ def test_a_table_that_is_made_anew_has_no_states_of_before(on_disk: TieredStore)
     on_disk.table("t").delete()
     assert list(on_disk) == ["t/mine"]
     assert torch.equal(trained("t"), first)
+    on_disk.put("t/exp_avg/table", torch.zeros(3, dtype=torch.uint8), owner=Owner("table", "t"))  # a damaged record
+    on_disk.table("t").delete()
+    assert list(on_disk) == ["t/mine"]
     on_disk.put("u/steps", torch.tensor([100, 0]))
     with pytest.raises(MisuseError, match=r"'u/steps'.*belongs to the user"):
         trained("u")

@@ -6,6 +6,7 @@ a commit, ``rollback``, ``refresh`` and another process see the table as they se
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tiered.errors import KeyNotFound, MisuseError, expect_type, from_here
+from tiered.errors import KeyNotFound, ManifestError, MisuseError, expect_type, from_here
 from tiered.tables.buffer import absent
 from tiered.tables.cache import RowCache
 from tiered.tables.change import change
@@ -364,7 +365,8 @@ class Table:
         for key in store.owned(mine):
             part = key.removesuffix(record_key(""))
             if part != key and part != self.name:
-                store.table(part).delete()
+                with contextlib.suppress(ManifestError):  # of a damaged record: its tensors go below, as all others
+                    store.table(part).delete()
         own = {buffer_key(self.name), appended_key(self.name), record_key(self.name)}
         for key in store.owned(mine):
             if key not in own and not any(_is_block(key, prefix) for prefix in blocks):
