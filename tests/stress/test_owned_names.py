@@ -172,7 +172,8 @@ def _neighbours(store: TieredStore) -> None:
 
 def _of_others(store: TieredStore) -> dict[str, torch.Tensor]:
     whose = {key: store.owner_of(key) for key in store}
-    return {key: store.get(key) for key, owner in whose.items() if owner is None or owner.name not in ("a", "zero.init")}
+    under_way = ("a", "zero.init", "a.importing", "a.replaced")
+    return {key: store.get(key) for key, owner in whose.items() if owner is None or owner.name not in under_way}
 
 
 class _Stop(BaseException):
@@ -224,9 +225,35 @@ def test_what_others_have_stays(name: str, size: int, tally: Tally) -> None:
                 assert len(made) >= number
                 _again(call, name, store)
                 _same(_of_others(store), before)
+                assert not [owner for owner in store.owners() if owner.kind == "import"]
             store.refuse_commits("this is a trial")
             number += 1
     assert number > 2, "the call was never stopped"
+
+
+@pytest.mark.parametrize(
+    "name", quick(["zero.initialize", "zero.init and page", "page(existing='overwrite')"], ["page(existing='overwrite')"])
+)
+def test_a_model_stays_until_the_one_in_its_place_is_whole(name: str, tally: Tally) -> None:
+    """However far the call came, the store has all of the one or all of the other."""
+    number, done, found = 1, False, []
+    while not done:
+        with TieredStore.open(None, dram="4MiB") as store:
+            call = CALLS[name](store, 1)
+            was = {key: store.get(key) for key in store.owned(model_named("a"))}
+            with pytest.MonkeyPatch.context() as patch:
+                _stopped_at(patch, number)
+                try:
+                    call()
+                    done = True
+                except _Stop:
+                    tally.count(name, 1)
+            found.append({key: store.get(key) for key in store.owned(model_named("a"))})
+            number += 1
+    assert number > 4, "the call was hardly ever stopped"
+    for one in found:
+        _same(one, was if one.keys() == was.keys() else found[-1])
+    assert found[0].keys() == was.keys() != found[-1].keys()
 
 
 def _again(call: Callable[[], object], name: str, store: TieredStore) -> None:

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 from torch import nn
 
-from tiered import ManifestError, MisuseError, Owner, TieredError, TieredStore
+from tiered import ManifestError, MisuseError, TieredError, TieredStore
 from tiered.integrations.kept import UNFINISHED, kept_file, put_file
 from tiered.packing.quantised import Loss
 from tiered.types import format_size
 from tiered.zero.build.deferred import Deferred
-from tiered.zero.page import differing
+from tiered.zero.page import Replacement, differing
 from tiered.zero.paging.storage import model_named
 from tiered.zero.paging.units import ModelPlan, UnitPlan
 
@@ -114,9 +114,8 @@ class Import:
     ) -> None:
         self._store, self._name, self._source, self._told = store, name, source, told
         self._goes_on, self._commits, self._verifies, self._over = goes_on, commits, verify, over
-        self._model, self._replaced = model_named(name), Owner("import", f"{name}.replaced")
-        self.owner = self._model if over == "nothing" else Owner("import", f"{name}.importing")
-        self._exchanged = False
+        self._model, self._replacement = model_named(name), Replacement(store, name)
+        self.owner = self._model if over == "nothing" else self._replacement.owner
         self._plan: ModelPlan | None = None
         self._deferred: Mapping[nn.Parameter, Deferred] = {}
         self._layout = ""
@@ -127,8 +126,7 @@ class Import:
         self._on_disk = goes_on is not None  # a commit has a record of this import
 
     def begin(self, plan: ModelPlan, deferred: Mapping[nn.Parameter, Deferred], held: Sequence[str]) -> int:
-        for owner in {self._model, self.owner, self._replaced}:
-            self._store.claim(owner)
+        self._replacement.begin()
         self._total = sum(unit.stored_nbytes for unit in plan.units)
         self._layout = _digest(plan)
         goes_on = self._goes_on
@@ -150,10 +148,9 @@ class Import:
                 for placement in unit.placements:
                     if placement.name in self._losses:
                         placement.loss = Loss(*self._losses[placement.name])
-        for key in held if self._over == "nothing" else self._store.owned(self.owner):  # of one that was stopped
+        for key in held if self._over == "nothing" else ():  # of one that was stopped
             if key not in stays:
                 self._store.delete(key, owner=self.owner)
-        self._store.delete_owned(self._replaced)  # of one that was killed after its commit
         self._plan, self._deferred = plan, deferred
         return self._done
 
@@ -173,19 +170,7 @@ class Import:
         if self._verifies:
             self.verify()
         if self._over == "finished":
-            self._exchange(self._replaced, self.owner)
-            self._exchanged = True
-
-    def _exchange(self, aside: Owner, taken: Owner) -> None:
-        """Give what the model owns to ``aside``, and what ``taken`` owns to the model, at once: under their names."""
-        ways = ((self._model, aside), (taken, self._model))
-        self._store.rename_many(
-            [
-                (key, one, other.name + key.removeprefix(one.name), other)
-                for one, other in ways
-                for key in self._store.owned(one)
-            ]
-        )
+            self._replacement.exchange()
 
     def verify(self) -> None:
         """Read all units from the disk, compute their values again from the files, and compare them.
@@ -228,7 +213,7 @@ class Import:
     def committed(self) -> None:
         """Note that the model is committed: what it replaced goes."""
         self._plan = None  # nothing is left to be undone
-        if self._store.delete_owned(self._replaced):
+        if self._replacement.end():
             self._store.commit()
 
     def stop(self, error: BaseException) -> None:
@@ -241,9 +226,7 @@ class Import:
             self._wait_for_commit()
         with suppress(TieredError):
             if self._over == "finished":
-                if self._exchanged:
-                    self._exchange(self.owner, self._replaced)
-                self._store.delete_owned(self.owner)
+                self._replacement.undo()
             elif self._on_disk or (self._commits and self._done and not isinstance(error, MisuseError)):
                 self._note()
                 self._store.commit()

@@ -42,7 +42,7 @@ from tiered.zero.rank_stores import newest_set, number_of
 
 __all__ = [
     *("Filling", "Moved", "PagingStatistics", "differing", "gathered", "no_sync", "offload", "onload", "page", "page_filling"),
-    *("smallest_pool", "statistics"),
+    *("Replacement", "smallest_pool", "statistics"),
 ]
 
 @dataclass(frozen=True, slots=True)
@@ -252,8 +252,9 @@ def page(
     stay there, inputs have to be there.
 
     ``name``: their keys begin with it and a slash; several models in one store need different ones.
-    ``existing``: what to do when the store already holds tensors under ``name``: "refuse", "overwrite", or "resume": take the
-    parameters that ``zero.commit`` left there, and give up those of ``model``; ``zero.resume`` goes on from there.
+    ``existing``: what to do when the store already holds tensors under ``name``: "refuse", "overwrite" (what is there stays
+    until all of ``model`` is in the store, so there has to be room for both), or "resume": take the parameters that
+    ``zero.commit`` left there, and give up those of ``model``; ``zero.resume`` goes on from there.
     ``weights``: a safetensors file, or a folder of them as Hugging Face has it, with the values of all parameters and of the
     buffers that ``state_dict`` has, by name (one is enough of a tied parameter's). They are read piece by piece and converted
     to the model's types; a model on the meta device, or built under ``zero.init``, is never whole in memory.
@@ -306,10 +307,10 @@ def page(
     Raises MisuseError (paged before, name taken, wrong device, built for another store, no way to initialise; weights that are
     missing, unexpected, or of another shape), SafetensorsError (damaged weights), CapacityError when the store's DRAM budget is
     below the smallest that works for this model, or a memory cgroup leaves less than this may take beside it (the message says
-    how much that is), and what ``param_init_fn`` and the store raise. Then the model is as before, and ``page`` may be tried
-    again; only what ``existing="overwrite"`` had to overwrite may be gone (and, with several processes, the values of
-    parameters), what a ``policy`` stores as another type, or quantises, may be rounded, and where reading ``weights`` failed
-    in between, some parameters may have their values from there.
+    how much that is), and what ``param_init_fn`` and the store raise. Then the model and the store are as before, and ``page``
+    may be tried again; only (with several processes) the values of parameters may be gone, what a ``policy`` stores as another
+    type, or quantises, may be rounded, and where reading ``weights`` failed in between, some parameters may have their values
+    from there.
     """
     expect_type(model, nn.Module, "what is paged is a torch.nn.Module")
     expect_type(store, TieredStore, "the store of a paged model is a TieredStore")
@@ -336,6 +337,54 @@ def page(
     paged = _page(model, store, options)
     store.refuse_refresh(f"a model is paged from {store}, and is of the commit that was opened: open the newest one anew")
     return paged
+
+
+class Replacement:
+    """A model ``name`` of a store, and the one that takes its place once that is whole: until then the new one's units are
+    filled under ``owner``, and the old one is as it was.
+
+    What is under way is told by who owns tensors, and kept nowhere else, so that what was cut off can be undone.
+    """
+
+    def __init__(self, store: TieredStore, name: str) -> None:
+        self._store, self._model, self._replaced = store, model_named(name), Owner("import", f"{name}.replaced")
+        self.owner = Owner("import", f"{name}.importing")
+
+    def begin(self) -> None:
+        """Delete what an earlier replacement left: one that was killed before it was whole, or after its commit."""
+        for owner in (self._model, self.owner, self._replaced):
+            self._store.claim(owner)
+        self._store.delete_owned(self.owner)
+        self._store.delete_owned(self._replaced)
+
+    def exchange(self) -> None:
+        """Give the new one the model's name, and the old one another, at once."""
+        self._rename(self._replaced, self.owner)
+
+    def exchange_back(self) -> None:
+        """Give the old one its name again, where it lost that."""
+        if self._store.owned(self._replaced):
+            self._rename(self.owner, self._replaced)
+
+    def undo(self) -> None:
+        """Give the old one its name again, and delete the new one."""
+        self.exchange_back()
+        self._store.delete_owned(self.owner)
+
+    def end(self) -> int:
+        """Delete the old one. Returns how many tensors it had."""
+        return self._store.delete_owned(self._replaced)
+
+    def _rename(self, aside: Owner, taken: Owner) -> None:
+        """Give what the model owns to ``aside``, and what ``taken`` owns to the model, under their names."""
+        ways = ((self._model, aside), (taken, self._model))
+        self._store.rename_many(
+            [
+                (key, one, other.name + key.removeprefix(one.name), other)
+                for one, other in ways
+                for key in self._store.owned(one)
+            ]
+        )
 
 
 class Filling(Protocol):
@@ -498,19 +547,21 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
             *(model, store, window, partition, staged, meta, deferred, options.param_init_fn, pretrained),
             filling=options.filling,
         )
+        replacement = Replacement(store, options.name) if held and options.filling is None else None
         try:
             if pretrained is not None:
                 pretrained.renamed(meta)
             plan = divide(model, limits, strides, options.policy, partition.shares, slicing)
-            done = 0
             if options.filling is not None:
                 done = options.filling.begin(plan, deferred, held)
-            else:
-                for key in held:
-                    store.delete(key, owner=owner)
-            adoption.move(plan, owner if options.filling is None else options.filling.owner, Trimmer(pool), done)
-            if options.filling is not None:
+                adoption.move(plan, options.filling.owner, Trimmer(pool), done)
                 options.filling.whole()
+            elif replacement is not None:
+                replacement.begin()
+                adoption.move(plan, replacement.owner, Trimmer(pool), 0)
+                replacement.exchange()
+            else:
+                adoption.move(plan, owner, Trimmer(pool), 0)
             if pretrained is not None:
                 pretrained.fill_buffers(model)
             partition.same_buffers(model)
@@ -518,12 +569,16 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
             _end_graphs(model)
             Pager(model, store, plan, config)
         except BaseException as error:
+            if replacement is not None:
+                replacement.exchange_back()  # before the undoing, which reads units by the keys that they were filled under
             adoption.undo()
             if isinstance(error, OSError):
                 raise _unreadable(error, options.weights) from error
             raise
     _place(buffers)
     unguard(model, window)
+    if replacement is not None:
+        replacement.end()  # last: an interruption in it leaves the new model, and names that the next replacement deletes
     return model
 
 
