@@ -9,6 +9,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -324,6 +325,14 @@ def test_every_file_has_its_place(path: Path) -> None:
     found, against = violations(path.read_text(), module, MODULES, is_package=path.name == "__init__.py")
     assert found == []
     assert against <= SINNERS
+
+
+def test_every_file_of_tests_is_collected(pytestconfig: pytest.Config) -> None:
+    """pytest leaves out folders by name, ``build`` among them where nothing is said, and says nothing of it."""
+    left_out = pytestconfig.getini("norecursedirs")
+    folders = {part for path in (ROOT / "tests").rglob("test_*.py") for part in path.relative_to(ROOT).parts[:-1]}
+    assert "build" in folders
+    assert not [folder for folder in folders if any(fnmatch(folder, pattern) for pattern in left_out)]
 
 
 def test_no_tensor_has_torchs_default_dtype_or_device() -> None:
