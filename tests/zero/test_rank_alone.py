@@ -134,6 +134,22 @@ def alone(rank: int, folder: Path) -> dict[str, str]:
             model.add_module("more", more)
             refused(what, RankError, lambda: zero.commit(model, optimizer))
             del model.more
+        kept = {name: value.clone() for name, value in model.state_dict().items()}
+        store.rollback()
+        store.close()
+    with zero.open_store(folder / "state", dram="4MiB") as store:
+        with torch.device("meta"):
+            unmade = Layers()
+
+        def initialise(module: nn.Module) -> None:
+            if rank == 1 and module is unmade[2]:
+                raise ValueError("no values for this layer")
+            nn.init.zeros_(module.weight)
+            nn.init.zeros_(module.bias)
+
+        refused("overwrite", ValueError, lambda: zero.page(unmade, store, existing="overwrite", param_init_fn=initialise))
+        model = zero.page(Layers(), store, existing="resume")  # what the ranks had is there still, on both
+        assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
         store.close()
     with zero.open_store(folder / "new", dram="4MiB") as store:
         source = folder / ("state", "older")[rank]

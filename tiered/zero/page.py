@@ -552,18 +552,19 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
             if pretrained is not None:
                 pretrained.renamed(meta)
             plan = divide(model, limits, strides, options.policy, partition.shares, slicing)
-            if options.filling is not None:
-                done = options.filling.begin(plan, deferred, held)
-                adoption.move(plan, options.filling.owner, Trimmer(pool), done)
-                options.filling.whole()
-            elif replacement is not None:
-                replacement.begin()
-                adoption.move(plan, replacement.owner, Trimmer(pool), 0)
-                replacement.exchange()
-            else:
-                adoption.move(plan, owner, Trimmer(pool), 0)
-            if pretrained is not None:
-                pretrained.fill_buffers(model)
+            with partition.agreeing("fill the units of this model"):
+                if options.filling is not None:
+                    done = options.filling.begin(plan, deferred, held)
+                    adoption.move(plan, options.filling.owner, Trimmer(pool), done)
+                    options.filling.whole()
+                elif replacement is not None:
+                    replacement.begin()
+                    adoption.move(plan, replacement.owner, Trimmer(pool), 0)
+                    replacement.exchange()
+                else:
+                    adoption.move(plan, owner, Trimmer(pool), 0)
+                if pretrained is not None:
+                    pretrained.fill_buffers(model)
             partition.same_buffers(model)
             buffers = _buffers_for(model, store)
             _end_graphs(model)

@@ -15,7 +15,7 @@ from tiered.zero.checkpoint.loaders import Loader, Stateful, random_states
 from tiered.zero.optimizers.optimizer import Optimizer
 from tiered.zero.paging.pager import Pager, buffer_places, name_of, owner_of, pager_of, pagers_of
 from tiered.zero.paging.sharding import Partition
-from tiered.zero.paging.storage import CheckpointRecord
+from tiered.zero.paging.storage import CheckpointRecord, model_named
 from tiered.zero.paging.unit import Unit
 from tiered.zero.paging.units import OLDER_SHARE_STEP, Limits, ModelPlan, Placement, UnitPlan
 from tiered.zero.paging.update import Missed, Pending, Update
@@ -268,7 +268,7 @@ def write_record(store: TieredStore, name: str, record: Mapping[str, Any]) -> No
         return f"{name}/checkpoint/{len(larger)}"
 
     written = dumps(record, "the checkpoint", keep)
-    before = CheckpointRecord(store, name)
+    before = CheckpointRecord(store, model_named(name))
     owner = before.owner
     before.invalidate()  # what comes now is another record's
     parts = {f"{name}/checkpoint/{number}": tensor for number, tensor in enumerate(larger, 1)}

@@ -58,7 +58,7 @@ from tiered.zero.paging.saved_tensors import (
 )
 from tiered.zero.paging.sharding import Partition
 from tiered.zero.paging.step_trace import Prefetch, StepTrace
-from tiered.zero.paging.storage import CheckpointRecord, UpdateTier, in_update_tier
+from tiered.zero.paging.storage import CheckpointRecord, UpdateTier, in_update_tier, model_named
 from tiered.zero.paging.tensors.compiling import ForwardHooks, around, refuse_constants, traced, uncompiled
 from tiered.zero.paging.tensors.copies import CopiedParameter, CopiedValues
 from tiered.zero.paging.tensors.parameters import SHARE
@@ -234,7 +234,7 @@ class Pager:
         self.not_loaded: Sequence[str] = ()
         """Names of what the checkpoint that the model was paged from has beside it, until ``zero.resume`` has loaded them."""
         self.limits = plan.limits
-        self.checkpoint, chunk = CheckpointRecord(store, name), plan.limits.chunk
+        self.checkpoint, chunk = CheckpointRecord(store, model_named(name)), plan.limits.chunk
         self.owner = self.checkpoint.owner
         self.intent, self._leases = Intent(), Leases.of(store, self.owner)
         updates, self.update_tier = in_update_tier(store, config.update_tier, self.owner), config.update_tier

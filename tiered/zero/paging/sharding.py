@@ -108,7 +108,7 @@ class Stage3:
         self, store: TieredStore, owner: Owner, key: str, plan: UnitPlan, ranks: Ranks
     ) -> Iterator[torch.Tensor]:
         share, host = plan.stored_nbytes // plan.shares, in_dram(store, owner)
-        gathered = AllGathered(store, key, CheckpointRecord(store, owner.name), host, plan, ranks)
+        gathered = AllGathered(store, key, CheckpointRecord(store, owner), host, plan, ranks)
         host.create(key, TensorSpec("uint8", (share,), 1))
         with gathered.room() as unit:
             yield unit
@@ -304,7 +304,8 @@ class Sharded:
     @contextmanager
     def filling(self, store: TieredStore, owner: Owner, key: str, plan: UnitPlan) -> Iterator[torch.Tensor]:
         with self.stage.filling(store, owner, key, plan, self.ranks) as unit:
-            yield unit
+            with self.agreeing("fill the units of this model"):  # or what is wrong on one rank has the others wait for it
+                yield unit
             self.ranks.broadcast(unit, f"the first values of {key!r}")
             del unit
 

@@ -174,8 +174,8 @@ class CheckpointRecord:
     So a commit of the store that knows nothing of the model never pairs an old record with newer tensors.
     """
 
-    def __init__(self, store: TieredStore, name: str) -> None:
-        self.key, self.owner = f"{name}/checkpoint", model_named(name)
+    def __init__(self, store: TieredStore, owner: Owner) -> None:
+        self.key, self.owner = f"{owner.name}/checkpoint", owner
         self._store = store
         self._changed_in: int | None = None
         self._awaited = self._applying = False
