@@ -41,8 +41,24 @@ _INSIDE_ENGINE = (
     "it calls a private method, which makes the recovery script beside a checkpoint executable: there is no such script"
 )
 _CONVERTED = "the engine has an optimizer of tiered with the settings of the one that is given, whose states are in the store"
+_OTHER_OPTIMIZER = "an optimizer that is neither torch's nor tiered's is refused by name, with the mend"
+_ANEW = "the second Trainer is a new process here, which opens the store anew; so the first one's store is closed"
 
 DIFFERENCES = (
+    *(
+        Difference("transformers-trainer_checkpointing-commits", f"::test_{test}", shows, _COMMITTED)
+        for test, shows in (
+            *((test, "model.safetensors") for test in ("resume_*_checkpoint", "resume_batch_order", "load_best_*_with_save*")),
+            *((test, "False is not true") for test in ("save_*checkpoint*", "load_best_model_*", "resume_from_interrupted_*")),
+        )
+    ),
+    *(
+        Difference("transformers-trainer_optimizers", f"::test_{test}", shows, reason)
+        for test, shows, reason in (
+            ("adafactor_lr_none", "optimization.Adafactor cannot", _OTHER_OPTIMIZER),
+            ("custom_optimizer", "StoreClosed", _ANEW),
+        )
+    ),
     *(
         Difference("deepspeed-lr_schedulers", "*", shows, _TYPED)
         for shows in (

@@ -78,16 +78,17 @@ SUITES = (
     ),
     *(
         Suite(
-            f"transformers-{name}",
+            f"transformers-{name}" + ("-commits" if (name, checkpoints) == ("trainer_checkpointing", "commits") else ""),
             "transformers",
             (f"tests/trainer/test_{name}.py",),
             "tiered_transformers",
             version=("src/transformers/__init__.py", r'__version__ = "(.*?)"'),
-            variables={"HF_HUB_OFFLINE": "1"},
+            variables={"HF_HUB_OFFLINE": "1", "TIERED_CHECKPOINTS": checkpoints},
         )
-        for name in (
-            *("trainer_checkpointing", "trainer_optimizers", "trainer_resume", "trainer_evaluation", "trainer_callback"),
-            *("trainer_data", "gradient_clipping"),
+        for name, checkpoints in (
+            *(("trainer_checkpointing", checkpoints) for checkpoints in ("whole", "commits")),
+            *((name, "commits") for name in ("trainer_optimizers", "trainer_resume", "trainer_evaluation", "trainer_callback")),
+            *((name, "commits") for name in ("trainer_data", "gradient_clipping")),
         )
     ),
 )

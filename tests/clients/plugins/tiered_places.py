@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import tempfile
+import warnings
 from typing import Any
 
 import torch
 from tiered_outcomes import engaged
 from torch import nn
 
-from tiered import TieredStore, zero
+from tiered import TieredStore, UncommittedWarning, zero
 from tiered.zero.deepspeed import optimizers
 
 _stores: dict[int, tuple[str, TieredStore]] = {}
@@ -24,7 +25,9 @@ def store(*, anew: bool = False) -> TieredStore:
     folder = None
     if kept is not None and (anew or kept[0] != test or kept[1]._closed):
         folder = kept[1].folder if kept[0] == test else None
-        kept[1].close()
+        with warnings.catch_warnings():  # of what a test before this one did not commit; this one may count warnings
+            warnings.simplefilter("ignore", UncommittedWarning)
+            kept[1].close()
         kept = None
     if kept is None:
         where = folder or os.path.join(tempfile.mkdtemp(prefix="tiered-"), "store")

@@ -1,10 +1,11 @@
-"""Shim for transformers' suite: a ``Trainer`` pages its model when it is made, and commits where it would copy a checkpoint
-(``CommitCheckpoints``); an optimizer of torch's that it is given becomes one of ``tiered.zero``."""
+"""Shim for transformers' suite: a ``Trainer`` pages its model when it is made; an optimizer of torch's that it is given becomes
+one of ``tiered.zero``. Where ``TIERED_CHECKPOINTS`` is "commits", it commits where it would copy a checkpoint."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import os
 from typing import Any
 
 import transformers
@@ -12,6 +13,7 @@ from tiered_places import is_paged, moved, store
 
 from tiered.integrations.transformers.training import CommitCheckpoints
 
+_COMMITS = os.environ["TIERED_CHECKPOINTS"] == "commits"
 _init = transformers.Trainer.__init__
 
 
@@ -24,8 +26,11 @@ def _paged(self: Any, *given: Any, **options: Any) -> None:
         if not is_paged(model):
             optimizer, scheduler = moved(model, store(anew=True), [optimizer, scheduler], existing="overwrite")
             found["optimizers"] = (optimizer, scheduler)
+        if not _COMMITS and optimizer is None and found.get("args") is not None:
+            made = CommitCheckpoints.get_optimizer_cls_and_kwargs(found["args"], model)
+            found.setdefault("optimizer_cls_and_kwargs", made)
     _init(**found)
-    if model is not None and is_paged(self.model):
+    if model is not None and is_paged(self.model) and _COMMITS:
         CommitCheckpoints.adopt(self)
 
 
