@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -192,10 +193,15 @@ def module_of(path: Path, root: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
+def nodes(source: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(source)))
+
+
 def imports_of(source: str, module: str, is_package: bool, modules: set[str]) -> Iterator[tuple[int, str]]:
     """Line and absolute name of everything imported. ``from a import b`` is ``a.b`` where that is a module, else ``a``."""
     known = {f"tiered.{name}".rstrip(".") for name in modules | set(EXTENSIONS)}
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -277,7 +283,7 @@ def only_for_types(source: str, line: int) -> bool:
         isinstance(node, ast.If)
         and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
         and any(child.lineno <= line <= (child.end_lineno or 0) for child in node.body)
-        for node in ast.walk(ast.parse(source))
+        for node in nodes(source)
     )
 
 
@@ -296,7 +302,7 @@ BY_DEFAULT = ("Tensor", "FloatTensor")  # these cannot be told both
 def made_by_default(source: str) -> list[str]:
     """What makes a tensor whose dtype or device is torch's default, which belongs to the program that uses this package."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.ImportFrom) and node.module == "torch":
             found += [f"{node.lineno}: from torch import {one.name}" for one in node.names if one.name in MAKERS]
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):

@@ -391,7 +391,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("after", [1, 3])
+@pytest.mark.parametrize("after", quick([1, 3], [3]))
 def test_sigkill_leaves_the_last_commit(after: int, tmp_path: Path) -> None:
     """Killed while it generates on: the cache is as of its last commit, and goes on as if it had never stopped."""
     model, ids = wide(), prompt(180)
