@@ -751,6 +751,27 @@ def test_a_tie_by_data_within_gathered_raises(store: TieredStore, write: bool) -
     assert not torch.equal(model[1].weight, before)
 
 
+@pytest.mark.parametrize("where", ["forward", "outside", "gathered to read", "gathered to write"])
+def test_data_that_is_the_parameter_in_another_order_lands(store: TieredStore, where: str) -> None:
+    class Square(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias, self.weight = nn.Parameter(torch.ones(5)), nn.Parameter(torch.arange(64.0).view(8, 8))
+
+        def forward(self) -> None:
+            self.weight.data = self.weight.data.T
+
+    model: Model = zero.page(Square(), store)
+    if where == "forward":
+        model()
+    else:
+        with zero.gathered(model, write=where.endswith("write")) if where != "outside" else contextlib.nullcontext():
+            model.weight.data = model.weight.data.T
+    zero.offload(model)
+    assert torch.equal(model.weight, torch.arange(64.0).view(8, 8).T)
+    assert torch.equal(model.bias, torch.ones(5))
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_scripting_raises_before_it_begins(store: TieredStore) -> None:
     model: Model = zero.page(nn.Sequential(nn.Linear(8, 8)), store)

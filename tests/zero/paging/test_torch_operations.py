@@ -26,7 +26,6 @@ op_db = pytest.importorskip(
     "torch.testing._internal.common_methods_invocations", reason="this version of torch has its operations elsewhere"
 ).op_db
 
-OFFSET = "an offset that is given is taken from the beginning of the unit's memory, not of the parameter's (docs/limits.md)"
 UNDEFINED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 """Operations whose values nobody knows."""
 LARGEST = 5000
@@ -208,22 +207,48 @@ REFUSED = (
 )
 """What the errors of ``tiered`` say: docs/limits.md has them."""
 
-OPERATIONS: Sequence[Any] = [
-    op for op in op_db if torch.float32 in op.dtypes and op.name not in UNDEFINED and not op.name.startswith("as_strided")
-]
+OPERATIONS: Sequence[Any] = [op for op in op_db if torch.float32 in op.dtypes and op.name not in UNDEFINED]
 CHOSEN = random.Random(45).sample(range(len(OPERATIONS)), len(OPERATIONS) // SHARE)
 
 
-@pytest.mark.xfail(strict=True, reason=OFFSET)
-@pytest.mark.parametrize("inside", [False, True])
-def test_an_offset_is_of_the_parameters_memory(inside: bool) -> None:
+STORAGES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "an offset": lambda w: w.as_strided((2, 2), (1, 2), 0).tolist(),
+    "an offset, of a view": lambda w: w[1].as_strided((2, 2), (1, 2), 1).tolist(),
+    "scattered at an offset": lambda w: w.as_strided_scatter(torch.zeros(2, 2), (2, 2), (1, 2), 3).tolist(),
+    "past the end": lambda w: w.as_strided((3, 4), (4, 1), 1).tolist(),
+    "a larger size": lambda w: w.as_strided((4, 4), (4, 1)).tolist(),
+    "its size": lambda w: (w.untyped_storage().nbytes(), w.storage_offset()),
+}
+
+
+@pytest.mark.parametrize("name", STORAGES)
+def test_the_storage_of_a_parameter_is_its_own(name: str) -> None:
+    value, ask = torch.arange(12.0).view(3, 4), STORAGES[name]
     with TieredStore.open(None, dram="4MiB") as store:
-        model = InStore(store).page(Net(torch.arange(12.0).view(3, 4)))
+        model = InStore(store).page(Net(value.clone()))
+        expected = outcome(lambda: ask(value))
+        assert outcome(lambda: model(ask)) == outcome(lambda: ask(model.w)) == expected
+        with zero.gathered(model.w):
+            assert outcome(lambda: ask(model.w)) == expected
 
-        def strided(w: torch.Tensor) -> torch.Tensor:
-            return w.as_strided((2, 2), (1, 2), 0).detach().clone()
 
-        assert torch.equal(model(strided) if inside else strided(model.w), strided(torch.arange(12.0).view(3, 4)))
+def test_a_saved_parameter_has_a_storage_of_its_own() -> None:
+    class Strided(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(w)
+            return x * w.sum()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+            (w,) = ctx.saved_tensors
+            return None, gradient * w.as_strided((2,), (1,), 0).sum() * w.untyped_storage().nbytes()
+
+    with TieredStore.open(None, dram="4MiB") as store:
+        model, x = InStore(store).page(Net(torch.arange(12.0).view(3, 4))), torch.ones(2, requires_grad=True)
+        model(lambda w: Strided.apply(w, x)).sum().backward()  # type: ignore[no-untyped-call]
+        assert x.grad is not None
+        assert x.grad.tolist() == [48.0, 48.0]
 
 
 @pytest.mark.parametrize("part", quick(range(SHARE + 1), [0]))

@@ -106,10 +106,12 @@ HELD = 4
 class Reference:
     """Saved tensor that was a paged parameter, or a view of one."""
 
-    __slots__ = ("__weakref__", "conjugate", "dtype", "negative", "offset", "saved", "size", "stride", "unit", "version")
+    __slots__ = (
+        *("__weakref__", "conjugate", "dtype", "negative", "offset", "placement", "saved", "size", "stride", "unit", "version"),
+    )
 
-    def __init__(self, unit: Unit, tensor: torch.Tensor) -> None:
-        self.unit, self.version = unit, unit.version
+    def __init__(self, unit: Unit, placement: Placement, tensor: torch.Tensor) -> None:
+        self.unit, self.placement, self.version = unit, placement, unit.version
         self.saved = -1 if tensor.is_inference() else tensor._version
         self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
         self.offset, self.conjugate, self.negative = tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()
@@ -254,7 +256,8 @@ class Pager:
         self.sliced = plan.sliced
         self._held = {module: [self.units[i] for i in indices] for module, indices in plan.held.items()}
         self._frames: list[Frame] = []
-        self._bases: dict[int, Unit] = {}
+        self._shown: dict[int, Unit] = {}
+        """By the address of the memory of each parameter: the units that are held for what computes."""
         self._accesses = 0  # functions of torch that use parameters, outside of modules whose forward holds them
         self._thread = threading.get_ident()
         self._claimed: dict[str, tuple[int, nn.Module]] = {}
@@ -384,8 +387,7 @@ class Pager:
         self._hook_gradients(unit)
         self._defer_hidden(unit)
         frame.units.append(unit)
-        assert unit.base is not None
-        self._bases[unit.base.untyped_storage().data_ptr()] = unit
+        self._show(unit)
 
     def take(self, unit: Unit, access: Access = Access.READ) -> None:
         """Hold a unit, and do what the other ranks expect with it."""
@@ -432,13 +434,18 @@ class Pager:
             torch._C._set_grad_enabled(frame.recording)
 
     def _drop(self, unit: Unit) -> None:
-        assert unit.base is not None
-        address = unit.base.untyped_storage().data_ptr()
+        places = unit.places
         try:
             unit.drop()
         finally:
             if not unit.held:
-                self._bases.pop(address, None)
+                for address in places:
+                    self._shown.pop(address, None)
+
+    def _show(self, unit: Unit) -> None:
+        """Have ``reference`` know the parameters of a unit that is held, all at once: the first tells of all."""
+        if self._shown.get(next(iter(unit.places), -1)) is not unit:
+            self._shown.update(dict.fromkeys(unit.places, unit))
 
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
         """Hold the unit of a parameter that was read as ``module.name``: in a forward, by the innermost frame; in backward,
@@ -516,19 +523,18 @@ class Pager:
             self.start_anew()
         hooks = self._hooks()
         held: list[Unit] = []
-        bases: set[int] = set()
+        shown: set[int] = set()
         self._accesses += 1
         try:
             for unit in self.units_of(parameters):
                 self.take(unit, access)
                 held.append(unit)
                 self._hook_gradients(unit)
-                assert unit.base is not None
-                bases.add(unit.base.untyped_storage().data_ptr())
-                self._bases[unit.base.untyped_storage().data_ptr()] = unit
+                shown.update(unit.places)
+                self._show(unit)
             if hooks is not None:
                 push_hooks(*hooks)
-            yield lambda tensor: memory_of(tensor) in bases
+            yield lambda tensor: memory_of(tensor) in shown
         finally:
             _pop(hooks)
             self._accesses = max(0, self._accesses - 1)
@@ -616,8 +622,7 @@ class Pager:
                 gathering.units.append(unit)
                 self.take(unit, access)
                 self._hook_gradients(unit)
-                assert unit.base is not None
-                self._bases[unit.base.untyped_storage().data_ptr()] = unit
+                self._show(unit)
             if hooks is not None:
                 push_hooks(*hooks)
             yield
@@ -704,7 +709,7 @@ class Pager:
                 how(unit)
             except TieredError as problem:
                 error = problem
-        self._bases.clear()
+        self._shown.clear()
         self._leases.end()
         if self.splitter is not None:
             self.splitter.reset()
@@ -727,9 +732,11 @@ class Pager:
     def reference(self, tensor: torch.Tensor) -> object | None:
         """Return what to remember instead of a tensor that shows memory of a held unit; None for any other."""
         if tensor.layout is torch.strided:
-            unit = self._bases.get(memory_of(tensor))
-            if unit is not None:
-                return Reference(unit, tensor)
+            address = memory_of(tensor)
+            unit = self._shown.get(address)
+            placement = None if unit is None else unit.shown_by(tensor, address)
+            if unit is not None and placement is not None:  # else an exception kept the unit from being forgotten
+                return Reference(unit, placement, tensor)
         return None
 
     def _hooks(self, *, of_module: bool = False) -> Hooks | None:
@@ -779,8 +786,10 @@ class Pager:
             self._visit_backward((unit,))
         elif not unit.held:
             self._hold(self._frames[-1], unit)
-        assert unit.base is not None
-        found = unit.base.view(packed.dtype).as_strided(packed.size, packed.stride, packed.offset)
+        memory, size = unit.memory[packed.placement], packed.dtype.itemsize
+        if memory.numel() % size:  # a view of another type, of a part
+            memory = memory[: memory.numel() // size * size]
+        found = memory.view(packed.dtype).as_strided(packed.size, packed.stride, packed.offset)
         found = torch._conj(found) if packed.conjugate else found
         return torch._neg_view(found) if packed.negative else found
 
@@ -795,8 +804,7 @@ class Pager:
         for unit in wanted:
             self.take(unit)
             backward.units += (unit,)
-            assert unit.base is not None
-            self._bases[unit.base.untyped_storage().data_ptr()] = unit
+            self._show(unit)
         backward.visit = self.store.span("backward", _names(wanted))
 
     def _leave_backward(self) -> None:

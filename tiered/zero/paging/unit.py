@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Protocol
 
@@ -23,6 +23,7 @@ import torch
 import xxhash
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from tiered import Access, MisuseError, TieredStore
 from tiered.zero.collectives import Term
@@ -42,6 +43,11 @@ __all__ = ["BackwardUpdates", "DevicePlaceholder", "Placeholder", "Stepper", "Un
 
 DIGESTED_AT_ONCE = 1 << 20
 """Elements of which a digest is made at a time, in host memory."""
+
+APART = {"cpu", "cuda"}
+"""Devices on which a parameter can have a storage of its own on memory that is another tensor's. On others the parameters of a
+unit share its storage."""
+
 
 class Placeholder:
     """Tensor of a given shape that takes the memory of one element: NaN (a stale read is loud), or 0.
@@ -102,10 +108,9 @@ now, and what counts it when it is called, once or twice."""
 
 
 class Saved(Protocol):
-    """What a graph saved of a unit: ``offset`` in elements of ``dtype``, ``version`` of the unit, ``saved``: of the tensor."""
+    """What a graph saved of the parameter at ``placement``: ``version`` of the unit, ``saved``: of the tensor."""
 
-    dtype: torch.dtype
-    offset: int | torch.SymInt
+    placement: Placement
     saved: int
     version: int
 
@@ -134,8 +139,9 @@ class Unit:
     """Parameters that are paged together.
 
     While nobody holds the unit its parameters are NaN without memory (a stale read is loud); while somebody does, they
-    are views of the store's own memory, in the top tier. ``updates``: the store, where gradients and states are leased.
-    ``version`` counts optimizer steps: what a graph saved before one cannot be used after it.
+    are on the store's own memory, in the top tier: each has a storage that begins and ends with it, as in memory, so that an
+    offset counts from its first element and reaches no other parameter. ``updates``: the store, where gradients and states are
+    leased. ``version`` counts optimizer steps: what a graph saved before one cannot be used after it.
     """
 
     def __init__(
@@ -157,6 +163,12 @@ class Unit:
         self.intent = intent
         self.pending: Pending | None = None
         self.base: torch.Tensor | None = None
+        self.memory: dict[Placement, torch.Tensor] = {}
+        """While the unit is held: the bytes of each parameter, a storage of its own on the memory of ``base``."""
+        self.places: dict[int, Placement] = {}
+        """By the address of that storage: the parameters that have elements."""
+        self._apart = store.device.type in APART
+        self._extents = [(p, p.offset, p.offset + p.nbytes) for p in plan.placements]
         self.parts = plan.parts(partition.rank)
         storage = partition.stored(store, updates, self.key, plan, checkpoint)
         self.storage: ParameterStorage = Cast(storage, store, checkpoint.owner, self.key, plan) if plan.converted else storage
@@ -243,9 +255,14 @@ class Unit:
         self._access = access
         self.base = self.storage.materialize(access)
         self._digests = {p: _digest(p, self.base) for p in kept if p.stored in (torch.bfloat16, torch.float16)}
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+            own = _storage_of_its_own if self._apart else torch.Tensor.detach
+            self.memory = {placement: own(self.base[begin:end]) for placement, begin, end in self._extents}
+        address = _address(self.base)
+        self.places = {address + begin * self._apart: placement for placement, begin, end in self._extents if end > begin}
         for placement, kind in self._kinds.items():
-            view = placement.view(self.base)
-            placement.parameter.__class__, placement.parameter.data = kind, view
+            values = self.memory[placement].view(placement.dtype).as_strided(placement.shape, placement.stride)
+            placement.parameter.__class__, placement.parameter.data = kind, values
         self._versions = [p.parameter._version for p in self.plan.placements]
 
     def _changed_since(self) -> list[Placement]:
@@ -279,6 +296,13 @@ class Unit:
         address, storage = self._memory
         return address == _address(self.base) and not storage.expired()  # type: ignore[no-untyped-call]
 
+    def shown_by(self, tensor: torch.Tensor, address: int) -> Placement | None:
+        """Return the parameter whose memory ``tensor`` shows, if one's of this unit; its storage is at ``address``."""
+        if self._apart or address not in self.places:
+            return self.places.get(address)
+        at = int(tensor.storage_offset()) * tensor.dtype.itemsize
+        return next((placement for placement, begin, end in self._extents if begin <= at < end), None)
+
     def lend(self, placement: Placement, values: torch.Tensor) -> None:
         """Note that ``values``, which show a parameter's memory, can be written to without a trace in the parameter."""
         if self._holders and self._access is Access.READ and not values.is_inference():
@@ -310,7 +334,7 @@ class Unit:
                     self._keep_masters(self.base)
                     self.storage.write_back(self.base)
                 elif self._holders:
-                    written = self._written(_address(self.base))
+                    written = self._written()
             except MisuseError:
                 self.give_up()
                 raise
@@ -332,11 +356,34 @@ class Unit:
     def _copy_replaced(self, base: torch.Tensor) -> None:
         """Copy into ``base`` the values of parameters that were given other ``.data`` while they could be written to."""
         for placement in self.plan.placements:
-            if _address(placement.parameter) not in (_address(base), self._placeholders[placement].address):
-                _refuse_other_kind(placement)
-                placement.view(base).copy_(placement.parameter)
-            else:
-                _refuse_tied(placement, base)
+            if self._is_replaced(placement):
+                placement.view(base).copy_(placement.parameter.clone())  # it may be the same memory in another order
+
+    def _is_replaced(self, placement: Placement) -> bool:
+        """Return whether a parameter that is held was given other ``.data``: other memory, or its own with other strides.
+        Raises MisuseError where that is of another shape or type, or memory of another one in its unit."""
+        parameter, memory = placement.parameter, self.memory.get(placement)
+        if memory is None:
+            return False  # an exception struck before it was given any
+        shape, stride, dtype = parameter.shape, parameter.stride(), parameter.dtype
+        apart = parameter.data_ptr() != memory.data_ptr()
+        if not apart and (shape, stride, dtype) == (placement.shape, placement.stride, placement.dtype):
+            return False
+        if self._is_released(placement):
+            return False
+        assert self.base is not None
+        if apart and 0 <= parameter.data_ptr() - self.base.data_ptr() < self.base.nbytes:
+            raise MisuseError(
+                f"parameter {placement.name!r} was given the .data of another parameter, and they are apart in the store; its "
+                "values are as before: give it a copy (.clone()), or tie the modules, with one Parameter object, before "
+                "zero.page"
+            )
+        _refuse_other_kind(placement)
+        return True
+
+    def _is_released(self, placement: Placement) -> bool:
+        """Return whether a parameter has no memory: an exception struck as it was given, or taken away."""
+        return _address(placement.parameter) == self._placeholders[placement].address
 
     def _keep_masters(self, base: torch.Tensor) -> None:
         """Keep the masters of parameters that nobody wrote to while the unit could be written to."""
@@ -344,19 +391,14 @@ class Unit:
             if _digest(placement, base) == digest:
                 self.states.stale_masters.discard(self.parts[placement])
 
-    def _written(self, here: int) -> dict[Placement, torch.Tensor]:
-        """Return copies of the parameters that were changed while they were memory at ``here`` that is leased for reading."""
+    def _written(self) -> dict[Placement, torch.Tensor]:
+        """Return copies of the parameters that were changed while their memory is leased for reading."""
         written = {}
-        assert self.base is not None
         through_data = {placement for placement, values, version in self._data if values._version != version}
         for placement, version in zip(self.plan.placements, self._versions, strict=True):
             parameter = placement.parameter
-            if _address(parameter) == self._placeholders[placement].address:
-                continue  # an exception struck as memory was given, or taken away
-            if _address(parameter) == here:
-                _refuse_tied(placement, self.base)
-            if parameter._version != version or _address(parameter) != here or placement in through_data:
-                _refuse_other_kind(placement)
+            changed = parameter._version != version or placement in through_data
+            if self._is_replaced(placement) or (changed and not self._is_released(placement)):
                 written[placement] = parameter.detach().clone()
         return written
 
@@ -379,12 +421,7 @@ class Unit:
 
     def _is_present(self, saved: Saved, written: Collection[Placement]) -> bool:
         """Return whether what a graph saved shows the values of now, of which ``written`` were written."""
-        at = saved.offset * saved.dtype.itemsize
-        return all(
-            saved.saved == placement.parameter._version
-            for placement in written
-            if placement.offset <= at < placement.offset + max(1, placement.nbytes)
-        )
+        return saved.placement not in written or saved.saved == saved.placement.parameter._version
 
     def give_up(self) -> None:
         """Drop the unit without writing it back, because all was rolled back or nothing came of it."""
@@ -398,6 +435,7 @@ class Unit:
                 self._left = [placement.parameter._version for placement in self.plan.placements]
             self.release_parameters()
             self.base = None
+            self.memory, self.places = {}, {}
             self.storage.close()
             if self._memory is not None and self._memory[1].expired():  # type: ignore[no-untyped-call]
                 self._left = None  # nobody kept anything: no write to the memory can come
@@ -622,16 +660,6 @@ def _refuse_other_kind(placement: Placement) -> None:
         )
 
 
-def _refuse_tied(placement: Placement, base: torch.Tensor) -> None:
-    """Raise MisuseError where a parameter that is held was given ``.data`` that is memory of another one in its unit."""
-    parameter = placement.parameter
-    if parameter.data_ptr() not in (0, base.data_ptr() + placement.offset) and _address(parameter) == _address(base):
-        raise MisuseError(
-            f"parameter {placement.name!r} was given the .data of another parameter, and they are apart in the store; its "
-            "values are as before: give it a copy (.clone()), or tie the modules, with one Parameter object, before zero.page"
-        )
-
-
 def _living(storages: list[StorageWeakRef]) -> list[StorageWeakRef]:
     return [storage for storage in storages if not storage.expired()]  # type: ignore[no-untyped-call]
 
@@ -644,6 +672,11 @@ def _digest(placement: Placement, base: torch.Tensor) -> bytes:
     for start in range(0, values.numel(), DIGESTED_AT_ONCE):
         digest.update(host(values[start : start + DIGESTED_AT_ONCE]).view(torch.uint8).numpy().data)
     return digest.digest()
+
+
+def _storage_of_its_own(memory: torch.Tensor) -> torch.Tensor:
+    """Return ``memory`` as a tensor whose storage begins and ends with it, and keeps the storage of ``memory``."""
+    return from_dlpack(to_dlpack(memory))
 
 
 def _address(tensor: torch.Tensor) -> int:

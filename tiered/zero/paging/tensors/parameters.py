@@ -790,7 +790,7 @@ def _set_data(parameter: torch.Tensor, value: Any) -> None:
         if (value.geometry.shape, value.geometry.stride()) == (own.shape, own.stride()):
             return  # the same elements: written to already
     with torch.no_grad():
-        parameter.detach().copy_(value)
+        parameter.detach().copy_(value.clone() if source is parameter else value)  # a view of it may have another order
 
 
 def _for_each(func: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
