@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tests.zero.harness import equal, train
 from tests.zero.models import Tied, parameter_groups
@@ -219,3 +221,33 @@ def test_two_betas(kind: type[zero.Optimizer], betas: tuple[float, ...]) -> None
     """torch's classes take three, and use two."""
     with pytest.raises(MisuseError, match=rf"{kind.__name__} has two"):
         kind([nn.Parameter(torch.ones(3))], betas=betas)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("resident", [False, True])
+@pytest.mark.parametrize("kind", ["SGD", "AdamW", "Adafactor", "Muon", "Elementwise"])
+def test_hooks_of_all_optimizers_see_one_step(store: TieredStore, kind: str, resident: bool) -> None:
+    """Those that torch calls for every optimizer: once before a step and once after it, with the optimizer of the user, and
+    not with those of torch that its rule is made of."""
+    if kind == "Muon" and not hasattr(torch.optim, "Muon"):
+        pytest.skip("torch.optim.Muon came with torch 2.9")
+    made: Any = partial(zero.Elementwise, torch.optim.Adadelta) if kind == "Elementwise" else getattr(zero, kind)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    if not resident:
+        zero.page(model, store)
+    where = {"store": store} if resident else {}
+    seen: list[tuple[str, object]] = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: seen.append(("before", optimizer))),
+        register_optimizer_step_post_hook(lambda optimizer, args, kwargs: seen.append(("after", optimizer))),
+    ]
+    try:
+        made_of_class = kind == "Elementwise"
+        optimizer = made(model.parameters(), where=where) if made_of_class else made(model.parameters(), **where)
+        for _ in range(2):
+            model(torch.randn(2, 4)).square().sum().backward()
+            optimizer.step()
+            model.state_dict()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert seen == [("before", optimizer), ("after", optimizer)] * 2

@@ -15,7 +15,7 @@ from tiered import MisuseError, TensorSpec
 from tiered.errors import expect_type
 from tiered.zero.optimizers.named import Where
 from tiered.zero.optimizers.optimizer import Optimizer
-from tiered.zero.rules.rule import UpdateRule, step_dtype
+from tiered.zero.rules.rule import UpdateRule, step_dtype, step_within
 
 __all__ = ["Elementwise", "ElementwiseRule"]
 
@@ -75,7 +75,7 @@ class ElementwiseRule:
 def _step(optimizer: TorchOptimizer) -> None:
     """Make a step. The classes make the number of steps on torch's default device if not on the parameter's."""
     with torch.device("cpu"):
-        optimizer.step()
+        step_within(optimizer)
 
 
 @lru_cache(64)

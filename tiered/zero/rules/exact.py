@@ -11,7 +11,7 @@ from torch.optim import adagrad, adam, adamax, nadam, radam, rmsprop, sgd
 from torch.optim.adamw import adamw
 
 from tiered import TensorSpec
-from tiered.zero.rules.rule import State, scalar_dtype, settings_of, step_dtype
+from tiered.zero.rules.rule import State, scalar_dtype, settings_of, step_dtype, step_within
 
 __all__ = [
     *("AdafactorRule", "AdagradRule", "AdamRule", "AdamWRule", "AdamaxRule", "LionRule", "MuonRule", "NAdamRule", "RAdamRule"),
@@ -355,7 +355,7 @@ class AdafactorRule:
         optimizer = torch.optim.Adafactor([{"params": [param], **settings_of(self)}], foreach=False)
         optimizer.state[param] = {"step": _before(step, param), **state}
         param.grad = grad
-        optimizer.step()  # type: ignore[no-untyped-call]
+        step_within(optimizer)
         param.grad = None
 
 
@@ -387,7 +387,7 @@ class MuonRule:
         optimizer = torch.optim.Muon([{"params": [param], **settings_of(self)}])
         optimizer.state[param]["momentum_buffer"] = state["momentum_buffer"]
         param.grad = grad
-        optimizer.step()  # type: ignore[no-untyped-call]
+        step_within(optimizer)
         param.grad = None
 
 

@@ -15,13 +15,14 @@ from hashlib import blake2b
 from typing import Any, Protocol
 
 import torch
+from torch.optim.optimizer import Optimizer as TorchOptimizer
 
 from tiered import MisuseError, TensorSpec
 
 __all__ = [
     *("COLUMNS", "LARGEST_BLOCK", "ROWS", "SMALLEST_BLOCK", "State", "VECTOR", "WHOLE"),
     *("UpdateRule", "block_of", "chance_of", "constants_of", "made_from", "name_of", "rounds_by_chance", "settings_of"),
-    *("scalar_dtype", "step_dtype", "stores_step", "terms_of", "torch_name"),
+    *("scalar_dtype", "step_dtype", "step_within", "stores_step", "terms_of", "torch_name"),
 ]
 
 WHOLE, SMALLEST_BLOCK, LARGEST_BLOCK = 0, 16, 1024
@@ -97,6 +98,17 @@ def _number(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return float(value)
     return tuple(None if one is None else float(one) for one in value) if isinstance(value, tuple | list) else value
+
+
+_HOOKED = TorchOptimizer.profile_hook_step(lambda: None).__code__
+"""What torch wraps around the ``step`` of each class: it calls the hooks."""
+
+
+def step_within(optimizer: TorchOptimizer) -> None:
+    """Make a step of an optimizer of torch that a rule is made of, for one update of a piece. Hooks of all optimizers are not
+    called: they see the optimizer of the user, once."""
+    step: Any = type(optimizer).step
+    (step.__wrapped__ if step.__code__ is _HOOKED else step)(optimizer)
 
 
 def block_of(rule: UpdateRule) -> int:
