@@ -534,6 +534,11 @@ REFUSED: dict[str, tuple[Callable[[Model], object], str]] = {
     "deepcopy of a parameter": (lambda m: copy.deepcopy(m.extra), "cannot be copied or pickled"),
     "pickle": (lambda m: pickle.dumps(m.extra), "cannot be copied or pickled"),
     "another of its class": (lambda m: type(m.extra)(torch.zeros(2)), "cannot make a paged parameter"),
+    "its class": (lambda m: given(torch.ones(2), "__class__", m.extra).sum(), "and is another one"),
+    "its attributes": (lambda m: zero.AdamW([given(nn.Parameter(torch.ones(2)), "__dict__", m.extra)]), "and is another one"),
+    "swapped": (lambda m: torch.utils.swap_tensors(m.extra, nn.Parameter(torch.ones(2))), "'extra': swap_tensors would"),
+    "swapped with": (lambda m: torch.utils.swap_tensors(torch.ones(96, 48), m.extra), "'extra': swap_tensors would"),
+    "swapped with another": (lambda m: torch.utils.swap_tensors(m.scale, m.extra), "'scale': swap_tensors would"),
     "device": (lambda m: setattr(m.extra, "data", m.extra.detach().to("meta")), "cannot be moved to meta"),
     "meta": (lambda m: m.to("meta"), "cannot be moved to meta"),
     "to_empty": (lambda m: m.to_empty(device="meta"), "cannot be moved to meta"),
@@ -557,6 +562,11 @@ REFUSED: dict[str, tuple[Callable[[Model], object], str]] = {
 }
 
 
+def given(tensor: torch.Tensor, attribute: str, parameter: nn.Parameter) -> torch.Tensor:
+    setattr(tensor, attribute, getattr(parameter, attribute))
+    return tensor
+
+
 def forward_within(model: Model) -> None:
     with zero.gathered(model.extra):
         model(torch.ones(2, 48))
@@ -568,6 +578,14 @@ def test_what_cannot_be_right_raises(store: TieredStore, name: str) -> None:
     call, message = REFUSED[name]
     with pytest.raises(MisuseError, match=message):
         call(sides.paged)
+    sides.agree(lambda model: model.extra)
+
+
+def test_accelerate_is_told_how_to_set_a_parameter(store: TieredStore) -> None:
+    modeling = pytest.importorskip("accelerate.utils.modeling")
+    sides = Sides(store)
+    with pytest.raises(MisuseError, match=r"parameter\.copy_\(values\)"):
+        modeling.set_module_tensor_to_device(sides.paged, "extra", "cpu", value=torch.ones(96, 48))
     sides.agree(lambda model: model.extra)
 
 

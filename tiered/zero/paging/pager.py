@@ -61,7 +61,7 @@ from tiered.zero.paging.step_trace import Prefetch, StepTrace
 from tiered.zero.paging.storage import CheckpointRecord, UpdateTier, in_update_tier, model_named
 from tiered.zero.paging.tensors.compiling import ForwardHooks, around, refuse_constants, traced, uncompiled
 from tiered.zero.paging.tensors.copies import CopiedParameter, CopiedValues
-from tiered.zero.paging.tensors.parameters import SHARE
+from tiered.zero.paging.tensors.parameters import OTHER, SHARE
 from tiered.zero.paging.tensors.sliced import slice_up
 from tiered.zero.paging.unit import BackwardUpdates, Unit
 from tiered.zero.paging.units import ModelPlan, Placement, Sliced, is_called
@@ -1063,6 +1063,12 @@ class ParameterHandle:
         pager, unit, placement = self._pager(), self._unit(), self._placement()
         return None if pager is None or unit is None or placement is None else (pager, unit, placement)
 
+    def is_of(self, parameter: torch.Tensor) -> bool:
+        """Return whether ``parameter`` is the one, and not another that was given its attributes; True where the model is gone.
+        """
+        placement = self._placement()
+        return placement is None or placement.parameter is parameter
+
     def lend(self, values: torch.Tensor) -> None:
         """Have the unit look, when it is dropped, whether something was written to ``values``, which are ``.data`` of the
         parameter."""
@@ -1113,6 +1119,8 @@ def placement_of(parameter: torch.Tensor) -> tuple[Pager, Unit, Placement]:
     found: tuple[Pager, Unit, Placement] | None = handle.resolve()
     if found is None:
         raise MisuseError("the model of this parameter is gone: keep it as long as its parameters are used")
+    if found[2].parameter is not parameter:
+        raise MisuseError(OTHER)
     return found
 
 

@@ -40,6 +40,7 @@ from tiered.zero.paging.saved_tensors import in_backward
 from tiered.zero.paging.tensors.compiling import break_graph, traced
 
 __all__ = [
+    "OTHER",
     "SHARE",
     "PagedParameter",
     "PagedView",
@@ -128,7 +129,7 @@ AS_IT_IS = {
     *_words("size dim ndimension numel nelement element_size get_device is_floating_point is_complex is_signed is_inference"),
     *_words("is_conj is_neg is_same_size is_shared is_pinned is_tensor __len__ __hash__ requires_grad_ register_hook"),
     *_words("register_post_accumulate_grad_hook retain_grad has_names _is_view _is_zerotensor result_type can_cast"),
-    *_words("data_ptr untyped_storage _use_count _has_compatible_shallow_copy_type get_gradient_edge"),
+    *_words("data_ptr untyped_storage _has_compatible_shallow_copy_type get_gradient_edge"),
 }
 """Functions that take a parameter for what it is, without its values."""
 
@@ -156,6 +157,10 @@ CONVERSIONS = {"to", "float", "double", "half", "bfloat16", "cpu", "cuda", "type
 
 SHARED = "would share the memory of the values with something outside of torch"
 RESHAPED = "would change the shape, or the memory, of a parameter in place"
+OTHER = (
+    "this tensor has the class, or the attributes, of a paged parameter, and is another one: make it with "
+    "torch.nn.Parameter(values), and leave the attribute _tiered out of what is copied from parameter.__dict__"
+)
 REFUSED = {
     **dict.fromkeys(("__dlpack__", "storage", "_typed_storage", "__cuda_array_interface__.__get__", "share_memory_"), SHARED),
     **dict.fromkeys(("pin_memory", "apply_", "map_", "map2_"), "needs the values in ordinary memory"),
@@ -201,8 +206,8 @@ class PagedParameter(nn.Parameter):
     def __new__(cls, *args: Any, **kwargs: Any) -> PagedParameter:
         """Refuse to make one: ``type(parameter)(values)`` has no place in a store. ``page`` changes the class of parameters."""
         raise MisuseError(
-            "type(parameter)(values) cannot make a paged parameter: use torch.nn.Parameter(values); offloading hooks, which do "
-            "so, are not needed for a model whose parameters are in a store"
+            "type(parameter)(values) cannot make a paged parameter: write to the one there is (parameter.copy_(values)), or "
+            "use torch.nn.Parameter(values); offloading hooks, which do so, are not needed for a model in a store"
         )
 
     @classmethod
@@ -216,6 +221,10 @@ class PagedParameter(nn.Parameter):
         if source is self and not args and not kwargs:
             return self
         raise MisuseError(f"{_shown((self,), {})}: set_ {RESHAPED}; use a copy (.clone()), or tiered.zero.gathered")
+
+    def _use_count(self) -> int:
+        """Refuse ``torch.utils.swap_tensors``, which asks this before it changes anything. torch asks no class about it."""
+        raise MisuseError(f"{_shown((self,), {})}: swap_tensors {RESHAPED}; write to it instead: parameter.copy_(values)")
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise _no_copy()
@@ -412,7 +421,9 @@ def _no_copy() -> MisuseError:
 
 
 def _owner(parameter: torch.Tensor) -> ParameterOwner:
-    handle: Any = parameter.__dict__["_tiered"]
+    handle: Any = parameter.__dict__.get("_tiered")
+    if handle is None or not handle.is_of(parameter):
+        raise MisuseError(OTHER)
     found: ParameterOwner | None = handle.owner()
     if found is None:
         raise MisuseError("the model of this parameter is gone: keep it as long as its parameters are used")
@@ -962,6 +973,6 @@ def _map(value: Any, change: Callable[[Any], Any]) -> Any:
 def _shown(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Return how errors name the first parameter of a call."""
     for parameter in _parameters((args, kwargs)):
-        handle: Any = parameter.__dict__["_tiered"]
-        return f"parameter {handle.name!r}"
+        handle: Any = parameter.__dict__.get("_tiered")
+        return "a parameter" if handle is None else f"parameter {handle.name!r}"
     return "a parameter"
