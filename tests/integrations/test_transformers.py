@@ -689,3 +689,15 @@ def test_a_callback_writes_a_page_of_the_training(tmp_path: Path) -> None:
 def test_first_calls_with_wrong_types_are_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert refused_in_one_line("tiered.integrations.transformers") >= 5 * len(WRONG)
+
+
+def test_an_adapter_is_loaded_into_a_paged_model_without_memory_for_what_it_replaces(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    peft.get_peft_model(llama(), config).save_pretrained(tmp_path)
+    found = []
+    with TieredStore.open(None, dram="4MiB") as store:
+        for model in (llama(), zero.page(llama(), store)):
+            adapted = peft.PeftModel.from_pretrained(model, tmp_path, low_cpu_mem_usage=True)
+            found.append(adapted(input_ids=torch.arange(8).view(1, 8)).logits.detach())
+    assert torch.equal(*found)

@@ -1031,7 +1031,11 @@ class Pager:
 
     def _before_load(self, module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
         if metadata.get("assign_to_params_buffers"):
-            raise MisuseError("load_state_dict(assign=True) would replace paged parameters: load without assign")
+            for name, parameter in module._parameters.items():
+                if prefix + name in state and (parameter in self._home or parameter in self.sliced):
+                    raise MisuseError(
+                        f"load_state_dict(assign=True) would replace the paged parameter {prefix + name!r}: load without assign"
+                    )
         self.start()
         for unit in self._loading(module):
             self.take(unit, Access.WRITE)
