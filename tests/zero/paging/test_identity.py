@@ -117,6 +117,41 @@ def test_low_precision_parameters_keep_an_fp32_master(tmp_path: Path) -> None:
         assert paged.state_dict()["weight"].max() < 1
 
 
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attention(x, x, x)[0]
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.LSTM(4, 12, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)[0]
+
+
+@pytest.mark.parametrize("make", [partial(nn.Linear, 4, 12, bias=False), Attention, Recurrent])
+def test_inference_mode_has_the_bits_of_memory(make: Any, store: TieredStore) -> None:
+    """torch's products go another way where a weight requires no gradient, as an inference tensor does, and the input is not
+    contiguous."""
+    torch.manual_seed(0)
+    reference = make().eval()
+    paged = zero.page(copy.deepcopy(reference), store)
+    for x in (torch.randn(7, 3, 4).transpose(0, 1), torch.randn(3, 7, 4), torch.randn(5, 8)[:, None, ::2]):
+        with torch.inference_mode():
+            expected = reference(x)
+            found = paged(x)
+        assert torch.equal(found, expected)
+        assert found.is_inference()
+    assert not any(parameter.is_inference() for parameter in paged.parameters())
+    paged(torch.randn(3, 7, 4)).sum().backward()
+
+
 def test_a_fresh_optimizer_and_a_rolled_back_one_start_from_zeros(tmp_path: Path) -> None:
     torch.manual_seed(0)
     reference = Tied()

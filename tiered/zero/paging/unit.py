@@ -247,6 +247,10 @@ class Unit:
         self._holders += 1
 
     def _open(self, access: Access) -> None:
+        if torch.is_inference_mode_enabled():  # as inference tensors, parameters would lead torch's products another way
+            with torch.inference_mode(False), torch.no_grad():
+                self._open(access)
+            return
         kept: list[Placement] = []
         if access is Access.WRITE:  # what follows writes, whatever becomes of it
             kept = [p for p, part in self.parts.items() if part not in self.states.stale_masters and p.packing is None]
