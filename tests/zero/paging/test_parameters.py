@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import gc
+import io
 import pickle
 import sys
 import threading
@@ -586,6 +587,37 @@ def test_accelerate_is_told_how_to_set_a_parameter(store: TieredStore) -> None:
     sides = Sides(store)
     with pytest.raises(MisuseError, match=r"parameter\.copy_\(values\)"):
         modeling.set_module_tensor_to_device(sides.paged, "extra", "cpu", value=torch.ones(96, 48))
+    sides.agree(lambda model: model.extra)
+
+
+def saved(value: torch.Tensor) -> torch.Tensor:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    found: torch.Tensor = torch.load(file)
+    return found
+
+
+VIEWED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "data": lambda p: p.data,
+    "transposed": lambda p: p.detach().T,
+    "a part": lambda p: p.data[3:7, ::2],
+    "with its history": lambda p: p.view(-1),
+}
+
+
+@pytest.mark.parametrize("name", VIEWED)
+def test_views_are_saved_and_copied_by_their_values(store: TieredStore, name: str) -> None:
+    sides, view = Sides(store), VIEWED[name]
+    copies = [saved, lambda value: pickle.loads(pickle.dumps(value))]
+    copies += [] if view(sides.memory.extra).requires_grad else [copy.deepcopy]
+    for way in copies:
+        memory, paged = (way(view(model.extra)) for model in (sides.memory, sides.paged))
+        assert type(paged) is torch.Tensor
+        assert torch.equal(memory, paged)
+        assert (memory.requires_grad, memory.is_leaf) == (paged.requires_grad, paged.is_leaf)
+        with torch.no_grad():
+            paged.zero_()
     sides.agree(lambda model: model.extra)
 
 

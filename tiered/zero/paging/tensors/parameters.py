@@ -297,10 +297,16 @@ class PagedView(torch.Tensor):
         raise MisuseError(f"{func} cannot compute with a view of a parameter that is in the store: give it a copy (.clone())")
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise _no_copy()
+        if self.requires_grad:  # which torch refuses, too
+            raise _no_copy()
+        if id(self) not in memo:
+            memo[id(self)] = self.clone()
+        return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise _no_copy()
+        """Pickle the values that it shows now, as an ordinary tensor."""
+        made: Any = self.detach().clone().requires_grad_(self.requires_grad)
+        return made.__reduce_ex__(protocol)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         return _array(self, dtype)
