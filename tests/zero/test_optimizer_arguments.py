@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tests.zero.harness import equal, train
@@ -251,3 +253,101 @@ def test_hooks_of_all_optimizers_see_one_step(store: TieredStore, kind: str, res
         for handle in handles:
             handle.remove()
     assert seen == [("before", optimizer), ("after", optimizer)] * 2
+
+
+TENSORS = [
+    *("SGD", "Adam", "AdamW", "AdamW8bit", "AdamW4bit", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adafactor", "Lion"),
+    "Muon",
+]
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
+@pytest.mark.parametrize("kind", TENSORS)
+def test_what_is_written_to_a_tensor_for_lr_counts(store: TieredStore, kind: str) -> None:
+    """In every param group, of zero.Muon also in the one that AdamW updates."""
+    model = zero.page(nn.Sequential(nn.Linear(4, 4, bias=kind == "Muon")), store)
+    lr = torch.tensor(0.5)
+    optimizer = getattr(zero, kind)(model if kind == "Muon" else model.parameters(), lr=lr)
+    before = copy.deepcopy(model.state_dict())
+    for value in (0.0, 0.5):
+        lr.fill_(value)
+        model(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after = model.state_dict()
+        assert [torch.equal(after[name], before[name]) for name in before] == [value == 0] * len(before)
+
+
+@pytest.mark.parametrize("kind", ["OneCycleLR", "CyclicLR"])
+def test_a_scheduler_sets_a_momentum_before_the_first_step(store: TieredStore, kind: str) -> None:
+    """SGD that was made without one has a momentum from its first step on, as torch's has; later it has none."""
+    torch.manual_seed(0)
+    reference = nn.Linear(4, 4)
+    model = zero.page(copy.deepcopy(reference), store)
+    scheduled: dict[str, Callable[[Any], Any]] = {
+        "OneCycleLR": lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=6),
+        "CyclicLR": lambda optimizer: CyclicLR(optimizer, 0.01, 0.1, step_size_up=2),
+    }
+    optimizers = []
+    for net, made in ((reference, partial(torch.optim.SGD, fused=True)), (model, zero.SGD)):
+        optimizer: Any = made(net.parameters(), lr=0.1)
+        scheduler = scheduled[kind](optimizer)
+        for number in range(5):
+            optimizer.zero_grad()
+            net(torch.full((2, 4), 1.0 + number)).square().mean().backward()
+            optimizer.step()
+            scheduler.step()
+        optimizers.append(optimizer)
+    assert equal(reference.state_dict(), model.state_dict())
+    theirs, ours = (optimizer.state_dict()["state"] for optimizer in optimizers)
+    assert all(torch.equal(theirs[i]["momentum_buffer"], ours[i]["momentum_buffer"]) for i in (0, 1))
+    optimizers[1].param_groups[0]["momentum"] = 0.0
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(MisuseError, match="make a new optimizer for that"):
+        optimizers[1].step()
+
+
+LATER = ("maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay", "amsgrad", "nesterov")
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax"])
+def test_a_state_of_an_older_torch(store: TieredStore, kind: str) -> None:
+    """Its param groups lack what later releases added, and ``step`` is a number: all is set as torch's class sets it, and one
+    parameter has no elements."""
+    torch.manual_seed(0)
+    reference: Any = nn.Linear(4, 4)
+    reference.none = nn.Parameter(torch.zeros(0, 4))
+    given: dict[str, Any] = {"momentum": 0.9} if kind == "SGD" else {}
+    unfused = {"foreach": False} if kind != "AdamW" else {"fused": True}
+    theirs = getattr(torch.optim, kind)(reference.parameters(), lr=0.01, **given, **unfused)
+
+    def step(net: Any, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        (net(torch.ones(2, 4)).square().mean() + net.none.sum()).backward()
+        optimizer.step()
+
+    step(reference, theirs)
+    older = copy.deepcopy(theirs.state_dict())
+    for group in older["param_groups"]:
+        for name in LATER:
+            group.pop(name, None)
+    for state in older["state"].values():
+        if "step" in state:
+            state["step"] = int(state["step"])
+    model = zero.page(copy.deepcopy(reference), store)
+    ours = getattr(zero, kind)(model.parameters(), lr=0.5, **given)
+    again = getattr(torch.optim, kind)(reference.parameters(), lr=0.5, **given, **unfused)
+    again.load_state_dict(copy.deepcopy(older))
+    if kind == "AdamW":  # its kernel is always the fused one
+        again.param_groups[0]["fused"] = True
+    else:
+        again.param_groups[0]["foreach"] = False
+    ours.load_state_dict(older)
+    for _ in range(2):
+        step(reference, again)
+        step(model, ours)
+    assert equal(reference.state_dict(), model.state_dict())
+    left, right = again.state_dict()["state"], ours.state_dict()["state"]
+    for index in (i for i, parameter in enumerate(reference.parameters()) if parameter.numel()):
+        assert left[index].keys() == right[index].keys()
+        assert all(torch.equal(left[index][name], right[index][name]) for name in left[index])

@@ -412,6 +412,7 @@ def test_a_rule_keeps_its_states(store: TieredStore) -> None:
     with pytest.raises(MisuseError, match="SGDRule now keeps"):
         continued(model, ours, range(1))
     nadam = zero.NAdam(model.parameters())
+    continued(model, nadam, range(1))
     nadam.param_groups[0]["betas"] = (0.8, 0.999)
     with pytest.raises(MisuseError, match="betas, momentum_decay of a param group were"):
         continued(model, nadam, range(1))

@@ -98,7 +98,8 @@ class SGD(_Named, torchs=torch.optim.SGD, rule=SGDRule):
     """``torch.optim.SGD``, bit for bit: with ``fused=True``, which is the default, that of ``fused=True``; with ``fused=False``
     that of ``foreach=False``, torch's default on a CPU.
 
-    A state for each element where ``momentum`` is not 0, else none. Whether it is 0 stays as it was. ``where`` as in ``AdamW``.
+    A state for each element where ``momentum`` is not 0, else none. Whether it is 0 stays as it was at the first step (with
+    ``store=``: as it was given), so a scheduler may set one before. ``where`` as in ``AdamW``.
     Raises MisuseError for arguments out of range, and for ``foreach=True`` and ``differentiable=True``.
     """
 
@@ -341,7 +342,8 @@ class Lion(Optimizer):
         **where: Unpack[Where],
     ) -> None:
         refuse_out_of_range(lr, betas, weight_decay)
-        super().__init__(params, LionRule(float(lr), betas, weight_decay, maximize), **where)
+        settings: dict[str, Any] = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, LionRule(**settings), **where)
 
 
 class Muon(Optimizer):
@@ -388,7 +390,7 @@ class Muon(Optimizer):
             )
         if not hasattr(torch.optim, "Muon"):
             raise MisuseError(f"this torch ({torch.__version__}) has no Muon: it came with 2.9")
-        settings: dict[str, Any] = {"lr": float(lr), "weight_decay": weight_decay, "momentum": momentum}
+        settings: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
         settings |= {"nesterov": nesterov, "ns_coefficients": tuple(ns_coefficients), "eps": eps, "ns_steps": ns_steps}
         settings["adjust_lr_fn"] = adjust_lr_fn
         try:
@@ -400,7 +402,7 @@ class Muon(Optimizer):
         kind = MuonBFloat16Rule if moments is torch.bfloat16 else MuonRule
         self.split: dict[str, str] = {}
         if isinstance(params, torch.nn.Module):
-            usual = {"lr": float(lr), "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "maximize": False}
+            usual = {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "maximize": False}
             given: dict[str, Any] = {**usual, **(adamw or {})}
             if given.keys() - AdamWRule.__dataclass_fields__.keys():
                 raise MisuseError(f"adamw={adamw} has what AdamWRule does not: give lr, betas, eps, weight_decay or maximize")
@@ -431,6 +433,8 @@ class Muon(Optimizer):
 
 class _Encoded(Optimizer):
     """AdamW whose moments are codes."""
+
+    _torch = torch.optim.AdamW
 
     def _encode(self, params: ParamsT, rule: AdamW8bitRule | AdamW4bitRule, where: Where) -> None:
         """Initialise. Raises MisuseError for what is out of range."""
@@ -488,9 +492,9 @@ class AdamW8bit(_Encoded):
         seed: int = 0,
         **where: Unpack[Where],
     ) -> None:
-        rule = AdamW8bitRule(float(lr), betas, eps, weight_decay, maximize)
-        rounded = AdamW8bitRoundedRule(float(lr), betas, eps, weight_decay, maximize, seed)
-        self._encode(params, rounded if _by_chance(rounding) else rule, where)
+        settings: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        rounded = _by_chance(rounding)
+        self._encode(params, AdamW8bitRoundedRule(**settings, seed=seed) if rounded else AdamW8bitRule(**settings), where)
 
 
 class AdamW4bit(_Encoded):
@@ -515,9 +519,9 @@ class AdamW4bit(_Encoded):
         seed: int = 0,
         **where: Unpack[Where],
     ) -> None:
-        rule = AdamW4bitRule(float(lr), betas, eps, weight_decay, maximize)
-        rounded = AdamW4bitRoundedRule(float(lr), betas, eps, weight_decay, maximize, seed)
-        self._encode(params, rounded if _by_chance(rounding) else rule, where)
+        settings: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        rounded = _by_chance(rounding)
+        self._encode(params, AdamW4bitRoundedRule(**settings, seed=seed) if rounded else AdamW4bitRule(**settings), where)
 
 
 def _by_chance(rounding: str | None) -> bool:

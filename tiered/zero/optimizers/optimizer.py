@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -104,6 +104,9 @@ class Optimizer(TorchOptimizer):
     divided within a block or a matrix, and in ``step`` where a hyper-parameter was changed such that the rule would keep other
     states; CapacityError, with the number of bytes, where the store has too little memory for a whole matrix.
     """
+
+    _torch: ClassVar[Callable[..., TorchOptimizer] | None] = None
+    """Torch's class of this optimizer, whose states it loads."""
 
     def __init__(
         self,
@@ -632,8 +635,14 @@ class Optimizer(TorchOptimizer):
         return zip(state_dict["param_groups"], self.param_groups, strict=False)
 
     def _completed(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return ``state_dict`` with the hyper-parameters that its param groups need not have."""
+        """Return ``state_dict`` with the hyper-parameters that its param groups need not have: those that torch's class sets
+        in a state of an older torch, too."""
         groups = list(state_dict["param_groups"])
+        for index, rule in enumerate(self._rules[: len(groups)]):
+            if self._torch is not None and type(rule) is type(self._default_rule):
+                theirs = self._torch([torch.zeros(1, dtype=torch.float32, device="cpu")], lr=1.0)
+                theirs.__setstate__({"state": {}, "param_groups": [{**groups[index], "params": []}]})
+                groups[index] = {**theirs.param_groups[0], "params": groups[index]["params"]}
         for index, (rule, here) in enumerate(zip(self._rules, self.param_groups, strict=False)):
             lacking = [name for name in getattr(rule, "optional", ()) if index < len(groups) and name not in groups[index]]
             if lacking:
@@ -699,7 +708,10 @@ class Optimizer(TorchOptimizer):
         """Return the rule of a param group, frozen. Raises MisuseError where it keeps other states than it did."""
         rule, before = made_from(self._rules[index], self.param_groups[index]), self._rules[index]
         if rule != before:
-            _refuse_changed(before, rule)
+            if self._resident is None and not any(self.steps.get(p) for _, _, p in self._found(self.param_groups[index])):
+                self._rules[index] = rule  # a scheduler may set a momentum before the first step
+            else:
+                _refuse_changed(before, rule)
         return rule
 
     def _hyper_parameters(self, rule: UpdateRule) -> dict[str, Any]:
@@ -889,6 +901,8 @@ class AdamW(Optimizer):
     ``store``, for those that are where there is one, and for a name that is taken.
     """
 
+    _torch = torch.optim.AdamW
+
     def __init__(
         self,
         params: ParamsT,
@@ -948,6 +962,8 @@ def refuse_out_of_range(
     """Raise MisuseError for arguments of AdamW, or of one like it, that are out of range, or NaN."""
     if isinstance(lr, torch.Tensor) and lr.numel() != 1:
         raise MisuseError(f"lr={lr} has {lr.numel()} elements: give one")
+    if any(isinstance(beta, torch.Tensor) and beta.numel() != 1 for beta in betas):
+        raise MisuseError(f"betas={betas} have tensors of several elements: give one of each")
     for what, value, right in (
         ("lr", lr, lr >= 0),
         ("eps", eps, eps >= 0),
