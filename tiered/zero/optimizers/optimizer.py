@@ -748,6 +748,11 @@ class Optimizer(TorchOptimizer):
 
     def _copies_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         slices = placements_of(parameter)
+        if not parameter.numel():  # nothing of it is in the store
+            _, unit, placement = slices[0]
+            forms, blank = unit.states.states_of(placement), unit.states.blank(placement) if placement in self.steps else {}
+            whole = {name for name in blank if name not in forms or forms[name].elementwise}
+            return {name: copy.reshape(parameter.shape) if name in whole else copy for name, copy in blank.items()}
         copies = [unit.state_copies(placement) for _, unit, placement in slices if placement in self.steps]
         if len(slices) == 1 or not copies:
             return copies[0] if copies else {}
