@@ -5,7 +5,7 @@ in processes of its own: in memory, and with a shim of ``tests/clients/plugins``
 is 1 when a test passes in memory, does not pass here, and has no reason in ``tests/clients/differences.py``.
 
     python -m tests.clients --accelerate DIR --lightning DIR --deepspeed DIR --transformers DIR
-    python -m tests.clients --deepspeed DIR --suite deepspeed-ds_initialize --write bench/results/clients_2026-11-26.md
+    python -m tests.clients --deepspeed DIR --suite deepspeed-ds_initialize --write bench/results/clients_2026-11-27.md
 
 The suites import, beside what ``make test`` installs: parameterized (accelerate, transformers), scikit-learn and cloudpickle
 (Lightning), einops, hjson, ninja, py-cpuinfo and msgpack (DeepSpeed, which runs from its checkout). Sources of the client are
