@@ -17,6 +17,7 @@ from tests.zero.ranks import PATIENCE, on_ranks
 from tiered import CapacityError, MisuseError, RankError, zero
 from tiered.zero.collectives import TAG, Ranks
 from tiered.zero.paging.pager import placement_of
+from tiered.zero.paging.storage import model_named
 
 TIMEOUT = 2 * PATIENCE
 """Of the process group: ranks that wait for so long are killed before, and their test fails."""
@@ -147,11 +148,19 @@ def alone(rank: int, folder: Path) -> dict[str, str]:
             nn.init.zeros_(module.weight)
             nn.init.zeros_(module.bias)
 
+        if rank == 1:
+            store.put("model.importing/param/2", torch.zeros(1))
+        refused("a key", MisuseError, lambda: zero.page(Layers(), store, existing="overwrite"))
+        if rank == 1:
+            store.delete("model.importing/param/2")
         refused("overwrite", ValueError, lambda: zero.page(unmade, store, existing="overwrite", param_init_fn=initialise))
         model = zero.page(Layers(), store, existing="resume")  # what the ranks had is there still, on both
         assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
         store.close()
     with zero.open_store(folder / "new", dram="4MiB") as store:
+        if rank == 1:
+            store.put("one/param/0", torch.zeros(1), owner=model_named("one"))
+        zero.page(Layers(), store, name="one", existing="overwrite")  # of which one rank has something, and the other nothing
         source = folder / ("state", "older")[rank]
         refused("source", RankError, lambda: zero.page(Layers(), store, existing="resume", source=source))
         zero.page(Layers(), store, existing="resume", source=folder / "older")

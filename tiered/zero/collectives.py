@@ -26,6 +26,8 @@ from tiered.errors import shortened, shown
 
 __all__ = ["Agree", "Progress", "Ranks", "Term", "Under"]
 
+_TOLD = "_tiered_told"
+"""Attribute of an exception that all ranks know of."""
 TAG = 192
 """Bytes that say what a collective is for, and at their end how far the rank is."""
 NUMBER = 8
@@ -209,17 +211,23 @@ class Ranks:
         ``what``: they are about to do that, "page this model". All ranks enter the block.
 
         Raises RankError, on all ranks, which names the first difference, or what another rank raises in the block. Then the
-        ranks can go on to agree on something else: only digests and names were exchanged.
+        ranks can go on to agree on something else: only digests and names were exchanged. A block may lie within another one
+        for the same ``what``: what one rank raises between two inner ones, others hear in the next.
         """
         terms: list[Term] = []
         try:
             yield terms.extend
         except Exception as error:
-            if not self.failed:
+            if not self.failed and not getattr(error, _TOLD, False):  # else an inner block told of it
+                setattr(error, _TOLD, True)
                 with contextlib.suppress(RankError):
                     self._agree(what, [], f"{type(error).__name__}: {error}")
             raise
-        self._agree(what, [_line(*term) for term in terms])
+        try:
+            self._agree(what, [_line(*term) for term in terms])
+        except RankError as error:
+            setattr(error, _TOLD, True)
+            raise
 
     def _agree(self, what: str, lines: Sequence[bytes], problem: str | None = None) -> None:
         """Compare the ``lines`` of all ranks; ``problem``: why this one has none to go on with."""

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tiered import Access, ActivationStatistics, CapacityError, MisuseError, Owner, TieredError, TieredStore
+from tiered import Access, ActivationStatistics, CapacityError, MisuseError, Owner, TieredError, TieredStore, WriteError
 from tiered.errors import expect_type, listed
 from tiered.store.activations import refuse_one_tier
 from tiered.system import Trimmer, refuse_little_room, returned_at_once
@@ -32,8 +32,8 @@ from tiered.zero.checkpoint.safetensors import Pretrained
 from tiered.zero.collectives import Ranks, Term
 from tiered.zero.optimizers.optimizer import Optimizer, refuse_others
 from tiered.zero.paging.micro_batch import SAVED_SHARE, refuse_batch_dependent, split_modules
-from tiered.zero.paging.pager import Activations, Pager, PagerConfig, owner_of, pager_of, placements_of
-from tiered.zero.paging.sharding import Partition, Sharded, Stage, Stage3, Unsharded
+from tiered.zero.paging.pager import Activations, Pager, PagerConfig, owner_of, pager_of, pagers_of, placements_of
+from tiered.zero.paging.sharding import FILLING, Partition, Sharded, Stage, Stage3, Unsharded
 from tiered.zero.paging.step_trace import Prefetch
 from tiered.zero.paging.storage import UpdateTier, in_update_tier, model_named
 from tiered.zero.paging.tensors.parameters import unpage
@@ -253,7 +253,8 @@ def page(
 
     ``name``: their keys begin with it and a slash; several models in one store need different ones.
     ``existing``: what to do when the store already holds tensors under ``name``: "refuse", "overwrite" (what is there stays
-    until all of ``model`` is in the store, so there has to be room for both), or "resume": take the parameters that
+    until all of ``model`` is in the store, so there has to be room for both; an object that had it raises InterruptedStep in
+    every use from then on), or "resume": take the parameters that
     ``zero.commit`` left there, and give up those of ``model``; ``zero.resume`` goes on from there.
     ``weights``: a safetensors file, or a folder of them as Hugging Face has it, with the values of all parameters and of the
     buffers that ``state_dict`` has, by name (one is enough of a tied parameter's). They are read piece by piece and converted
@@ -310,7 +311,7 @@ def page(
     how much that is), and what ``param_init_fn`` and the store raise. Then the model and the store are as before, and ``page``
     may be tried again; only (with several processes) the values of parameters may be gone, what a ``policy`` stores as another
     type, or quantises, may be rounded, and where reading ``weights`` failed in between, some parameters may have their values
-    from there.
+    from there. What a module raises as it gets its hooks, when all units are filled, leaves ``model`` itself unusable.
     """
     expect_type(model, nn.Module, "what is paged is a torch.nn.Module")
     expect_type(store, TieredStore, "the store of a paged model is a TieredStore")
@@ -552,7 +553,7 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
             if pretrained is not None:
                 pretrained.renamed(meta)
             plan = divide(model, limits, strides, options.policy, partition.shares, slicing)
-            with partition.agreeing("fill the units of this model"):
+            with partition.agreeing(FILLING):
                 if options.filling is not None:
                     done = options.filling.begin(plan, deferred, held)
                     adoption.move(plan, options.filling.owner, Trimmer(pool), done)
@@ -566,9 +567,12 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
                 if pretrained is not None:
                     pretrained.fill_buffers(model)
             partition.same_buffers(model)
-            buffers = _buffers_for(model, store)
-            _end_graphs(model)
-            Pager(model, store, plan, config)
+            with partition.agreeing("page this model"):
+                buffers = _buffers_for(model, store)
+                _end_graphs(model)
+                pager = Pager(model, store, plan, config)
+                _place(buffers)
+                unguard(model, window)
         except BaseException as error:
             if replacement is not None:
                 replacement.exchange_back()  # before the undoing, which reads units by the keys that they were filled under
@@ -576,8 +580,13 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
             if isinstance(error, OSError):
                 raise _unreadable(error, options.weights) from error
             raise
-    _place(buffers)
-    unguard(model, window)
+    for other in pagers_of(store):
+        if other.name == pager.name and other is not pager:
+            other.give_up()
+            other.intent.spoil(
+                f"model {other.name!r} in {store} was replaced (existing='overwrite'), and this is the one that was there "
+                "before: use the new one"
+            )
     if replacement is not None:
         replacement.end()  # last: an interruption in it leaves the new model, and names that the next replacement deletes
     return model
@@ -1059,6 +1068,8 @@ class _Adoption:
             for name, parameter in module._parameters.items():
                 if parameter in self.meta:
                     module._parameters[name] = self.meta[parameter]
+        values: dict[nn.Parameter, torch.Tensor] = {}
+        wanted: dict[str, list[tuple[torch.Tensor, Placement]]] = {}
         for parameter, parts in self.stored.items() if self.filling is None else ():
             if parameter in self.meta or self.partition.shares > 1:  # of which this store has a share only
                 continue
@@ -1069,16 +1080,45 @@ class _Adoption:
             shape, stride = (first.shape, first.stride) if sliced is None else (sliced.shape, None)
             value = torch.empty(shape, dtype=first.dtype, device=device)
             value = value if stride is None else torch.empty_strided(shape, stride, dtype=first.dtype, device=device)
+            values[parameter] = value
             for key, placement, _ in parts:
-                with self.store.lease(key, tier="dram") as memory:
-                    (value if sliced is None else value[sliced.at(placement.number)]).copy_(placement.values(memory))
-                    del memory
+                wanted.setdefault(key, []).append(
+                    (value if sliced is None else value[sliced.at(placement.number)], placement)
+                )
+        problem = self._read_back(wanted)
+        for parameter, value in values.items():
+            if any(key in wanted for key, *_ in self.stored[parameter]):
+                continue
             unpage(parameter, value)
-            del value
             if parameter in self.staged:
                 found = self.staged[parameter]
                 self.window.track(parameter, found.name, found.context)
+        del values
         self.window.flush()
         for key in self.created:
-            if key in self.store:
+            if key in self.store and key not in wanted:
                 self.store.delete(key, owner=self.owner)
+        if problem is not None:
+            raise problem
+
+    def _read_back(self, wanted: dict[str, list[tuple[torch.Tensor, Placement]]]) -> TieredError | None:
+        """Fill tensors with what units have, and delete each unit that was read. Units that wait in memory for a disk that is
+        full leave no room for others there: those that cannot be read yet are read when others are gone. Returns why those
+        that are left in ``wanted`` could not be read."""
+        refused: TieredError | None = None
+        before = len(wanted) + 1
+        while wanted and len(wanted) < before:
+            before, refused = len(wanted), None
+            for key in list(wanted):
+                try:
+                    with self.store.lease(key, tier="dram") as memory:
+                        for value, placement in wanted[key]:
+                            value.copy_(placement.values(memory))
+                        del memory
+                except (CapacityError, WriteError) as error:
+                    refused = error
+                    continue
+                del wanted[key]
+                if key in self.created:
+                    self.store.delete(key, owner=self.owner)
+        return refused

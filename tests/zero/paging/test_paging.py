@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.quick import quick
 from tests.zero.models import Mixed, Tied, parameter_groups
-from tiered import CapacityError, MisuseError, TieredStore, zero
+from tiered import CapacityError, InterruptedStep, MisuseError, TieredStore, WriteError, zero
 from tiered.zero.paging.tensors.gradients import StoredGradient
 
 
@@ -338,6 +339,53 @@ def test_double_use_and_wrong_use(store: TieredStore) -> None:
     assert torch.equal(fresh.state_dict()["weight"], expected)
     with pytest.raises(MisuseError, match="out of range"):
         zero.AdamW(fresh.parameters(), lr=-1)
+
+
+def test_a_model_that_was_replaced_touches_nothing_of_the_new_one(store: TieredStore) -> None:
+    """Neither by what its user still has of it: a loss, an optimizer, values."""
+    old: Any = zero.page(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), store)
+    optimizer = zero.AdamW(old.parameters(), lr=0.1)
+    loss = old(torch.ones(2, 4)).sum()
+    fresh = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    expected = {name: value.clone() for name, value in fresh.state_dict().items()}
+    new = zero.page(fresh, store, existing="overwrite")
+    for call in (
+        loss.backward,
+        lambda: old(torch.ones(2, 4)),
+        old.state_dict,
+        lambda: old[0].weight.data.fill_(7),
+        lambda: old.load_state_dict(expected),
+        lambda: zero.commit(old, optimizer),
+    ):
+        with pytest.raises(InterruptedStep, match=r"model 'model' in .* was replaced \(existing='overwrite'\)"):
+            call()
+    assert all(torch.equal(value, expected[name]) for name, value in new.state_dict().items())
+    zero.AdamW(new.parameters(), lr=0.1)
+    new(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("existing", ["refuse", "overwrite"])
+def test_values_come_back_where_the_disk_is_full(tmp_path: Path, existing: str) -> None:
+    """Units that wait in memory for a disk that takes no more leave no room for those that are on it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(80)))
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with TieredStore.open(tmp_path / "store", dram="2MiB") as store:
+        name = "model" if existing == "overwrite" else "another"
+        zero.page(nn.Sequential(*(nn.Linear(128, 128) for _ in range(16))), store)
+        before = {key: store.get(key) for key in store}
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, limits[1]))
+        try:
+            with pytest.raises((CapacityError, WriteError)):
+                zero.page(model, store, name=name, existing=existing)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+        assert before.keys() == set(store)
+        assert all(torch.equal(store.get(key), value) for key, value in before.items())
+        zero.page(model, store, name=name, existing=existing)
+        assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
 
 
 def test_several_models_share_a_store(store: TieredStore) -> None:

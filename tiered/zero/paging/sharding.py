@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 from uuid import uuid4
@@ -90,6 +90,10 @@ class Stage2:
         self, store: TieredStore, owner: Owner, key: str, plan: UnitPlan, ranks: Ranks
     ) -> AbstractContextManager[torch.Tensor]:
         return Unsharded().filling(store, owner, key, plan)
+
+
+FILLING = "fill the units of this model"
+"""What ranks agree on before each unit's first values are exchanged, and when all of them are."""
 
 
 @dataclass(frozen=True)
@@ -303,10 +307,11 @@ class Sharded:
 
     @contextmanager
     def filling(self, store: TieredStore, owner: Owner, key: str, plan: UnitPlan) -> Iterator[torch.Tensor]:
-        with self.stage.filling(store, owner, key, plan, self.ranks) as unit:
-            with self.agreeing("fill the units of this model"):  # or what is wrong on one rank has the others wait for it
+        with ExitStack() as filled:
+            with self.agreeing(FILLING):  # or what is wrong on one rank has the others wait for its values
+                unit = filled.enter_context(self.stage.filling(store, owner, key, plan, self.ranks))
                 yield unit
-            self.ranks.broadcast(unit, f"the first values of {key!r}")
+            self.ranks.broadcast(unit, f"the first values of unit {plan.name!r}")
             del unit
 
     def same_buffers(self, model: nn.Module) -> None:
