@@ -196,11 +196,12 @@ def _outcomes(
                 log.seek(0)
                 print(log.read()[-2000:], file=sys.stderr)
                 return {}, in_time
-        return _read(written), in_time
+        return _read(written, folder), in_time
 
 
-def _read(written: Path) -> dict[str, Outcome]:
-    """Return what the plugin wrote. A test that only began ended its process; the worst of what it reported counts."""
+def _read(written: Path, folder: Path) -> dict[str, Outcome]:
+    """Return what the plugin wrote, with paths as from ``folder``. A test that only began ended its process; the worst of what
+    it reported counts."""
     order = ("ended", "passed", "skipped", "failed")
     found: dict[str, Outcome] = {}
     for line in written.read_text().splitlines():
@@ -211,5 +212,5 @@ def _read(written: Path) -> dict[str, Outcome]:
             continue
         before = found.get(test, Outcome("ended"))
         if order.index(one["outcome"]) > order.index(before.outcome):
-            found[test] = Outcome(one["outcome"], one["what"], one["engaged"])
+            found[test] = Outcome(one["outcome"], one["what"].replace(f"{folder}/", ""), one["engaged"])
     return found
