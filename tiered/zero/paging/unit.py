@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from typing import Protocol
 
@@ -259,9 +259,8 @@ class Unit:
         self._access = access
         self.base = self.storage.materialize(access)
         self._digests = {p: _digest(p, self.base) for p in kept if p.stored in (torch.bfloat16, torch.float16)}
-        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-            own = _storage_of_its_own if self._apart else torch.Tensor.detach
-            self.memory = {placement: own(self.base[begin:end]) for placement, begin, end in self._extents}
+        own = _storage_of_its_own if self._apart else torch.Tensor.detach
+        self.memory = {placement: own(self.base[begin:end]) for placement, begin, end in self._extents}
         address = _address(self.base)
         self.places = {address + begin * self._apart: placement for placement, begin, end in self._extents if end > begin}
         for placement, kind in self._kinds.items():
