@@ -53,8 +53,9 @@ TREE: dict[str, tuple[str, ...]] = {
     "zero.rules": ("rule", "exact", "inexact", "forms"),
     "zero.paging": (
         *("units", "step_trace", "storage", "saved_tensors", "update", "tensors", "gradients", "sharding", "unit"),
-        *("reduction", "micro_batch", "pager"),
+        *("reduction", "recompute", "pager"),
     ),
+    "zero.paging.recompute": ("nested", "micro_batch"),
     "zero.paging.tensors": (
         *("compiling", "parameters", "copies", "states", "slices", "sliced_gradients", "sliced", "gradients"),
     ),

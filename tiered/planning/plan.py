@@ -30,7 +30,7 @@ from tiered.store.opening import SMALLEST_DRAM, default_dram
 from tiered.system import KEPT, SELDOM
 from tiered.types import Use, format_size, parse_size
 from tiered.zero.page import smallest_pool
-from tiered.zero.paging.micro_batch import split_modules
+from tiered.zero.paging.recompute.micro_batch import split_modules
 from tiered.zero.paging.reduction import overlaps
 from tiered.zero.paging.step_trace import LONGEST
 from tiered.zero.paging.units import Limits, ModelPlan, Policy, divide

@@ -19,8 +19,8 @@ from tiered.planning.simulated import DriveRates, SimulatedStore
 from tiered.store.activations import SavedTensors, piece_of
 from tiered.tensors.specs import spec_of
 from tiered.types import TensorSpec
-from tiered.zero.paging.micro_batch import LARGEST_PART, SAVED_SHARE, Splitter
 from tiered.zero.paging.pager import LEAST, NEWEST
+from tiered.zero.paging.recompute.micro_batch import LARGEST_PART, SAVED_SHARE, Splitter
 from tiered.zero.paging.saved_tensors import ParameterReferences
 from tiered.zero.paging.units import ModelPlan
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tiered import TieredStore
-from tiered.zero.paging.micro_batch import flatten, paths, rebuild
+from tiered.zero.paging.recompute.nested import flatten, paths, rebuild
 from tiered.zero.paging.saved_tensors import SMALL, ActivationStore
 
 PIECE = 32 << 10

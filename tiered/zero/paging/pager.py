@@ -41,7 +41,7 @@ from tiered.tuning.adaptive import AdaptiveActivations, AutoPlan
 from tiered.types import Access
 from tiered.zero.intent import Intent
 from tiered.zero.leases import Leases
-from tiered.zero.paging.micro_batch import Splitter, split_modules
+from tiered.zero.paging.recompute.micro_batch import Splitter, split_modules
 from tiered.zero.paging.reduction import ReduceScatter, gradient_sync
 from tiered.zero.paging.saved_tensors import (
     OverHooks,

@@ -6,20 +6,14 @@ The forward of a *split module* is called with the whole batch and runs on one p
 store. Autograd sees what it would see in memory: the parts of a tensor, a checkpoint for each, and their concatenation. So the
 gradients are those of that, bit for bit: the sum over the parts in the order in which backward reaches them, the last part
 first; each parameter's gradient arrives once.
-
-Arguments and results of modules are nested values: tuples, lists, dicts and dataclasses around tensors and anything else
-(``flatten``, ``rebuild``).
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +23,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.checkpoint import checkpoint
 
 from tiered import MisuseError, TieredStore
+from tiered.zero.paging.recompute.nested import Structure, flatten, paths, rebuild
 from tiered.zero.paging.saved_tensors import (
     SMALL,
     ActivationStore,
@@ -40,72 +35,7 @@ from tiered.zero.paging.saved_tensors import (
 from tiered.zero.paging.tensors.compiling import unentered
 from tiered.zero.paging.units import ModelPlan, is_called
 
-__all__ = [
-    *("SAVED_SHARE", "Splitter", "Structure", "Ways", "flatten", "paths", "rebuild", "refuse_batch_dependent"),
-    "split_modules",
-]
-
-@dataclass(frozen=True)
-class Structure:
-    """Containers around the leaves of a nested value: the kind of container, the names in it, and what is inside. A leaf's
-    structure is None.
-
-    ``empty`` is a dict of the same kind (and default factory) without its items; it does not count in comparisons.
-    """
-
-    kind: type
-    names: tuple[Any, ...]
-    inside: tuple[Structure | None, ...]
-    empty: Any = field(default=None, compare=False)
-
-
-def flatten(value: Any) -> tuple[list[Any], Structure | None]:
-    """Return the leaves of ``value`` in order, and its structure. Whatever is no container of the four kinds is a leaf."""
-    if isinstance(value, tuple | list):
-        return _gather(value, range(len(value)), value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):  # before dicts: some are both
-        names = [member.name for member in dataclasses.fields(value) if member.init]
-        return _gather(value, names, [getattr(value, name) for name in names])
-    if isinstance(value, dict):
-        empty = copy.copy(value)
-        empty.clear()
-        return _gather(value, value, value.values(), empty)
-    return [value], None
-
-
-def _gather(value: Any, names: Iterable[Any], inside: Iterable[Any], empty: Any = None) -> tuple[list[Any], Structure]:
-    leaves: list[Any] = []
-    structures = []
-    for child in inside:
-        found, structure = flatten(child)
-        leaves += found
-        structures.append(structure)
-    return leaves, Structure(type(value), tuple(names), tuple(structures), empty)
-
-
-def rebuild(structure: Structure | None, leaves: Iterator[Any]) -> Any:
-    """Build the nested value of ``structure`` around ``leaves``: the inverse of ``flatten``."""
-    if structure is None:
-        return next(leaves)
-    inside = [rebuild(child, leaves) for child in structure.inside]
-    if structure.empty is not None:
-        filled = copy.copy(structure.empty)
-        filled.update(zip(structure.names, inside, strict=True))
-        return filled
-    if dataclasses.is_dataclass(structure.kind):
-        return structure.kind(**dict(zip(structure.names, inside, strict=True)))
-    return structure.kind(*inside) if hasattr(structure.kind, "_fields") else structure.kind(inside)
-
-
-def paths(structure: Structure | None, prefix: str = "") -> Iterator[str]:
-    """Yield each leaf's place as text, in order: ``[1]['mask']``."""
-    if structure is None:
-        yield prefix
-        return
-    for name, child in zip(structure.names, structure.inside, strict=True):
-        dotted = dataclasses.is_dataclass(structure.kind)
-        yield from paths(child, prefix + (f".{name}" if dotted else f"[{name!r}]"))
-
+__all__ = ["SAVED_SHARE", "Splitter", "Ways", "refuse_batch_dependent", "split_modules"]
 
 SAVED_SHARE = 32
 """What is kept goes into the store in pieces of at most this fraction of the pool, and at most ``LARGEST_PART`` bytes."""

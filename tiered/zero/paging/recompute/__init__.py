@@ -1,0 +1,1 @@
+"""Forwards that backward computes again: in parts of the batch, or whole."""
