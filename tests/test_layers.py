@@ -55,7 +55,7 @@ TREE: dict[str, tuple[str, ...]] = {
         *("units", "step_trace", "storage", "saved_tensors", "update", "tensors", "gradients", "sharding", "unit"),
         *("reduction", "recompute", "pager"),
     ),
-    "zero.paging.recompute": ("nested", "micro_batch"),
+    "zero.paging.recompute": ("nested", "module_state", "micro_batch"),
     "zero.paging.tensors": (
         *("compiling", "parameters", "copies", "states", "slices", "sliced_gradients", "sliced", "gradients"),
     ),

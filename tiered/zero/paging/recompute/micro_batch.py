@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +23,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils.checkpoint import checkpoint
 
 from tiered import MisuseError, TieredStore
+from tiered.zero.paging.recompute.module_state import ModuleState, changed, uncopied
 from tiered.zero.paging.recompute.nested import Structure, flatten, paths, rebuild
 from tiered.zero.paging.saved_tensors import (
     SMALL,
@@ -147,6 +148,8 @@ class Splitter:
         self._batch: int | None = None  # of the forward of the model that is running
         self._before: int | None = None  # of the one before
         self._inside = False
+        self._restoring: ModuleState | None = None
+        """What modules are as in a forward that is being computed again."""
         if parts == 1 and ways is None:  # also what is within a layer, for a layer that is not called, or is given no tensor
             inner = {module: name for module, name in split_modules(model, plan, 2).items() if module is not model}
             modules = inner | modules
@@ -234,10 +237,9 @@ class Splitter:
                 "dimension, so it is not clear which of them are to be split; use a batch of another size"
             )
         sizes = [batch // parts + (part < batch % parts) for part in range(parts)]
-        buffers = _versions_of_buffers(module)
         call = _Call(self, module, original, structure, leaves, split, sizes)
         outputs = call.checkpointed(name) if trains else call.plain()
-        self._refuse_changed(module, name, buffers)
+        self._refuse_changed(name, call.changed)
         return outputs[0] if parts == 1 else _merge(outputs, sizes, name)
 
     def _run_again(
@@ -265,9 +267,9 @@ class Splitter:
         with ways.running(name, sum(unexpanded(leaves[i]).nbytes for i in given)) as way:
             if way == "recompute" and given and _trains(module, leaves):
                 return self._run_checkpointed(module, name, original, leaves, structure, given)
-            buffers = _versions_of_buffers(module)
+            buffers = uncopied(module)
             output = _compute(original, structure, leaves)
-            if not given or _changed(module, buffers):
+            if not given or changed(buffers):
                 ways.refuse_again(name)
             return output
 
@@ -280,24 +282,25 @@ class Splitter:
         structure: Structure | None,
         given: list[int],
     ) -> Any:
-        buffers = _versions_of_buffers(module)
-        (output,) = _Call(self, module, original, structure, leaves, given, [1]).checkpointed(name)
-        self._refuse_changed(module, name, buffers)
+        call = _Call(self, module, original, structure, leaves, given, [1])
+        (output,) = call.checkpointed(name)
+        self._refuse_changed(name, call.unrestorable)
         self.computed_again += 1
         return output
 
-    def _refuse_changed(self, module: nn.Module, name: str, before: list[tuple[str, torch.Tensor, int]]) -> None:
-        """Raise MisuseError where forward has changed a buffer of ``module``."""
-        inner = _changed(module, before)
+    def _refuse_changed(self, name: str, inner: str | None) -> None:
+        """Raise MisuseError where forward has changed the buffer ``inner`` of a module."""
+        if inner is not None and self.parts > 1:
+            raise MisuseError(
+                f"micro_batch: {name!r} changes its buffer {inner!r} in forward, and would with every part: use micro_batch=1"
+            )
         if inner is not None:
-            option, mend = "micro_batch", "micro_batch=1"
+            option, mend = "activations='recompute'", "activations='store' or 'memory'"
             if self._ways is not None:
                 option, mend = "activations='auto'", "AutoPlan(ways=('memory', 'store'))"
-            elif self.parts == 1:
-                option, mend = "activations='recompute'", "activations='store' or 'memory'"
             raise MisuseError(
-                f"{option}: {name!r} changes its buffer {inner!r} in forward: it would change with every part, and again "
-                f"when the part is computed anew in backward; use {mend}"
+                f"{option}: {name!r} changes its buffer {inner!r} in forward, too large a one to be kept as it was, and would "
+                f"change again as forward is computed anew in backward: use {mend}"
             )
 
     def _is_batch(self, leaf: Any, batch: int) -> bool:
@@ -333,9 +336,20 @@ class Splitter:
         finally:
             self._inside = before
 
+    @contextmanager
+    def restored(self, state: ModuleState) -> Iterator[None]:
+        """Have modules be as in ``state`` for a block of code; where an exception strikes, ``reset`` ends it."""
+        self._restoring = state
+        with state.restored():
+            yield
+        self._restoring = None
+
     def reset(self) -> None:
         """Forget what an interruption left, because nothing runs."""
         self._inside, self._batch = False, None
+        if self._restoring is not None:
+            self._restoring.put_back()
+            self._restoring = None
 
     # -- what autograd saves between split modules -------------------------------------------------------------------------
 
@@ -368,10 +382,23 @@ class _Call:
         self._splitter, self._module, self._leaves, self._sizes = splitter, module, leaves, sizes
         self._compute = functools.partial(_compute, original, structure)
         self._pieces = {i: torch.split(leaves[i], sizes) if len(sizes) > 1 else (leaves[i],) for i in split}
+        self.changed: str | None = None
+        """Name of a buffer that forward has changed, if there is one."""
+        self.unrestorable: str | None = None
+        """Of one that cannot be restored."""
 
     def plain(self) -> list[Any]:
         """Return each part's output, where nothing will be needed for a backward."""
-        return [self._splitter.undivided(self._compute, self._given(part)) for part in range(len(self._sizes))]
+        return [self.forward(self._given(part))[0] for part in range(len(self._sizes))]
+
+    def forward(self, given: list[Any]) -> tuple[Any, ModuleState]:
+        """Return the output of a part, and what its modules were like before."""
+        state = ModuleState(self._module, self._splitter.references)
+        output = self._splitter.undivided(self._compute, given)
+        unrestorable = state.settle()
+        self.unrestorable = self.unrestorable or unrestorable
+        self.changed = self.changed or unrestorable or state.changed
+        return output, state
 
     def checkpointed(self, name: str) -> list[Any]:
         """Return each part's output, and keep what each part is given in the store; the inside of the module will be computed
@@ -395,7 +422,7 @@ class _Call:
                     again.append(_Again(leaf.detach() if reference is None else reference, leaf.requires_grad))
                 if isinstance(leaf, torch.Tensor):
                     same[id(leaf)] = again[-1]
-            run = _Part(self._splitter, self._module, self._compute, given, again)
+            run = _Part(self, self._splitter, self._module, self._compute, given, again)
             outputs.append(checkpoint(run, self._splitter.anywhere, use_reentrant=False))
         return outputs
 
@@ -422,18 +449,29 @@ class _Part:
     """Forward of one part. The first call has the tensors themselves and lets go of them; later calls restore what was kept."""
 
     def __init__(
-        self, splitter: Splitter, module: nn.Module, compute: Callable[[list[Any]], Any], given: list[Any], again: list[Any]
+        self,
+        call: _Call,
+        splitter: Splitter,
+        module: nn.Module,
+        compute: Callable[[list[Any]], Any],
+        given: list[Any],
+        again: list[Any],
     ) -> None:
         self._splitter, self._module, self._compute, self._again = splitter, module, compute, again
-        self._given: list[Any] | None = given
+        self._first: tuple[_Call, list[Any]] | None = (call, given)
+        self._state: ModuleState | None = None
+        """What the first call found in modules."""
         self._versions = splitter.references.versions(module)
 
     def __call__(self, anywhere: torch.Tensor) -> Any:
-        given, self._given = self._given, None
-        if given is not None:
-            return self._splitter.undivided(self._compute, given)
+        first, self._first = self._first, None
+        if first is not None:
+            output, self._state = first[0].forward(first[1])
+            return output
+        state = self._state
+        assert state is not None, "torch.utils.checkpoint computes nothing again whose first call has raised"
         self._splitter.activations.sweep()
-        with self._splitter.references.recomputing(self._module, self._versions) as unpack:
+        with self._splitter.references.recomputing(self._module, self._versions) as unpack, self._splitter.restored(state):
             restored: dict[_Again, torch.Tensor] = {}
             for leaf in self._again:
                 if isinstance(leaf, _Again) and leaf not in restored:
@@ -448,16 +486,6 @@ def _trains(module: nn.Module, leaves: Sequence[Any]) -> bool:
         any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
         or any(parameter.requires_grad for parameter in module.parameters())
     )
-
-
-def _changed(module: nn.Module, before: list[tuple[str, torch.Tensor, int]]) -> str | None:
-    """Return the name of a buffer that forward has changed, if there is one."""
-    after = dict(module.named_buffers())
-    return next((name for name, buffer, version in before if after.get(name) is not buffer or buffer._version != version), None)
-
-
-def _versions_of_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor, int]]:
-    return [(inner, buffer, buffer._version) for inner, buffer in module.named_buffers() if not buffer.is_inference()]
 
 
 def _merge(outputs: list[Any], sizes: list[int], name: str) -> Any:
