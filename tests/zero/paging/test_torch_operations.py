@@ -19,7 +19,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from tests.quick import quick
-from tiered import TieredError, TieredStore, zero
+from tests.zero.databases import SHARE, InMemory, InStore, Outcome, copied, outcome, seeded, seen, tensors, total
+from tiered import TieredStore, zero
 
 pytest.importorskip("expecttest", reason="torch's databases of tests need expecttest")
 op_db = pytest.importorskip(
@@ -30,11 +31,8 @@ UNDEFINED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empt
 """Operations whose values nobody knows."""
 LARGEST = 5000
 """Elements of a sample."""
-SHARE = 10
-"""One operation in so many is in every run."""
+DRAM = "4MiB"
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-Outcome = tuple[str, Any]
 
 
 class Net(nn.Module):
@@ -48,61 +46,6 @@ class Net(nn.Module):
 
     def forward(self, call: Callable[[torch.Tensor], Any]) -> Any:
         return call(self.w)
-
-
-class InMemory:
-    def page(self, model: Net) -> Net:
-        return model
-
-    def push_out(self, model: Net) -> None: ...
-
-
-class InStore:
-    def __init__(self, store: TieredStore) -> None:
-        self.store = store
-        self._other = torch.full((1 << 16,), float("nan"))
-
-    def page(self, model: Net) -> Net:
-        zero.page(model, self.store, existing="overwrite")
-        self.push_out(model)
-        return model
-
-    def push_out(self, model: Net) -> None:
-        zero.offload(model)
-        self.store.put("other", self._other)  # on the memory that is free now
-        self.store.delete("other")
-
-
-def tensors(tree: Any) -> list[torch.Tensor]:
-    return [value for value in pytree.tree_leaves(tree) if isinstance(value, torch.Tensor)]
-
-
-def copied(tree: Any) -> Any:
-    return pytree.tree_map(lambda value: value.detach().clone() if isinstance(value, torch.Tensor) else value, tree)
-
-
-def seen(tree: Any) -> list[Any]:
-    """Types, shapes and bytes, and other values as they are written."""
-
-    def one(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return repr(value) if isinstance(value, int | float | str | None) else type(value).__name__
-        value = value.detach()
-        value = value.to_dense() if value.layout is not torch.strided else value
-        whole = torch.empty(value.shape, dtype=value.dtype).copy_(value)
-        return value.dtype, tuple(value.shape), whole.reshape(-1).view(torch.uint8).numpy().tobytes() if whole.numel() else b""
-
-    return [one(value) for value in pytree.tree_leaves(tree)]
-
-
-def total(tree: Any) -> Any:
-    """A sum over all results that tells their elements apart."""
-    found: Any = 0
-    for result in tensors(tree):
-        if result.requires_grad:
-            real = torch.view_as_real(result.resolve_conj()) if result.is_complex() else result
-            found = found + (real * torch.linspace(0.5, 1.5, real.numel()).view(real.shape)).sum()
-    return found
 
 
 def operand(way: str, op: Any, sample: Any) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
@@ -126,11 +69,11 @@ def operand(way: str, op: Any, sample: Any) -> tuple[torch.Tensor, Callable[[tor
 
 
 def result(way: str, where: str, mode: str, op: Any, sample: Any, place: InMemory | InStore) -> list[Any]:
-    torch.manual_seed(0)
+    seeded(0)
     sample = type(sample)(copied(sample.input), args=copied(sample.args), kwargs=copied(sample.kwargs))
     value, call = operand(way, op, sample)
     model = place.page(Net(value.detach().clone()))
-    torch.manual_seed(1)
+    seeded(1)
     with torch.inference_mode(mode == "inference"), torch.set_grad_enabled(mode == "gradients"):
         found = model(call) if where == "forward" else call(model.w)
         kept = [] if mode == "gradients" else seen(found)
@@ -142,15 +85,6 @@ def result(way: str, where: str, mode: str, op: Any, sample: Any, place: InMemor
             loss.backward()
             place.push_out(model)
     return [kept, seen([parameter.grad for parameter in model.parameters()]), seen(copied(list(model.parameters())))]
-
-
-def outcome(call: Callable[[], list[Any]]) -> Outcome:
-    try:
-        return "value", call()
-    except TieredError as error:
-        return "refused", str(error)
-    except Exception as error:
-        return "error", type(error).__name__
 
 
 def applies(way: str, op: Any, sample: Any) -> bool:
@@ -174,8 +108,7 @@ WAYS = [
 
 def samples_of(op: Any, count: int) -> Iterator[Any]:
     """Samples with a first operand that may be a parameter."""
-    torch.manual_seed(0)
-    random.seed(0)
+    seeded(0)
     for sample in op.sample_inputs("cpu", torch.float32, requires_grad=False):
         several = isinstance(sample.input, list | tuple) and len(sample.input)
         first = sample.input[0] if several else sample.input
@@ -222,17 +155,16 @@ STORAGES: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", STORAGES)
-def test_the_storage_of_a_parameter_is_its_own(name: str) -> None:
+def test_the_storage_of_a_parameter_is_its_own(store: TieredStore, name: str) -> None:
     value, ask = torch.arange(12.0).view(3, 4), STORAGES[name]
-    with TieredStore.open(None, dram="4MiB") as store:
-        model = InStore(store).page(Net(value.clone()))
-        expected = outcome(lambda: ask(value))
-        assert outcome(lambda: model(ask)) == outcome(lambda: ask(model.w)) == expected
-        with zero.gathered(model.w):
-            assert outcome(lambda: ask(model.w)) == expected
+    model = InStore(store).page(Net(value.clone()))
+    expected = outcome(lambda: ask(value))
+    assert outcome(lambda: model(ask)) == outcome(lambda: ask(model.w)) == expected
+    with zero.gathered(model.w):
+        assert outcome(lambda: ask(model.w)) == expected
 
 
-def test_a_saved_parameter_has_a_storage_of_its_own() -> None:
+def test_a_saved_parameter_has_a_storage_of_its_own(store: TieredStore) -> None:
     class Strided(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -244,35 +176,33 @@ def test_a_saved_parameter_has_a_storage_of_its_own() -> None:
             (w,) = ctx.saved_tensors
             return None, gradient * w.as_strided((2,), (1,), 0).sum() * w.untyped_storage().nbytes()
 
-    with TieredStore.open(None, dram="4MiB") as store:
-        model, x = InStore(store).page(Net(torch.arange(12.0).view(3, 4))), torch.ones(2, requires_grad=True)
-        model(lambda w: Strided.apply(w, x)).sum().backward()  # type: ignore[no-untyped-call]
-        assert x.grad is not None
-        assert x.grad.tolist() == [48.0, 48.0]
+    model, x = InStore(store).page(Net(torch.arange(12.0).view(3, 4))), torch.ones(2, requires_grad=True)
+    model(lambda w: Strided.apply(w, x)).sum().backward()  # type: ignore[no-untyped-call]
+    assert x.grad is not None
+    assert x.grad.tolist() == [48.0, 48.0]
 
 
 @pytest.mark.parametrize("part", quick(range(SHARE + 1), [0]))
-def test_operations_of_torch(part: int) -> None:
+def test_operations_of_torch(store: TieredStore, part: int) -> None:
     """``part`` 0 is a tenth of them, one sample each; the others have all, three samples each."""
     wrong, found = [], Counter[str]()
     for op in [OPERATIONS[at] for at in sorted(CHOSEN)] if part == 0 else OPERATIONS[part - 1 :: SHARE]:
-        with TieredStore.open(None, dram="4MiB") as store:
-            for sample in samples_of(op, 1 if part == 0 else 3):
-                for way, where, mode in WAYS:
-                    if not applies(way, op, sample):
-                        continue
-                    memory, stored = (
-                        outcome(lambda: result(way, where, mode, op, sample, place))  # noqa: B023 - called at once
-                        for place in (InMemory(), InStore(store))
+        for sample in samples_of(op, 1 if part == 0 else 3):
+            for way, where, mode in WAYS:
+                if not applies(way, op, sample):
+                    continue
+                memory, stored = (
+                    outcome(lambda: result(way, where, mode, op, sample, place))  # noqa: B023 - called at once
+                    for place in (InMemory(), InStore(store))
+                )
+                same = "the same" if memory == stored else "another error" if stored[0] == "error" else stored[0]
+                found[same] += 1
+                if not right(way, where, memory, stored):
+                    wrong.append(
+                        (op.name, op.variant_test_name, way, where, mode, memory[0], stored[0], f"{stored[1]!s:.90}")
                     )
-                    same = "the same" if memory == stored else "another error" if stored[0] == "error" else stored[0]
-                    found[same] += 1
-                    if not right(way, where, memory, stored):
-                        wrong.append(
-                            (op.name, op.variant_test_name, way, where, mode, memory[0], stored[0], f"{stored[1]!s:.90}")
-                        )
-                    if stored[0] == "refused" and memory[0] == "value":
-                        assert any(text in stored[1] for text in REFUSED), (op.name, way, where, mode, stored[1])
+                if stored[0] == "refused" and memory[0] == "value":
+                    assert any(text in stored[1] for text in REFUSED), (op.name, way, where, mode, stored[1])
     print(dict(found))
     assert not wrong, "\n".join(map(str, wrong))
     assert found["the same"] > 2 * (found["refused"] + found["another error"])
@@ -297,10 +227,10 @@ def gradients_of(view: str, op: Any, sample: Any, place: InMemory | InStore) -> 
         differs = isinstance(value, torch.Tensor) and (value.is_complex() or value.is_floating_point())
         return value.requires_grad_() if differs else value
 
-    torch.manual_seed(0)
+    seeded(0)
     args, kwargs = (pytree.tree_map(leaf, copied(given)) for given in (sample.args, sample.kwargs))
     model = place.page(Net(torch.view_as_real(sample.input.detach().clone().resolve_conj()).contiguous()))
-    torch.manual_seed(1)
+    seeded(1)
     found = model(lambda w: op.op(BITS[view](w), *args, **kwargs))
     kept = seen(found)
     place.push_out(model)
@@ -315,22 +245,21 @@ def gradients_of(view: str, op: Any, sample: Any, place: InMemory | InStore) -> 
 
 
 @pytest.mark.parametrize("part", quick(range(SHARE + 1), [0]))
-def test_views_with_a_bit_that_autograd_saves(part: int) -> None:
+def test_views_with_a_bit_that_autograd_saves(store: TieredStore, part: int) -> None:
     chosen = random.Random(45).sample(COMPLEX, len(COMPLEX) // SHARE) if part == 0 else COMPLEX[part - 1 :: SHARE]
     wrong, found = [], Counter[str]()
     for op in chosen:
-        torch.manual_seed(0)
+        seeded(0)
         samples = (one for one in op.sample_inputs("cpu", torch.complex64, requires_grad=False))
         plain = (
             one for one in samples if isinstance(one.input, torch.Tensor) and one.input.is_complex() and one.input.dim() > 1
         )
         sample = next((one for one in plain if one.input.numel() <= LARGEST), None)
         for view in BITS if sample is not None else ():
-            with TieredStore.open(None, dram="4MiB") as store:
-                memory, stored = (
-                    outcome(lambda: gradients_of(view, op, sample, place))  # noqa: B023 - called at once
-                    for place in (InMemory(), InStore(store))
-                )
+            memory, stored = (
+                outcome(lambda: gradients_of(view, op, sample, place))  # noqa: B023 - called at once
+                for place in (InMemory(), InStore(store))
+            )
             found["the same" if memory == stored else stored[0]] += 1
             if not right(view, "forward", memory, stored):
                 wrong.append((op.name, op.variant_test_name, view, memory[0], stored[0], f"{stored[1]!s:.90}"))
