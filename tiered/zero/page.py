@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from tiered import Access, ActivationStatistics, CapacityError, MisuseError, Owner, TieredError, TieredStore, WriteError
 from tiered.errors import expect_type, listed
@@ -609,6 +610,12 @@ def _found(
             f"the store already holds a model named {options.name!r} ({len(held)} tensors): give another name=, "
             "existing='overwrite', or existing='resume' to go on with it"
         )
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for qualified, tensor in named:
+            if is_lazy(tensor):
+                raise MisuseError(
+                    f"{kind} {qualified!r} has no shape yet, as its module is a lazy one: call the model once before zero.page"
+                )
     for qualified, parameter in model.named_parameters():
         if hasattr(parameter, "_tiered"):
             raise MisuseError(f"parameter {qualified!r} is paged already")

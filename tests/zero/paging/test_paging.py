@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +273,24 @@ def test_parameters_that_share_memory_are_named(store: TieredStore) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     beside(model)
     zero.page(model, store)
+
+
+@pytest.mark.parametrize(
+    ("lazy", "what"),
+    [
+        (lambda: nn.LazyConv2d(3, 2), "parameter '1.weight'"),
+        (lambda: nn.LazyBatchNorm2d(affine=False), "buffer '1.running_mean'"),
+    ],
+)
+def test_a_lazy_module_is_called_before_it_is_paged(store: TieredStore, lazy: Callable[[], nn.Module], what: str) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), lazy())
+    with pytest.raises(MisuseError, match=f"{what} has no shape yet.*call the model once before zero.page"):
+        zero.page(model, store)
+    x = torch.ones(2, 3, 4, 4)
+    model(x)
+    reference = copy.deepcopy(model)
+    zero.page(model, store)
+    assert torch.equal(model(x), reference(x))
 
 
 def test_state_dict_has_one_tensor_for_each_tied_weight(store: TieredStore) -> None:
