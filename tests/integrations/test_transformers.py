@@ -234,6 +234,8 @@ def test_generation_is_that_of_memory(store: TieredStore) -> None:
     for beams in (1, 3):
         expected, found = (one.generate(tokens, num_beams=beams, do_sample=False, **options) for one in (memory, model))
         assert torch.equal(found, expected)
+        with zero.gathered(model):
+            assert torch.equal(model.generate(tokens, num_beams=beams, do_sample=False, **options), expected)
 
 
 def test_what_cannot_be_says_so(tmp_path: Path, store: TieredStore) -> None:

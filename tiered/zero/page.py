@@ -105,8 +105,9 @@ def gathered(what: nn.Module | torch.Tensor | Iterable[torch.Tensor], *, write: 
     write outside of forward needs no such block; it is for code that uses the same parameters many times, or that reads their
     memory without torch (``data_ptr``). A parameter that is divided into slices (experts) stays one without memory of its own;
     its slices are in memory. ``write=True`` says that the block writes to them: what it writes goes to the store,
-    also what it writes without torch. Without, values that torch writes are found at the end of the block, and copied. The
-    model's forward, and ``optimizer.step``, are refused within the block. With several processes all of them enter the block.
+    also what it writes without torch. Without, values that torch writes are found at the end of the block, and copied. Forward,
+    backward and ``generate`` run within the block; ``optimizer.step`` is refused. With several processes all of them enter the
+    block.
 
     Raises CapacityError where the memory budget cannot hold the parameters, with the number of bytes.
     """

@@ -559,7 +559,6 @@ REFUSED: dict[str, tuple[Callable[[Model], object], str]] = {
     "a custom function's view": (lambda m: Doubled.apply(m.extra).sum(), "its backward would be lost"),
     "forward in torch.func": (lambda m: torch.func.grad(lambda x: m(x).sum())(torch.ones(2, 48)), r"within torch\.func"),
     "written in torch.func": (lambda m: torch.func.vmap(m.scale.add_)(torch.ones(2)), "cannot be written to within torch"),
-    "forward within gathered": (lambda m: forward_within(m), "leave its block first"),
 }
 
 
@@ -568,9 +567,85 @@ def given(tensor: torch.Tensor, attribute: str, parameter: nn.Parameter) -> torc
     return tensor
 
 
-def forward_within(model: Model) -> None:
-    with zero.gathered(model.extra):
-        model(torch.ones(2, 48))
+@torch.no_grad()
+def double(model: Model) -> None:
+    model.extra.mul_(2)
+
+
+def within(model: Model, call: Callable[[Callable[[], torch.Tensor], Model], object]) -> list[torch.Tensor]:
+    """Return gradients and values after ``call`` of a loss."""
+    call(lambda: model(torch.ones(2, 48)).square().mean() + model.extra.square().sum(), model)
+    found = frozen([model.extra, model.first.weight, model.first.weight.grad, model.extra.grad, model(torch.ones(1, 48))])
+    model.zero_grad()
+    return found  # type: ignore[no-any-return]
+
+
+def failing(loss: Callable[[], torch.Tensor], model: Model) -> None:
+    with pytest.raises(RuntimeError):
+        model(torch.ones(2, 5))
+    loss().backward()
+
+
+def twice(loss: Callable[[], torch.Tensor], model: Model) -> None:
+    with torch.no_grad():
+        loss()
+    (loss() + loss()).backward()
+
+
+WITHIN: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
+    "backward": (lambda loss, m: loss().backward(), lambda m: None),
+    "backward afterwards": (lambda loss, m: loss(), lambda loss: loss.backward()),
+    "a write before": (lambda loss, m: (double(m), loss().backward()), lambda m: None),
+    "a write before, backward afterwards": (lambda loss, m: (double(m), loss())[1], lambda loss: loss.backward()),
+    "a write after backward": (lambda loss, m: (loss().backward(), double(m)), lambda m: None),
+    "an exception": (failing, lambda m: None),
+    "evaluation, and twice": (twice, lambda m: None),
+}
+
+
+@pytest.mark.parametrize("write", [False, True])
+@pytest.mark.parametrize("name", WITHIN)
+def test_forward_and_backward_within_gathered(store: TieredStore, name: str, write: bool) -> None:
+    begin, end = WITHIN[name]
+
+    def run(loss: Callable[[], torch.Tensor], model: Model) -> None:
+        block = contextlib.nullcontext() if type(model.scale) is nn.Parameter else zero.gathered(model, write=write)
+        with block:
+            found = begin(loss, model)
+        end(found)
+
+    Sides(store).agree(lambda model: within(model, run))
+    assert sum(tier.held for tier in store.statistics().tiers) == 0
+
+
+@pytest.mark.parametrize("write", [False, True])
+@pytest.mark.parametrize("outside", [False, True])
+def test_a_write_after_forward_within_gathered_raises_in_backward(store: TieredStore, write: bool, outside: bool) -> None:
+    sides = Sides(store)
+    for model, block, error, message in (
+        (sides.memory, contextlib.nullcontext(), RuntimeError, "modified by an inplace operation"),
+        (sides.paged, zero.gathered(sides.paged, write=write), MisuseError, "after this graph was made"),
+    ):
+        with block:
+            loss = model(sides.x).square().mean()
+            double(model)
+            if not outside:
+                with pytest.raises(error, match=message):
+                    loss.backward()
+        if outside:
+            with pytest.raises(error, match=message):
+                loss.backward()
+        model.zero_grad()
+    sides.agree(lambda model: model.extra)
+
+
+def test_a_step_within_gathered_is_refused(store: TieredStore) -> None:
+    sides = Sides(store)
+    sides.paged(sides.x).sum().backward()
+    with pytest.raises(MisuseError, match="leave its block first"), zero.gathered(sides.paged.extra):
+        sides.optimizers[sides.paged].step()
+    sides.paged.zero_grad()
+    sides.agree(lambda model: model.extra)
 
 
 @pytest.mark.parametrize("name", REFUSED)

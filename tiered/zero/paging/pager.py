@@ -362,7 +362,10 @@ class Pager:
         if in_backward():  # a recomputation
             self._begin_backward()
         elif self._claim(module) or module is self.model or not self._frames:
-            self.reset()
+            if self._gathered():
+                self.start_anew()  # units of the block stay; what an exception left within it is not told from them
+            else:
+                self.reset()
             self._thread = threading.get_ident()
             self.intent.refuse_half_updated()
             if self._reduce_scatter is not None:
@@ -676,7 +679,9 @@ class Pager:
         if self._gathered():
             gc.collect()  # a block that an exception left may be in a cycle with it
         if self._gathered():
-            raise MisuseError("the parameters are in use by zero.gathered: leave its block first")
+            raise MisuseError(
+                "the parameters are in use by zero.gathered: leave its block first; only forward and backward may run within it"
+            )
         self.intent.finish()
         if self._backward is not None and not in_backward():
             drop_queued()
@@ -721,7 +726,7 @@ class Pager:
         are."""
         while True:
             owner = _owner(hooks_active())
-            if owner is None or owner.computing:
+            if owner is None or owner.computing or owner._gathered():
                 break
             pop_hooks()
         if not in_backward():
@@ -782,6 +787,8 @@ class Pager:
             return self.saved.unpack(packed)
         unit = packed.unit
         _refuse_updated(unit, packed.version)
+        if self._gatherings:
+            unit.refuse_written_since(packed)
         if not self._frames:
             self._visit_backward((unit,))
         elif not unit.held:

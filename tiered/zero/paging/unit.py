@@ -336,6 +336,7 @@ class Unit:
                     self._copy_replaced(self.base)
                     self._keep_masters(self.base)
                     self.storage.write_back(self.base)
+                    self._outdate()
                 elif self._holders:
                     written = self._written()
             except MisuseError:
@@ -409,9 +410,7 @@ class Unit:
     def _land(self, written: dict[Placement, torch.Tensor]) -> None:
         """Write the values to the store. What a graph saved of a parameter before the write raises in backward, as in memory;
         what it saved afterwards, or of another parameter, is as good as before, although the unit has a new version."""
-        before = self.version
-        good = [saved for saved in (one() for one in list(self.references)) if saved and saved.version == before]
-        good = [saved for saved in good if self._is_present(saved, written)]
+        good = self._saved_since(written)
         self.hold(Access.WRITE)
         try:
             assert self.base is not None
@@ -421,6 +420,20 @@ class Unit:
             self.drop()
         for saved in good:
             saved.version = self.version
+
+    def _outdate(self) -> None:
+        """Have what a graph saved before a write within this hold raise in backward, as ``_land``."""
+        written = self._changed()
+        if written:
+            good = self._saved_since(written)
+            self.version += 1
+            for saved in good:
+                saved.version = self.version
+
+    def _saved_since(self, written: Collection[Placement]) -> list[Saved]:
+        """Return what graphs saved of the values of now, of which ``written`` were written."""
+        there = [saved for saved in (one() for one in list(self.references)) if saved and saved.version == self.version]
+        return [saved for saved in there if self._is_present(saved, written)]
 
     def _is_present(self, saved: Saved, written: Collection[Placement]) -> bool:
         """Return whether what a graph saved shows the values of now, of which ``written`` were written."""
@@ -457,6 +470,19 @@ class Unit:
         parameter, kind, data = placement.parameter, self._kinds[placement], self._placeholders[placement].tensor
         released = paged_class(kind)
         parameter.__class__, parameter.data, parameter.__class__ = kind, data, released
+
+    def refuse_written_since(self, saved: Saved) -> None:
+        """Raise MisuseError where a parameter was written to since a graph saved it, within one hold, at whose end it would be
+        noticed otherwise."""
+        if self._holders and not self._is_present(saved, self._changed()):
+            raise MisuseError(
+                f"parameter {saved.placement.name!r} was written to after this graph was made: call backward before"
+            )
+
+    def _changed(self) -> set[Placement]:
+        """Return the parameters that torch wrote to since the unit is held."""
+        pairs = zip(self.plan.placements, self._versions, strict=True)
+        return {placement for placement, version in pairs if placement.parameter._version != version}
 
     def refuse_written(self, placement: Placement) -> None:
         """Raise MisuseError if a parameter that nobody holds was written to, or given other data; its values are as before."""
