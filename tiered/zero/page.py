@@ -611,12 +611,7 @@ def _found(
             f"the store already holds a model named {options.name!r} ({len(held)} tensors): give another name=, "
             "existing='overwrite', or existing='resume' to go on with it"
         )
-    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
-        for qualified, tensor in named:
-            if is_lazy(tensor):
-                raise MisuseError(
-                    f"{kind} {qualified!r} has no shape yet, as its module is a lazy one: call the model once before zero.page"
-                )
+    _refuse_kinds(model)
     for qualified, parameter in model.named_parameters():
         if hasattr(parameter, "_tiered"):
             raise MisuseError(f"parameter {qualified!r} is paged already")
@@ -628,6 +623,29 @@ def _found(
     staged = _staged(model, window)
     _refuse_shared_memory(model, staged)
     return window, held, staged
+
+
+def _refuse_kinds(model: nn.Module) -> None:
+    """Raise MisuseError for a parameter that is no dense tensor, or whose gradient would be complex, and for what a lazy module
+    has not given a shape."""
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for qualified, tensor in named:
+            if is_lazy(tensor):
+                raise MisuseError(
+                    f"{kind} {qualified!r} has no shape yet, as its module is a lazy one: call the model once before zero.page"
+                )
+    for qualified, parameter in model.named_parameters():
+        what = "nested" if parameter.is_nested else "quantized" if parameter.is_quantized else str(parameter.layout)
+        if what != str(torch.strided):
+            raise MisuseError(
+                f"parameter {qualified!r} is {what}, and a store has dense tensors: register it as a buffer, which stays in "
+                "memory, or make it dense"
+            )
+        if parameter.is_complex() and parameter.requires_grad and torch.is_grad_enabled():
+            raise MisuseError(
+                f"parameter {qualified!r} is {parameter.dtype}: only real floating point can be trained; freeze it, or keep "
+                "its real view (torch.view_as_real)"
+            )
 
 
 def _end_graphs(model: nn.Module) -> None:
@@ -643,7 +661,8 @@ def _refuse_shared_memory(model: nn.Module, staged: Mapping[nn.Parameter, Staged
     parameters = [("parameter", name, one) for name, one in model.named_parameters() if one not in staged]
     found = []
     for kind, name, tensor in (*parameters, *(("buffer", name, one) for name, one in model.named_buffers())):
-        if tensor.is_meta or tensor.layout is not torch.strided or type(tensor.data) is not torch.Tensor or not tensor.numel():
+        dense = tensor.layout is torch.strided and not tensor.is_nested and type(tensor.data) is torch.Tensor
+        if tensor.is_meta or not dense or not tensor.numel():
             continue
         if 0 not in tensor.stride():
             last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

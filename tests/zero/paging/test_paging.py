@@ -293,6 +293,31 @@ def test_a_lazy_module_is_called_before_it_is_paged(store: TieredStore, lazy: Ca
     assert torch.equal(model(x), reference(x))
 
 
+UNSTORED: dict[str, Callable[[], torch.Tensor]] = {
+    "sparse_coo": lambda: torch.eye(3).to_sparse(),
+    "sparse_csr": lambda: torch.eye(3).to_sparse_csr(),
+    "mkldnn": lambda: torch.eye(3).to_mkldnn(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.eye(3), 0.1, 0, torch.qint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "complex64": lambda: torch.ones(3, dtype=torch.complex64),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch: sparse CSR, nested and quantized tensors may change
+@pytest.mark.parametrize("kind", UNSTORED)
+def test_a_parameter_that_a_store_cannot_have_is_named(store: TieredStore, kind: str) -> None:
+    """A buffer stays in memory, and may be any; nothing is left behind."""
+    model, value = nn.Linear(2, 2), UNSTORED[kind]()
+    model.odd = nn.Parameter(value, requires_grad=kind == "complex64")
+    with pytest.raises(MisuseError, match=f"parameter 'odd' is .*{kind}"):
+        zero.page(model, store)
+    assert not list(store)
+    del model.odd
+    model.register_buffer("odd", value)
+    zero.page(model, store)
+    assert model(torch.ones(1, 2)).shape == (1, 2)
+
+
 def test_state_dict_has_one_tensor_for_each_tied_weight(store: TieredStore) -> None:
     model = zero.page(Tied(), store)
     optimizer = zero.AdamW(model.parameters(), lr=1e-2)
