@@ -278,19 +278,23 @@ def test_what_is_written_to_a_tensor_for_lr_counts(store: TieredStore, kind: str
         assert [torch.equal(after[name], before[name]) for name in before] == [value == 0] * len(before)
 
 
+@pytest.mark.parametrize("resident", [False, True])
 @pytest.mark.parametrize("kind", ["OneCycleLR", "CyclicLR"])
-def test_a_scheduler_sets_a_momentum_before_the_first_step(store: TieredStore, kind: str) -> None:
-    """SGD that was made without one has a momentum from its first step on, as torch's has; later it has none."""
+def test_a_scheduler_sets_a_momentum_before_the_first_step(store: TieredStore, kind: str, resident: bool) -> None:
+    """SGD that was made without one has a momentum from its first step on, as torch's has; later it has none. It goes on from
+    a commit."""
     torch.manual_seed(0)
     reference = nn.Linear(4, 4)
-    model = zero.page(copy.deepcopy(reference), store)
+    model = copy.deepcopy(reference) if resident else zero.page(copy.deepcopy(reference), store)
+    where: dict[str, Any] = {"store": store} if resident else {}
     scheduled: dict[str, Callable[[Any], Any]] = {
         "OneCycleLR": lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=6),
         "CyclicLR": lambda optimizer: CyclicLR(optimizer, 0.01, 0.1, step_size_up=2),
     }
     optimizers = []
-    for net, made in ((reference, partial(torch.optim.SGD, fused=True)), (model, zero.SGD)):
+    for net, made in ((reference, partial(torch.optim.SGD, fused=True)), (model, partial(zero.SGD, **where))):
         optimizer: Any = made(net.parameters(), lr=0.1)
+        store.commit()  # with no momentum
         scheduler = scheduled[kind](optimizer)
         for number in range(5):
             optimizer.zero_grad()
@@ -301,10 +305,43 @@ def test_a_scheduler_sets_a_momentum_before_the_first_step(store: TieredStore, k
     assert equal(reference.state_dict(), model.state_dict())
     theirs, ours = (optimizer.state_dict()["state"] for optimizer in optimizers)
     assert all(torch.equal(theirs[i]["momentum_buffer"], ours[i]["momentum_buffer"]) for i in (0, 1))
+    loaded = zero.SGD(copy.deepcopy(reference).parameters(), lr=0.1, store=store, name="loaded")
+    loaded.load_state_dict(optimizers[0].state_dict())
+    right = loaded.state_dict()["state"]
+    assert all(torch.equal(theirs[i]["momentum_buffer"], right[i]["momentum_buffer"]) for i in (0, 1))
     optimizers[1].param_groups[0]["momentum"] = 0.0
     model(torch.ones(2, 4)).sum().backward()
     with pytest.raises(MisuseError, match="make a new optimizer for that"):
         optimizers[1].step()
+    if resident:
+        store.commit()
+        del optimizers
+        with pytest.raises(MisuseError, match="momentum_buffer"):
+            zero.SGD(model.parameters(), lr=0.1, store=store, existing="resume")
+        again = zero.SGD(model.parameters(), lr=0.1, momentum=0.9, store=store, existing="resume")
+        right = again.state_dict()["state"]
+        assert all(torch.equal(theirs[i]["momentum_buffer"], right[i]["momentum_buffer"]) for i in (0, 1))
+
+
+def test_a_rollback_before_the_first_step_keeps_what_a_scheduler_set(store: TieredStore) -> None:
+    """What a later process compares is written with the step, not before it."""
+    model = nn.Linear(4, 4)
+    optimizer = zero.SGD(model.parameters(), lr=0.1, store=store)
+    store.commit()
+    OneCycleLR(optimizer, 0.1, total_steps=6)
+    values = copy.deepcopy(model.state_dict())
+    for again in (False, True):
+        if again:
+            store.rollback()
+        model.load_state_dict(values)
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+    kept = optimizer.state_dict()["state"]
+    store.commit()
+    resumed = zero.SGD(model.parameters(), lr=0.1, momentum=0.9, store=store, existing="resume")
+    found = resumed.state_dict()["state"]
+    assert all(torch.equal(kept[i]["momentum_buffer"], found[i]["momentum_buffer"]) for i in (0, 1))
 
 
 LATER = ("maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay", "amsgrad", "nesterov")

@@ -98,8 +98,9 @@ class SGD(_Named, torchs=torch.optim.SGD, rule=SGDRule):
     """``torch.optim.SGD``, bit for bit: with ``fused=True``, which is the default, that of ``fused=True``; with ``fused=False``
     that of ``foreach=False``, torch's default on a CPU.
 
-    A state for each element where ``momentum`` is not 0, else none. Whether it is 0 stays as it was at the first step (with
-    ``store=``: as it was given), so a scheduler may set one before. ``where`` as in ``AdamW``.
+    A state for each element where ``momentum`` is not 0, else none. Whether it is 0 stays as it was at the first step, so a
+    scheduler may set one before; an optimizer that goes on with states in a store is then given one. ``where`` as in
+    ``AdamW``.
     Raises MisuseError for arguments out of range, and for ``foreach=True`` and ``differentiable=True``.
     """
 

@@ -578,9 +578,8 @@ class Optimizer(TorchOptimizer):
                     _refuse_lacking(f"parameter {index}", shape, found, rules[index], type(self).__name__)
                     _refuse_forms(f"parameter {index}", shape, found, rules[index])
             steps = {index: int(found.get("step", 1)) for index, found in moments.items()}
-            before = [self._rules[local.group] for local in self._resident.locals]
-            for old, new in zip(before, rules, strict=False):
-                _refuse_changed(old, new)
+            for local, rule in zip(self._resident.locals, rules, strict=False):
+                self._follow(local.group, rule)
             super().load_state_dict({**state_dict, "state": {}})
             self.adopt()
             self._show(self._resident.load(states, steps))
@@ -706,12 +705,24 @@ class Optimizer(TorchOptimizer):
 
     def _rule(self, index: int) -> UpdateRule:
         """Return the rule of a param group, frozen. Raises MisuseError where it keeps other states than it did."""
-        rule, before = made_from(self._rules[index], self.param_groups[index]), self._rules[index]
-        if rule != before:
-            if self._resident is None and not any(self.steps.get(p) for _, _, p in self._found(self.param_groups[index])):
-                self._rules[index] = rule  # a scheduler may set a momentum before the first step
-            else:
-                _refuse_changed(before, rule)
+        rule = made_from(self._rules[index], self.param_groups[index])
+        self._follow(index, rule)
+    def _follow(self, index: int, rule: UpdateRule) -> None:
+        """Have a param group that has made no step keep what ``rule`` keeps: a scheduler may set a momentum before the first
+        one. Raises MisuseError where it has made one and ``rule`` keeps other states."""
+        before = self._rules[index]
+        if rule == before or not _changed(before, rule):
+            return
+        if self._resident is not None:
+            stepped = self._resident.stepped(index)
+        else:
+            stepped = any(self.steps.get(p) for _, _, p in self._found(self.param_groups[index]))
+        if stepped:
+            raise MisuseError(_changed(before, rule))
+        if self._resident is not None:
+            self._resident.follow(index, rule)
+        self._rules[index] = rule
+
         return rule
 
     def _hyper_parameters(self, rule: UpdateRule) -> dict[str, Any]:
@@ -1093,17 +1104,18 @@ def _torch_names(rule: UpdateRule, shape: torch.Size | None = None) -> dict[str,
     return {torch_name(rule, name): name for name in kept}
 
 
-def _refuse_changed(before: UpdateRule, rule: UpdateRule) -> None:
-    """Raise MisuseError where ``rule`` cannot follow ``before`` because it keeps other states, or computes these otherwise."""
+def _changed(before: UpdateRule, rule: UpdateRule) -> str:
+    """Return, in words, why ``rule`` cannot follow ``before``: it keeps other states, or computes these otherwise. Empty where
+    it can."""
     old, new = list(kept_by(before, torch.float32)), list(kept_by(rule, torch.float32))
     if old != new:
-        raise MisuseError(
+        return (
             f"the hyper-parameters of a param group were changed, and {type(rule).__name__} now keeps {new} and kept {old}: "
             "make a new optimizer for that"
         )
     if constants_of(before) != constants_of(rule):
         names = ", ".join(getattr(rule, "constant", ()))
-        raise MisuseError(
+        return (
             f"{names} of a param group were {constants_of(before)} and are {constants_of(rule)}: {type(rule).__name__} "
             "computes what it does not keep from them, so they stay as they are; make a new optimizer for others"
         )
@@ -1113,6 +1125,7 @@ def _refuse_kernels(asked: Mapping[str, Any]) -> None:
     """Raise MisuseError for what torch's fused kernel, or this optimizer, cannot do."""
     for name, why in REFUSED.items():
         value = asked.get(name)
+    return ""
         if value is not None and bool(value) != (name == "fused"):
             raise MisuseError(why)
 

@@ -128,10 +128,19 @@ class Round:
         self.own = segments[rank]
         self.dtype = segments[0][0].dtype
         self.states = States(store, key, self.own, share, {self.dtype})
-        for name in {segment.name for mine in segments for segment in mine}:
-            self.states.use(name, kept_by(rule, self.states.wide))
+        self.keep(rule)
         self.states.follow()
         self.states.stale_masters.clear()  # a first step begins with the parameter anyway
+
+    @property
+    def group(self) -> int:
+        """Return the number of the param group that this is of."""
+        return next(segment.local.group for mine in self.segments for segment in mine)
+
+    def keep(self, rule: UpdateRule) -> None:
+        """Have the parameters of all ranks keep what ``rule`` keeps."""
+        for name in {segment.name for mine in self.segments for segment in mine}:
+            self.states.use(name, kept_by(rule, self.states.wide))
 
     def concerns(self, locals_: Mapping[LocalShard, object]) -> bool:
         return any(segment.local in locals_ for mine in self.segments for segment in mine)
@@ -295,18 +304,7 @@ class Resident:
                 self._refuse_small_pool(local, rule)
         key = f"{self.name}/{group}/layout"
         limit = self._limit
-        layout: dict[str, Any] = {
-            "version": VERSION,
-            "rank": self._rank,
-            "ranks": self._size,
-            "limit": limit,
-            "parameters": [local.describe() for local in fresh],
-        }
-        if not isinstance(rule, AdamWRule):
-            kept = {name: f"torch.{form}" for name, form in kept_by(rule, torch.float32).items()}
-            layout["rule"] = {"name": name_of(rule), "states": kept}
-            if constants_of(rule):  # what states were computed with: as JSON has it
-                layout["rule"]["constants"] = json.loads(json.dumps(constants_of(rule)))
+        layout = self._layout(fresh, limit, rule)
         if self._resume and key in self.store:
             committed = _read(self.store, key)
             layout["limit"] = limit = committed["limit"]
@@ -325,6 +323,43 @@ class Resident:
         self._rules.append(rule)
         self._layouts.append(json.dumps(layout).encode())
         self.locals += fresh
+
+    def _layout(self, locals_: Sequence[LocalShard], limit: int, rule: UpdateRule) -> dict[str, Any]:
+        """Return what a later process compares of a param group, as JSON has it."""
+        layout: dict[str, Any] = {
+            "version": VERSION,
+            "rank": self._rank,
+            "ranks": self._size,
+            "limit": limit,
+            "parameters": [local.describe() for local in locals_],
+        }
+        if not isinstance(rule, AdamWRule):
+            kept = {name: f"torch.{form}" for name, form in kept_by(rule, torch.float32).items()}
+            layout["rule"] = {"name": name_of(rule), "states": kept}
+            if constants_of(rule):  # what states were computed with
+                layout["rule"]["constants"] = json.loads(json.dumps(constants_of(rule)))
+        return layout
+
+    def follow(self, group: int, rule: UpdateRule) -> None:
+        """Have a param group that has made no step keep what ``rule``, of the same type, keeps."""
+        mine = [local for local in self.locals if local.group == group]
+        limit = json.loads(self._layouts[group])["limit"]
+        self._rules[group], self._layouts[group] = rule, json.dumps(self._layout(mine, limit, rule)).encode()
+        for one in self._rounds:
+            if one.group == group:
+                one.keep(rule)
+
+    def stepped(self, group: int) -> bool:
+        """Return whether a parameter of a group has made a step, or may have: in one that was interrupted."""
+        if self._key not in self.store:
+            return True
+        return any(step for local, step in zip(self.locals, self.steps(), strict=True) if local.group == group)
+
+    def _write_layout(self, group: int) -> None:
+        """Write what a later process compares of a param group, where it is not in the store."""
+        key, layout = f"{self.name}/{group}/layout", self._layouts[group]
+        if key not in self.store or self.store.get(key).numpy().tobytes() != layout:
+            self.store.put(key, torch.frombuffer(bytearray(layout), dtype=torch.uint8), owner=self.owner)
 
     def _divided(self, locals_: Sequence[LocalShard], group: int, limit: int, rule: UpdateRule) -> list[Round]:
         rounds: list[Round] = []
@@ -373,10 +408,9 @@ class Resident:
             self.store.delete(key, owner=self.owner)
         self._held, self._written = [], True
         self._belonging.begin()
-        for group, layout in enumerate(self._layouts):
-            key = f"{self.name}/{group}/layout"
-            if key not in self.store:
-                self.store.put(key, torch.frombuffer(bytearray(layout), dtype=torch.uint8), owner=self.owner)
+        for group in range(len(self._layouts)):
+            if f"{self.name}/{group}/layout" not in self.store:
+                self._write_layout(group)
         if more:
             self.store.put(self._key, steps, owner=self.owner)
         return mine[: len(self.locals)]
@@ -445,6 +479,8 @@ class Resident:
                 local.refuse_infinite()
             self._belonging.change()
             self.store.delete(self._key, owner=self.owner)
+            for group in {local.group for local, update in updates.items() if update.step == 1}:
+                self._write_layout(group)  # its rule may be another one than when the group was added
             self._run(updates)
         finally:
             for local in updates:
@@ -594,6 +630,8 @@ class Resident:
             self._belonging.change()
             if self._key in self.store:
                 self.store.delete(self._key, owner=self.owner)
+            for group in range(len(self._layouts)):
+                self._write_layout(group)
             for here in self._rounds:
                 for segment in here.own:
                     if segment.local in flat:
