@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import ParamsT
 
 from tiered import MisuseError, TieredStore
-from tiered.zero.optimizers.optimizer import Optimizer, refuse_out_of_range, stride_of
+from tiered.zero.optimizers.optimizer import Optimizer, refuse_betas, refuse_out_of_range, stride_of
 from tiered.zero.paging.sharding import Stage
 from tiered.zero.rules.exact import (
     AdafactorRule,
@@ -72,8 +72,9 @@ class _Named(Optimizer):
         self._refuse_group(settings)
         if any(isinstance(value, torch.Tensor) and value.numel() != 1 for value in settings.values()):
             raise MisuseError(f"a hyper-parameter of {type(self).__name__} is a tensor of several elements: give one")
-        if len(settings.get("betas", (0, 0))) != 2:
-            raise MisuseError(f"betas={settings['betas']} are {len(settings['betas'])}: {type(self).__name__} has two")
+        if "betas" in settings:
+            refuse_betas(settings["betas"])
+            settings["betas"] = tuple(map(float, settings["betas"]))
         try:
             defaults = self._torch([torch.zeros(1, dtype=torch.float32, device="cpu")], **settings).defaults
         except ValueError as error:  # what is out of range
@@ -150,7 +151,7 @@ class Adam(_Named, torchs=torch.optim.Adam, rule=AdamRule):
         decoupled_weight_decay: bool = False,
         **where: Unpack[Where],
     ) -> None:
-        settings: dict[str, Any] = {"lr": lr, "betas": tuple(map(float, betas)), "eps": eps}
+        settings: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps}
         settings |= {"weight_decay": weight_decay, "amsgrad": amsgrad}
         settings |= {"foreach": foreach, "maximize": maximize, "capturable": capturable, "differentiable": differentiable}
         settings |= {"fused": fused, "decoupled_weight_decay": decoupled_weight_decay}

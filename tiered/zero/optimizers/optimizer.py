@@ -60,7 +60,7 @@ from tiered.zero.rules.rule import (
 )
 from tiered.zero.rules.rule import name_of as rule_name
 
-__all__ = ["AdamW", "GradScaler", "Optimizer", "refuse_others", "refuse_out_of_range", "stride_of"]
+__all__ = ["AdamW", "GradScaler", "Optimizer", "refuse_betas", "refuse_others", "refuse_out_of_range", "stride_of"]
 
 MIXED = (
     "some of these parameters are paged and others are not: make an optimizer for each kind, with store= for those that stay "
@@ -978,14 +978,24 @@ def refuse_out_of_range(
     """Raise MisuseError for arguments of AdamW, or of one like it, that are out of range, or NaN."""
     if isinstance(lr, torch.Tensor) and lr.numel() != 1:
         raise MisuseError(f"lr={lr} has {lr.numel()} elements: give one")
-    if any(isinstance(beta, torch.Tensor) and beta.numel() != 1 for beta in betas):
-        raise MisuseError(f"betas={betas} have tensors of several elements: give one of each")
+    refuse_betas(betas)
     for what, value, right in (
         ("lr", lr, lr >= 0),
         ("eps", eps, eps >= 0),
         ("weight_decay", weight_decay, weight_decay >= 0),
-        ("betas", betas, len(betas) == 2 and all(0 <= beta < 1 for beta in betas)),
+        ("betas", betas, all(0 <= beta < 1 for beta in betas)),
     ):
+def refuse_betas(betas: Sequence[float | torch.Tensor]) -> None:
+    """Raise MisuseError for another number of betas than two, for one of several elements, and for a number beside a tensor,
+    which torch refuses, too."""
+    if len(betas) != 2:
+        raise MisuseError(f"betas={betas} are {len(betas)}, which is out of range: give two")
+    if any(isinstance(beta, torch.Tensor) and beta.numel() != 1 for beta in betas):
+        raise MisuseError(f"betas={betas} have tensors of several elements: give one of each")
+    if len({isinstance(beta, torch.Tensor) for beta in betas}) > 1:
+        raise MisuseError(f"betas={betas} are a number and a tensor: give two of either")
+
+
         if not right:
             raise MisuseError(f"{what}={value} is out of range")
 
@@ -1197,7 +1207,10 @@ def _refuse_lacking(name: str, shape: torch.Size, found: Mapping[str, Any], rule
 
 
 def _listed(params: Any) -> list[Any]:
-    """Return parameters, or param groups, as a list, also where an iterator gives those of a group."""
+    """Return parameters, or param groups, as a list, also where an iterator gives those of a group. Raises MisuseError for what
+    is neither, and for one tensor, which torch refuses, too."""
+    if isinstance(params, torch.Tensor):
+        raise MisuseError(f"{PARAMS}, not one tensor: give [parameter]")
     found = []
     for one in listed(params, PARAMS):
         if isinstance(one, dict) and hasattr(one.get("params"), "__next__"):
