@@ -43,6 +43,10 @@ class ElementwiseRule:
     def with_settings(self, values: Mapping[str, Any]) -> ElementwiseRule:
         return ElementwiseRule(self.kind, tuple(values.items()), self.given)
 
+    def torch_class(self, params: list[torch.Tensor]) -> TorchOptimizer:
+        """Return the class, made for some tensors as it was given."""
+        return self.kind(params, **dict(self.given))
+
     def made(self, param: torch.Tensor) -> TorchOptimizer:
         """Return the class, made for one tensor."""
         with torch.device("cpu"):  # the class may make states at once

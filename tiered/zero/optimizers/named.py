@@ -4,7 +4,7 @@ fewer bits."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -52,19 +52,22 @@ class Where(TypedDict, total=False):
     timeout: float | None
 
 
+class _Torchs(UpdateRule, Protocol):
+    """Rule whose bits are those of a class of torch."""
+
+    torch_class: ClassVar[type[torch.optim.Optimizer]]
+
+
 class _Named(Optimizer):
     """Optimizer of which torch has a class: its param groups have what those of that class have."""
 
-    _torch: ClassVar[type[torch.optim.Optimizer]]
-    _rule_type: ClassVar[type[UpdateRule]]
+    _rule_type: ClassVar[type[_Torchs]]
 
-    def __init_subclass__(
-        cls, torchs: type[torch.optim.Optimizer] | None = None, rule: type[UpdateRule] | None = None, **kwargs: Any
-    ) -> None:
-        """Other classes that derive from one of these (Lightning makes such) keep its class of torch and its rule."""
+    def __init_subclass__(cls, rule: type[_Torchs] | None = None, **kwargs: Any) -> None:
+        """Other classes that derive from one of these (Lightning makes such) keep its rule."""
         super().__init_subclass__(**kwargs)
-        if torchs is not None and rule is not None:
-            cls._torch, cls._rule_type = torchs, rule
+        if rule is not None:
+            cls._rule_type = rule
 
     def __init__(self, params: ParamsT, settings: dict[str, Any], where: Where) -> None:
         if settings.get("fused", False) is None:
@@ -76,7 +79,7 @@ class _Named(Optimizer):
             refuse_betas(settings["betas"])
             settings["betas"] = tuple(map(float, settings["betas"]))
         try:
-            defaults = self._torch([torch.zeros(1, dtype=torch.float32, device="cpu")], **settings).defaults
+            defaults = self._rule_type.torch_class([torch.zeros(1, dtype=torch.float32, device="cpu")], **settings).defaults
         except ValueError as error:  # what is out of range
             raise MisuseError(str(error)) from error
         self._torch_defaults = {**defaults, **settings}
@@ -95,7 +98,7 @@ class _Named(Optimizer):
                 )
 
 
-class SGD(_Named, torchs=torch.optim.SGD, rule=SGDRule):
+class SGD(_Named, rule=SGDRule):
     """``torch.optim.SGD``, bit for bit: with ``fused=True``, which is the default, that of ``fused=True``; with ``fused=False``
     that of ``foreach=False``, torch's default on a CPU.
 
@@ -126,7 +129,7 @@ class SGD(_Named, torchs=torch.optim.SGD, rule=SGDRule):
         super().__init__(params, settings, where)
 
 
-class Adam(_Named, torchs=torch.optim.Adam, rule=AdamRule):
+class Adam(_Named, rule=AdamRule):
     """``torch.optim.Adam``, bit for bit, with ``amsgrad``, too: with ``fused=True``, which is the default, that of
     ``fused=True``; with ``fused=False`` that of ``foreach=False``, torch's default on a CPU.
 
@@ -158,7 +161,7 @@ class Adam(_Named, torchs=torch.optim.Adam, rule=AdamRule):
         super().__init__(params, settings, where)
 
 
-class Adagrad(_Named, torchs=torch.optim.Adagrad, rule=AdagradRule):
+class Adagrad(_Named, rule=AdagradRule):
     """``torch.optim.Adagrad``, bit for bit: with ``fused=True``, which is the default, that of ``fused=True``; with
     ``fused=False`` that of ``foreach=False``, torch's default on a CPU.
 
@@ -187,7 +190,7 @@ class Adagrad(_Named, torchs=torch.optim.Adagrad, rule=AdagradRule):
         super().__init__(params, settings | {"differentiable": differentiable}, where)
 
 
-class RMSprop(_Named, torchs=torch.optim.RMSprop, rule=RMSpropRule):
+class RMSprop(_Named, rule=RMSpropRule):
     """``torch.optim.RMSprop(foreach=False)``, torch's default on a CPU, bit for bit.
 
     One state for each element, one more where ``momentum`` is not 0, and one more where ``centered``; both stay as they were.
@@ -215,7 +218,7 @@ class RMSprop(_Named, torchs=torch.optim.RMSprop, rule=RMSpropRule):
         super().__init__(params, settings | {"differentiable": differentiable}, where)
 
 
-class NAdam(_Named, torchs=torch.optim.NAdam, rule=NAdamRule):
+class NAdam(_Named, rule=NAdamRule):
     """``torch.optim.NAdam(foreach=False)``, torch's default on a CPU, bit for bit.
 
     Two states for each element. ``mu_product`` is computed from the number of the step: ``betas`` and ``momentum_decay`` stay
@@ -245,7 +248,7 @@ class NAdam(_Named, torchs=torch.optim.NAdam, rule=NAdamRule):
         super().__init__(params, settings | {"capturable": capturable, "differentiable": differentiable}, where)
 
 
-class RAdam(_Named, torchs=torch.optim.RAdam, rule=RAdamRule):
+class RAdam(_Named, rule=RAdamRule):
     """``torch.optim.RAdam(foreach=False)``, torch's default on a CPU, bit for bit.
 
     Two states for each element. ``where`` as in ``AdamW``. Raises MisuseError for arguments out of range, and for
@@ -272,7 +275,7 @@ class RAdam(_Named, torchs=torch.optim.RAdam, rule=RAdamRule):
         super().__init__(params, settings | {"differentiable": differentiable}, where)
 
 
-class Adamax(_Named, torchs=torch.optim.Adamax, rule=AdamaxRule):
+class Adamax(_Named, rule=AdamaxRule):
     """``torch.optim.Adamax(foreach=False)``, torch's default on a CPU, bit for bit.
 
     Two states for each element. ``where`` as in ``AdamW``. Raises MisuseError for arguments out of range, and for
@@ -298,7 +301,7 @@ class Adamax(_Named, torchs=torch.optim.Adamax, rule=AdamaxRule):
         super().__init__(params, settings, where)
 
 
-class Adafactor(_Named, torchs=torch.optim.Adafactor, rule=AdafactorRule):
+class Adafactor(_Named, rule=AdafactorRule):
     """``torch.optim.Adafactor(foreach=False)``, torch's default on a CPU, bit for bit.
 
     A state for each row and each column of a parameter of two dimensions or more, and one for each element of others. A
@@ -435,8 +438,6 @@ class Muon(Optimizer):
 
 class _Encoded(Optimizer):
     """AdamW whose moments are codes."""
-
-    _torch = torch.optim.AdamW
 
     def _encode(self, params: ParamsT, rule: AdamW8bitRule | AdamW4bitRule, where: Where) -> None:
         """Initialise. Raises MisuseError for what is out of range."""

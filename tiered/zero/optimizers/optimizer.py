@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -104,9 +104,6 @@ class Optimizer(TorchOptimizer):
     divided within a block or a matrix, and in ``step`` where a hyper-parameter was changed such that the rule would keep other
     states; CapacityError, with the number of bytes, where the store has too little memory for a whole matrix.
     """
-
-    _torch: ClassVar[Callable[..., TorchOptimizer] | None] = None
-    """Torch's class of this optimizer, whose states it loads."""
 
     def __init__(
         self,
@@ -638,8 +635,9 @@ class Optimizer(TorchOptimizer):
         in a state of an older torch, too."""
         groups = list(state_dict["param_groups"])
         for index, rule in enumerate(self._rules[: len(groups)]):
-            if self._torch is not None and type(rule) is type(self._default_rule):
-                theirs = self._torch([torch.zeros(1, dtype=torch.float32, device="cpu")], lr=1.0)
+            made = getattr(rule, "torch_class", None)
+            if made is not None:
+                theirs = made([torch.zeros(1, 1, dtype=torch.float32, device="cpu")])
                 theirs.__setstate__({"state": {}, "param_groups": [{**groups[index], "params": []}]})
                 groups[index] = {**theirs.param_groups[0], "params": groups[index]["params"]}
         for index, (rule, here) in enumerate(zip(self._rules, self.param_groups, strict=False)):
@@ -707,6 +705,8 @@ class Optimizer(TorchOptimizer):
         """Return the rule of a param group, frozen. Raises MisuseError where it keeps other states than it did."""
         rule = made_from(self._rules[index], self.param_groups[index])
         self._follow(index, rule)
+        return rule
+
     def _follow(self, index: int, rule: UpdateRule) -> None:
         """Have a param group that has made no step keep what ``rule`` keeps: a scheduler may set a momentum before the first
         one. Raises MisuseError where it has made one and ``rule`` keeps other states."""
@@ -722,8 +722,6 @@ class Optimizer(TorchOptimizer):
         if self._resident is not None:
             self._resident.follow(index, rule)
         self._rules[index] = rule
-
-        return rule
 
     def _hyper_parameters(self, rule: UpdateRule) -> dict[str, Any]:
         """Return what the param groups have whose rule is of the type of ``rule``."""
@@ -917,8 +915,6 @@ class AdamW(Optimizer):
     ``store``, for those that are where there is one, and for a name that is taken.
     """
 
-    _torch = torch.optim.AdamW
-
     def __init__(
         self,
         params: ParamsT,
@@ -985,6 +981,10 @@ def refuse_out_of_range(
         ("weight_decay", weight_decay, weight_decay >= 0),
         ("betas", betas, all(0 <= beta < 1 for beta in betas)),
     ):
+        if not right:
+            raise MisuseError(f"{what}={value} is out of range")
+
+
 def refuse_betas(betas: Sequence[float | torch.Tensor]) -> None:
     """Raise MisuseError for another number of betas than two, for one of several elements, and for a number beside a tensor,
     which torch refuses, too."""
@@ -994,10 +994,6 @@ def refuse_betas(betas: Sequence[float | torch.Tensor]) -> None:
         raise MisuseError(f"betas={betas} have tensors of several elements: give one of each")
     if len({isinstance(beta, torch.Tensor) for beta in betas}) > 1:
         raise MisuseError(f"betas={betas} are a number and a tensor: give two of either")
-
-
-        if not right:
-            raise MisuseError(f"{what}={value} is out of range")
 
 
 def stride_of(parameter: torch.Tensor) -> tuple[int, ...]:
@@ -1129,13 +1125,13 @@ def _changed(before: UpdateRule, rule: UpdateRule) -> str:
             f"{names} of a param group were {constants_of(before)} and are {constants_of(rule)}: {type(rule).__name__} "
             "computes what it does not keep from them, so they stay as they are; make a new optimizer for others"
         )
+    return ""
 
 
 def _refuse_kernels(asked: Mapping[str, Any]) -> None:
     """Raise MisuseError for what torch's fused kernel, or this optimizer, cannot do."""
     for name, why in REFUSED.items():
         value = asked.get(name)
-    return ""
         if value is not None and bool(value) != (name == "fused"):
             raise MisuseError(why)
 

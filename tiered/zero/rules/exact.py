@@ -32,6 +32,7 @@ class AdamWRule:
     maximize: bool
 
     fused: ClassVar[bool] = True
+    torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.AdamW
     torch_names: ClassVar[Mapping[str, str]] = {"m": "exp_avg", "v": "exp_avg_sq"}
 
     def state_specs(self, param: TensorSpec) -> Mapping[str, TensorSpec]:
@@ -56,6 +57,7 @@ class SGDRule:
     maximize: bool = False
     fused: bool | None = True
 
+    torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.SGD
     counts_steps: ClassVar[bool] = False
 
     def state_specs(self, param: TensorSpec) -> Mapping[str, TensorSpec]:
@@ -95,6 +97,7 @@ class AdamRule:
     fused: bool | None = True
     decoupled_weight_decay: bool = False
 
+    torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.Adam
     torch_names: ClassVar[Mapping[str, str]] = {"m": "exp_avg", "v": "exp_avg_sq", "largest": "max_exp_avg_sq"}
 
     def state_specs(self, param: TensorSpec) -> Mapping[str, TensorSpec]:
@@ -134,6 +137,8 @@ class AdagradRule:
     maximize: bool = False
     fused: bool | None = True
 
+    torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.Adagrad
+
     def state_specs(self, param: TensorSpec) -> Mapping[str, TensorSpec]:
         return {"sum": param}
 
@@ -167,6 +172,8 @@ class RMSpropRule:
     momentum: float = 0.0
     centered: bool = False
     maximize: bool = False
+
+    torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.RMSprop
 
     def state_specs(self, param: TensorSpec) -> Mapping[str, TensorSpec]:
         names = ("square_avg", *(["momentum_buffer"] if self.momentum else []), *(["grad_avg"] if self.centered else []))
@@ -205,6 +212,7 @@ class NAdamRule:
     decoupled_weight_decay: bool = False
     maximize: bool = False
 
+    torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.NAdam
     torch_names: ClassVar[Mapping[str, str]] = {"m": "exp_avg", "v": "exp_avg_sq"}
     constant: ClassVar[tuple[str, ...]] = ("betas", "momentum_decay")
 
@@ -247,6 +255,7 @@ class RAdamRule:
     decoupled_weight_decay: bool = False
     maximize: bool = False
 
+    torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.RAdam
     torch_names: ClassVar[Mapping[str, str]] = {"m": "exp_avg", "v": "exp_avg_sq"}
 
     def state_specs(self, param: TensorSpec) -> Mapping[str, TensorSpec]:
@@ -279,6 +288,8 @@ class AdamaxRule:
     eps: float = 1e-8
     weight_decay: float = 0.0
     maximize: bool = False
+
+    torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.Adamax
 
     def state_specs(self, param: TensorSpec) -> Mapping[str, TensorSpec]:
         return {"exp_avg": param, "exp_inf": param}
@@ -337,6 +348,7 @@ class AdafactorRule:
     weight_decay: float = 0.0
     maximize: bool = False
 
+    torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.Adafactor
     granularity: ClassVar[str] = "tensor"
     workspace: ClassVar[int] = 24
     """Bytes beside the store for each element of a parameter while it is updated: of a narrow parameter its master, its
@@ -373,6 +385,7 @@ class MuonRule:
     ns_steps: int = 5
     adjust_lr_fn: str | None = None
 
+    torch_class: ClassVar[type[torch.optim.Optimizer] | None] = getattr(torch.optim, "Muon", None)
     granularity: ClassVar[str] = "matrix"
     counts_steps: ClassVar[bool] = False
     workspace: ClassVar[int] = 28

@@ -55,6 +55,7 @@ class AdamWBFloat16Rule:
     weight_decay: float = 1e-2
     maximize: bool = False
 
+    torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.AdamW
     fused: ClassVar[bool] = True
     torch_names: ClassVar[Mapping[str, str]] = {"m16": "exp_avg", "v16": "exp_avg_sq"}
 
@@ -74,6 +75,7 @@ class AdamWBFloat16Rule:
 class _Encoded:
     """Update of AdamW whose moments are codes in the store: a step decodes them, is that of ``AdamWRule``, and encodes them."""
 
+    torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.AdamW
     fused: ClassVar[bool] = True
     code: ClassVar[MomentsCode]
     state: ClassVar[str]

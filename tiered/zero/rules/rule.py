@@ -45,6 +45,7 @@ class UpdateRule(Protocol):
       parameter's first; the last one may be smaller. "matrix": a whole parameter of two dimensions. "tensor": a whole
       parameter.
     - ``torch_names``: what ``state_dict()`` calls a state, by its name in the store, where these differ.
+    - ``torch_class``: the class of torch whose states and param groups it has, or what makes one, as that is, of parameters.
     - ``constant``: the fields that must stay as they are once a step was made. ``optional``: those that a state which is
       loaded need not have; they stay as they are then.
     - ``rounds``: True where parameters are bf16, have no masters, and are rounded by chance: then it has a field ``seed``.
