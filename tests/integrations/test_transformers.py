@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,24 @@ def test_trainer_computes_as_in_memory(case: str, tmp_path: Path, store: TieredS
     assert same(ours.model, reference.model)
     expected, found = (one.predict(data(8, 3)) for one in (reference, ours))
     assert found.metrics["test_loss"] == expected.metrics["test_loss"]
+
+
+@pytest.mark.parametrize("name", ["adamw_torch_fused", "sgd"])
+def test_a_trainer_without_an_optimizer_says_which_lines_make_one(name: str, tmp_path: Path, store: TieredStore) -> None:
+    reference = trainer(Trainer, llama(), tmp_path / "a", optim=name)
+    reference.train()
+    model = paged(llama(), store)
+    with pytest.raises(MisuseError, match=r"make tiered\.zero\.(AdamW|SGD)") as raised:
+        trainer(Trainer, model, tmp_path / "b", optim=name).train()
+    imported, made = str(raised.value).splitlines()[1:]
+    assert imported == "    from tiered import zero"
+    pair = re.fullmatch(r"    Trainer\(\.\.\., optimizer_cls_and_kwargs=(.*)\)", made)
+    assert pair is not None
+    model.load_state_dict(llama().state_dict())
+    ours = trainer(Trainer, model, tmp_path / "c", {"optimizer_cls_and_kwargs": eval(pair[1], {"zero": zero})})
+    ours.train()
+    assert logged(ours) == logged(reference)
+    assert same(ours.model, reference.model)
 
 
 def test_an_optimizer_that_is_given_and_groups_of_its_own(tmp_path: Path, store: TieredStore) -> None:

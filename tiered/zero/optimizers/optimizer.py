@@ -9,6 +9,7 @@ needed. For parameters that stay in memory, with states in a store (``resident.p
 from __future__ import annotations
 
 import itertools
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -1152,7 +1153,19 @@ def _refuse_paged(optimizer: TorchOptimizer, args: object, kwargs: object) -> No
     ours = f"tiered.zero.{name}" if name in NAMED else "tiered.zero.AdamW, or another optimizer of tiered.zero,"
     raise MisuseError(
         f"{name} cannot update parameters that are paged, whose values are in the store: make {ours} for them, or keep what "
-        f"{name} updates out of the model that is paged"
+        f"{name} updates out of the model that is paged{_for_a_trainer(optimizer)}"
+    )
+
+
+def _for_a_trainer(optimizer: TorchOptimizer) -> str:
+    """Return the two lines with which transformers' Trainer makes an optimizer that can, where that is what a program uses."""
+    if "transformers.trainer" not in sys.modules:
+        return ""
+    name = type(optimizer).__name__ if type(optimizer).__name__ in NAMED else "AdamW"
+    given = {key: optimizer.defaults[key] for key in ("lr", "momentum", "betas", "eps") if key in optimizer.defaults}
+    return (
+        ". A Trainer of transformers makes it with these two lines:\n    from tiered import zero\n"
+        f"    Trainer(..., optimizer_cls_and_kwargs=(zero.{name}, {given}))"
     )
 
 
