@@ -34,6 +34,7 @@ from tiered.zero.collectives import Ranks, Term
 from tiered.zero.optimizers.optimizer import Optimizer, refuse_others
 from tiered.zero.paging.pager import Activations, Pager, PagerConfig, owner_of, pager_of, pagers_of, placements_of
 from tiered.zero.paging.recompute.micro_batch import SAVED_SHARE, refuse_batch_dependent, split_modules
+from tiered.zero.paging.saved_tensors import outside_inference
 from tiered.zero.paging.sharding import FILLING, Partition, Sharded, Stage, Stage3, Unsharded
 from tiered.zero.paging.step_trace import Prefetch
 from tiered.zero.paging.storage import UpdateTier, in_update_tier, model_named
@@ -337,7 +338,8 @@ def page(
         slice_weights=slice_weights,
     )
     options.refuse_contradictions()
-    paged = _page(model, store, options)
+    with outside_inference():
+        paged = _page(model, store, options)
     store.refuse_refresh(f"a model is paged from {store}, and is of the commit that was opened: open the newest one anew")
     return paged
 
@@ -611,7 +613,7 @@ def _found(
             f"the store already holds a model named {options.name!r} ({len(held)} tensors): give another name=, "
             "existing='overwrite', or existing='resume' to go on with it"
         )
-    _refuse_kinds(model)
+    _refuse_modules(model)
     for qualified, parameter in model.named_parameters():
         if hasattr(parameter, "_tiered"):
             raise MisuseError(f"parameter {qualified!r} is paged already")
@@ -620,14 +622,50 @@ def _found(
                 f"parameter {qualified!r} is on {parameter.device}, and this store's top tier on {store.device}: move the "
                 "model to the CPU first, or open the store with hbm= and that device="
             )
+    _refuse_kinds(model)
     staged = _staged(model, window)
     _refuse_shared_memory(model, staged)
     return window, held, staged
 
 
+def _refuse_modules(model: nn.Module) -> None:
+    """Raise MisuseError for modules whose parameters cannot be found, or cannot be given hooks."""
+    for name, module in model.named_modules():
+        said = f"module {name!r} ({type(module).__name__})" if name else type(module).__name__
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+            raise MisuseError(
+                f"{said} is compiled by torch.jit, and paging cannot reach into it: page the module that it was made of, or "
+                "keep it out of the model that is paged"
+            )
+        for method in ("parameters", "named_parameters"):
+            if getattr(type(module), method) is getattr(nn.Module, method) and method not in vars(module):
+                continue
+            expected = {id(one) for within in _below(module, set()) for one in within._parameters.values() if one is not None}
+            try:
+                given = getattr(module, method)(*([] if method == "parameters" else [""]))
+                found = {id(one[1] if method == "named_parameters" else one) for one in given}
+            except TypeError:
+                found = set()
+            if found != expected:
+                raise MisuseError(
+                    f"{said} has a method {method}() of its own, which does not give all {len(expected)} parameters of its "
+                    "modules, as paging and state_dict need them: give that method another name"
+                )
+
+
+def _below(module: nn.Module, seen: set[nn.Module]) -> set[nn.Module]:
+    """Return ``module`` and all modules within it, whatever its methods say."""
+    if module not in seen:
+        seen.add(module)
+        for child in module._modules.values():
+            if child is not None:
+                _below(child, seen)
+    return seen
+
+
 def _refuse_kinds(model: nn.Module) -> None:
-    """Raise MisuseError for a parameter that is no dense tensor, or whose gradient would be complex, and for what a lazy module
-    has not given a shape."""
+    """Raise MisuseError for a parameter that is no dense tensor, or whose gradient would be complex, for those that cannot be
+    given other memory, or would lose their class or their hooks, and for what a lazy module has not given a shape."""
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for qualified, tensor in named:
             if is_lazy(tensor):
@@ -646,6 +684,28 @@ def _refuse_kinds(model: nn.Module) -> None:
                 f"parameter {qualified!r} is {parameter.dtype}: only real floating point can be trained; freeze it, or keep "
                 "its real view (torch.view_as_real)"
             )
+        if parameter.is_meta or isinstance(parameter, Deferred):
+            _refuse_hooks(qualified, parameter, "has no memory yet, and is made anew as it is given some")
+        elif type(parameter).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            raise MisuseError(
+                f"parameter {qualified!r} is of the class {type(parameter).__name__}, which has its values in tensors within "
+                "it, and would lose that class in the store: page the model before its parameters are converted "
+                "(zero.Policy(quantize=) stores them in fewer bytes, zero.page(stage=) divides them among ranks)"
+            )
+        elif parameter.is_inference():
+            raise MisuseError(
+                f"parameter {qualified!r} was made in torch.inference_mode, which keeps it from being given other memory: make "
+                "the model under torch.no_grad() instead, or within zero.init"
+            )
+
+
+def _refuse_hooks(name: str, parameter: nn.Parameter, why: str) -> None:
+    """Raise MisuseError where hooks of a parameter would be lost."""
+    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        raise MisuseError(
+            f"parameter {name!r} has hooks, and {why}, so that they would not be called: remove them before zero.page, and use "
+            "parameter.grad after backward"
+        )
 
 
 def _end_graphs(model: nn.Module) -> None:
@@ -892,6 +952,8 @@ def _refuse_plan(
     _refuse_small_pool(plan, model, store, pool, options, shares)
     together = 0 if options.existing == "resume" or options.weights is not None else _largest_meta(model)
     refuse_little_room(store, "paging this model", largest=together)
+    for sliced in plan.sliced.values():
+        _refuse_hooks(sliced.name, sliced.parameter, "is divided into slices, of which each has a gradient of its own")
     splits = options.micro_batch > 1 or options.activations == "recompute"
     split = split_modules(model, plan, options.micro_batch) if splits else {}
     for module, qualified in split.items() if options.micro_batch > 1 else ():

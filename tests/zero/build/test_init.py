@@ -88,6 +88,27 @@ def test_trained_like_one_that_was_built_in_memory(store: TieredStore, build: Ca
     assert_same(model, expected)
 
 
+def test_a_model_that_is_built_in_inference_mode_can_be_trained(store: TieredStore) -> None:
+    x = torch.ones(2, 6)
+    torch.manual_seed(5)
+    expected = nn.Sequential(nn.Linear(6, 64), nn.Linear(64, 64))
+    torch.manual_seed(5)
+    with torch.inference_mode():
+        with zero.init(store, window=TINY):
+            model = nn.Sequential(nn.Linear(6, 64), nn.Linear(64, 64))
+            model[0].weight.mul_(1)
+            assert not torch.is_inference_mode_enabled()
+        assert torch.is_inference_mode_enabled()
+        zero.page(model, store)
+        assert torch.equal(model(x), expected(x))
+    assert torch.is_grad_enabled()
+    ours, theirs = zero.AdamW(model.parameters()), torch.optim.AdamW(expected.parameters(), fused=True)
+    for one, optimizer in ((model, ours), (expected, theirs)):
+        one(x).square().sum().backward()
+        optimizer.step()
+    assert_same(model, expected)
+
+
 def test_a_second_block_serves_what_the_first_one_built(store: TieredStore) -> None:
     torch.manual_seed(0)
     expected = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))

@@ -318,6 +318,114 @@ def test_a_parameter_that_a_store_cannot_have_is_named(store: TieredStore, kind:
     assert model(torch.ones(1, 2)).shape == (1, 2)
 
 
+class Wrapping(torch.Tensor):
+    """Has its values in a tensor within it, as those of torchao, and DTensors, have."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapping:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined,no-any-return]
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub lacks the classmethod
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return Wrapping(args[0].inner) if function is torch.ops.aten.detach.default else NotImplemented
+
+
+class Some(nn.Linear):
+    """Gives some of its parameters, as a class for feature extraction may."""
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return iter([self.bias])
+
+
+class Renamed(nn.Linear):
+    def named_parameters(self) -> Any:  # type: ignore[override]
+        return [("w", self.weight), ("b", self.bias)]
+
+
+def weighed(make: Callable[[], torch.Tensor]) -> Callable[[], nn.Module]:
+    def made() -> nn.Module:
+        linear = nn.Linear(3, 3)
+        linear.weight = nn.Parameter(make(), requires_grad=False)
+        return linear
+
+    return made
+
+
+def inference() -> nn.Module:
+    with torch.inference_mode():
+        return nn.Linear(3, 3)
+
+
+def hooked(register: str) -> Callable[[], nn.Module]:
+    def made() -> nn.Module:
+        linear = nn.Linear(3, 3, device="meta")
+        getattr(linear.weight, register)(print)
+        return linear
+
+    return made
+
+
+KINDS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "scripted": (lambda: torch.jit.script(nn.Linear(3, 3)), r"module '1' \(RecursiveScriptModule\) is compiled by torch.jit"),
+    "traced": (lambda: torch.jit.trace(nn.Linear(3, 3), torch.ones(3)), "module '1' .* is compiled by torch.jit"),
+    "own parameters": (lambda: Some(3, 3), r"module '1' \(Some\) has a method parameters\(\) of its own"),
+    "own named_parameters": (lambda: Renamed(3, 3), r"module '1' \(Renamed\) has a method named_parameters\(\) of its own"),
+    "a wrapper": (weighed(lambda: Wrapping(torch.ones(3, 3))), "'1.weight' is of the class Wrapping"),
+    "inference": (inference, r"'1.weight' was made in torch.inference_mode.*torch.no_grad"),
+    "a hook on meta": (hooked("register_hook"), "'1.weight' has hooks, and has no memory yet"),
+    "a later hook on meta": (hooked("register_post_accumulate_grad_hook"), "'1.weight' has hooks, and has no memory yet"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", KINDS)
+def test_what_cannot_be_a_unit_is_named_before_anything_changes(store: TieredStore, name: str) -> None:
+    make, message = KINDS[name]
+    model = nn.Sequential(nn.Linear(3, 3), make())
+    before = [(id(one), type(one)) for one in nn.Module.parameters(model)]
+    with pytest.raises(MisuseError, match=message):
+        zero.page(model, store)
+    assert [(id(one), type(one)) for one in nn.Module.parameters(model)] == before
+    assert len(store) == 0
+    del model[1]
+    zero.page(model, store)
+
+
+def test_methods_of_modules_may_give_the_same_parameters(store: TieredStore) -> None:
+    class Same(nn.Linear):
+        def named_parameters(self, *given: Any, **options: Any) -> Any:
+            return iter(list(super().named_parameters(*given, **options)))
+
+    model = nn.Sequential(Same(3, 3), nn.Linear(3, 3))
+    x = torch.ones(2, 3)
+    wanted = model(x)
+    zero.page(model, store)
+    assert torch.equal(model(x), wanted)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_a_weight_that_is_divided_are_refused(store: TieredStore, register: str) -> None:
+    model = nn.Sequential(nn.Embedding(1000, 64), nn.Linear(64, 3))
+    whole = getattr(model[1].weight, register)(lambda _: called.append(1))
+    divided = getattr(model[0].weight, register)(print)
+    called: list[int] = []
+    options: dict[str, Any] = {"largest_unit": 16 << 10, "slice_weights": True}
+    with pytest.raises(MisuseError, match=r"'0.weight' has hooks, and is divided into slices"):
+        zero.page(model, store, **options)
+    divided.remove()
+    zero.page(model, store, **options)
+    model(torch.arange(3)).sum().backward()
+    assert called == [1]
+    whole.remove()
+
+
 def test_state_dict_has_one_tensor_for_each_tied_weight(store: TieredStore) -> None:
     model = zero.page(Tied(), store)
     optimizer = zero.AdamW(model.parameters(), lr=1e-2)

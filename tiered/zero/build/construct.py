@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from tiered import MisuseError, TieredStore
 from tiered.system import refuse_little_room, returned_at_once
 from tiered.zero.build.staging import Window, current, find
+from tiered.zero.paging.saved_tensors import outside_inference
 
 __all__ = ["Construction", "ConstructionStatistics", "init", "unguard"]
 
@@ -114,6 +115,7 @@ class Construction:
         window.peak_bytes = window.resident_bytes
         with ExitStack() as stack:
             stack.enter_context(returned_at_once())
+            stack.enter_context(outside_inference())
             window.building = True
             stack.callback(setattr, window, "building", False)
             current.set(window)
@@ -130,7 +132,7 @@ class Construction:
     ) -> None:
         self._stack.close()
         window = self._window
-        with torch._C.DisableTorchFunction():
+        with outside_inference(), torch._C.DisableTorchFunction():
             if kind is not None:
                 window.discard(self._context)
             else:

@@ -11,8 +11,8 @@ import heapq
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any, Protocol
 
@@ -38,6 +38,7 @@ __all__ = [
     "is_called_within",
     "memory_of",
     "of_checkpoint",
+    "outside_inference",
     "refuse_tracing",
     "refuse_transforms",
     "restore_recording",
@@ -138,6 +139,17 @@ class without_grad:  # as torch.no_grad, which it is but for ``restore_recording
     def __exit__(self, *_: object) -> None:
         torch._C._set_grad_enabled(self._before)
         _unrecorded.discard(self)
+
+
+@contextmanager
+def outside_inference() -> Iterator[None]:
+    """Leave inference mode for a block of code, in which autograd records nothing either: parameters that are made in it could
+    not be given memory afterwards, nor be trained."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def restore_recording() -> None:
