@@ -15,7 +15,7 @@ from tiered import TieredError, TieredStore, zero
 
 __all__ = ["SHARE", "InMemory", "InStore", "Outcome", "copied", "outcome", "seeded", "seen", "tensors", "total"]
 
-SHARE = 10
+SHARE = 15
 """One entry in so many is in every run."""
 Outcome = tuple[str, Any]
 """How it ended ("value", "refused" by ``tiered``, "error"), and the value, the message, or the name of the error."""
@@ -33,10 +33,13 @@ class InStore:
     def __init__(self, store: TieredStore) -> None:
         assert len(store.statistics().tiers) > 1, "without a disk nothing is pushed out"
         self.store = store
+        self.model: nn.Module | None = None
+        """The last one that was paged."""
         self._other = torch.full((1 << 16,), float("nan"))
 
     def page(self, model: Model, **options: Any) -> Model:
         zero.page(model, self.store, existing="overwrite", **options)
+        self.model = model
         self.push_out(model)
         return model
 

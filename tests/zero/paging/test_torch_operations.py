@@ -184,7 +184,7 @@ def test_a_saved_parameter_has_a_storage_of_its_own(store: TieredStore) -> None:
 
 @pytest.mark.parametrize("part", quick(range(SHARE + 1), [0]))
 def test_operations_of_torch(store: TieredStore, part: int) -> None:
-    """``part`` 0 is a tenth of them, one sample each; the others have all, three samples each."""
+    """``part`` 0 is a share of them, one sample each; the others have all, three samples each."""
     wrong, found = [], Counter[str]()
     for op in [OPERATIONS[at] for at in sorted(CHOSEN)] if part == 0 else OPERATIONS[part - 1 :: SHARE]:
         for sample in samples_of(op, 1 if part == 0 else 3):
