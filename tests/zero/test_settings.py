@@ -16,7 +16,7 @@ from torch import nn
 from tests import fake_device
 from tests.quick import quick
 from tests.zero.harness import clipping, equal
-from tests.zero.test_rules import CASES, CUT, Case, opened, same_states
+from tests.zero.test_rules import CASES, CUT, Case, masters_are_torchs, opened, same_states
 from tiered import MisuseError, RowwiseAdagrad, SparseAdagrad, SparseAdamW, TieredEmbedding, zero
 
 
@@ -42,6 +42,7 @@ SETTINGS: dict[str, Callable[[], Any]] = {
     "bfloat16": lambda: dtype_by_default(torch.bfloat16),
     "float16": lambda: dtype_by_default(torch.float16),
     "meta": lambda: device_by_default("meta"),
+    "cpu": lambda: device_by_default("cpu"),
     "device": lambda: device_by_default(fake_device.NAME),
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),  # else torch casts no weight a second time
     "deterministic": lambda: for_now(torch.use_deterministic_algorithms, True, False),
@@ -235,10 +236,13 @@ WAYS = [
     (kind, setting, paged)
     for kind in (*UNDER_SETTINGS, *OURS_ALONE)
     for setting in SETTINGS
-    if (kind, setting) != ("nadam_masters", "float64")  # where mu_product is wider, as torch's is
+    if (kind, setting) != ("nadam_masters", "float64")  # where mu_product is wider, as torch's is: its masters are below
     for paged in (True, False)
 ]
 
+
+LASTING = ("float64", "bfloat16", "float16", "meta", "cpu", "device")
+"""What is set in runs of 300 steps: other dtypes and devices."""
 
 IN_EVERY_RUN = [
     *[("adamw", "bfloat16", True), ("adam_loop", "float16", False), ("adagrad", "bfloat16", False), ("nadam", "float64", True)],
@@ -259,12 +263,25 @@ def test_what_is_set_for_all_of_torch_changes_no_bit(
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    ("kind", "setting", "paged"), [way for way in WAYS if way[1] in ("float64", "bfloat16", "float16", "device")]
+    ("kind", "setting", "paged"), [way for way in WAYS if way[1] in LASTING]
 )
 def test_what_is_set_for_all_of_torch_changes_no_bit_in_300_steps(
     kind: str, setting: str, paged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (is_itself if kind in OURS_ALONE else is_torchs)(kind, setting, paged, 300, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting", "steps"),
+    quick(
+        [(kind, setting, steps) for kind in CASES for setting in ("float64", "bfloat16", "float16") for steps in (5, 300)],
+        [("nadam", "float64", 5)],
+    ),
+)
+def test_masters_are_torchs_under_another_default(kind: str, setting: str, steps: int, tmp_path: Path) -> None:
+    """Of torch's class under the same default, which ``mu_product`` of NAdam shows."""
+    with SETTINGS[setting]():
+        masters_are_torchs(tmp_path, kind, CUT, steps)
 
 
 ROWS: dict[str, tuple[Callable[..., torch.optim.Optimizer] | None, Callable[..., torch.optim.Optimizer]]] = {
