@@ -23,6 +23,7 @@ SLOW = (
     *("integrations/test_transformers.py", "integrations/test_kv_cache.py", "cli/test_generate.py"),
     *("planning/test_plan.py", "zero/test_compile.py", "zero/test_rules.py", "zero/test_few_bytes.py"),
     *("zero/test_rank_features.py", "zero/paging/test_experts.py", "zero/paging/test_parameters.py"),
+    *("zero/paging/test_torch_operations.py", "zero/paging/test_torch_modules.py"),
     *("integrations/test_experts_generate.py", "integrations/test_generation_families.py", "stress/test_small_tensors.py"),
 )
 """Files that take ten seconds or more. A process that began one of them last would keep the others waiting."""
