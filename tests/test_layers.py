@@ -57,7 +57,7 @@ TREE: dict[str, tuple[str, ...]] = {
     ),
     "zero.paging.recompute": ("nested", "module_state", "micro_batch"),
     "zero.paging.tensors": (
-        *("compiling", "parameters", "copies", "states", "slices", "sliced_gradients", "sliced", "gradients"),
+        *("compiling", "functions", "sources", "stored", "parameters", "copies", "states", "sliced", "gradients", "patches"),
     ),
     "zero.optimizers": ("resident_shard", "belonging", "resident", "optimizer", "named", "elementwise"),
     "zero.build": ("staging", "construct", "deferred"),
@@ -149,8 +149,7 @@ LONG_OR_SHORT: dict[str, str] = {
     "zero.paging.gradients": "the gradients of one unit, from autograd to the update",
     "zero.paging.unit": "parameters of one unit: in memory or out of it, what was written to them, and their pending update",
     "zero.paging.update": "the states and masters of one unit, in chunks, and a pending update of them",
-    "zero.paging.tensors.parameters": "what a parameter answers to torch while its values are in the store",
-    "zero.paging.tensors.sliced": "what a sliced parameter answers to torch",
+    "zero.paging.tensors.stored": "the tensor without memory, and what becomes of a function of torch that is given one",
     "zero.paging.pager": "a paged model's hooks, frames and backward pass",
     "zero.optimizers.resident": "the states of parameters that stay in memory",
     "zero.optimizers.optimizer": "the steps of an optimizer on paged parameters",

@@ -142,7 +142,7 @@ def in_place(store: TieredStore, paged: Callable[..., Any]) -> Found:
         scaler.step(optimizer)
         scaler.update()
     ranks = torch.distributed.is_initialized()
-    assert repr(gradients[0]).startswith("StoredGradient(of=" if ranks else "tensor("), "to print asks no other rank"
+    assert repr(gradients[0]).startswith("StoredTensor(gradient of " if ranks else "tensor("), "to print asks no other rank"
     return {"seen": dict(enumerate(seen)), **looks(model, optimizer)}
 
 

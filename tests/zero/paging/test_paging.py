@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.quick import quick
 from tests.zero.models import Mixed, Tied, parameter_groups
 from tiered import CapacityError, InterruptedStep, MisuseError, TieredStore, WriteError, zero
-from tiered.zero.paging.tensors.gradients import StoredGradient
+from tiered.zero.paging.tensors.stored import StoredTensor
 
 
 def held(store: TieredStore) -> int:
@@ -63,7 +63,7 @@ def test_gradients_are_in_the_store_and_read_as_in_memory(store: TieredStore) ->
             assert parameter.grad.shape == parameter.shape
             assert repr(parameter.grad) == repr(expected.grad)
             assert torch.equal(optimizer.grad(parameter), expected.grad), name
-            assert isinstance(parameter.grad, StoredGradient), name
+            assert isinstance(parameter.grad, StoredTensor), name
     kept = model.position.grad
     optimizer.zero_grad()
     with pytest.raises(MisuseError, match=r"'position' is gone.*parameter\.grad\.clone\(\)"):

@@ -195,7 +195,8 @@ READS: dict[str, Callable[[Model], Any]] = {
 }
 
 
-def copied(value: Any, copy: Callable[[Any], torch.Tensor] = torch.tensor) -> torch.Tensor:
+def copied(value: Any, copy: Callable[[Any], torch.Tensor] | None = None) -> torch.Tensor:
+    copy = copy or torch.tensor  # what it is while a model is paged
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # detach().clone() would be better
         return copy(value)
@@ -554,12 +555,64 @@ REFUSED: dict[str, tuple[Callable[[Model], object], str]] = {
     "dlpack": (lambda m: m.extra.detach().__dlpack__(), "would share the memory"),
     "shared": (lambda m: m.extra.share_memory_(), "would share the memory"),
     "resized": (lambda m: m.extra.data.resize_(3), "would change the shape"),
-    "a leaf of a view": (lambda m: m.extra.detach().requires_grad_(), "view of a parameter in the store would be lost"),
-    "a hook of a view": (lambda m: m.extra.t().register_hook(print), "view of a parameter in the store would be lost"),
     "a custom function's view": (lambda m: Doubled.apply(m.extra).sum(), "its backward would be lost"),
     "forward in torch.func": (lambda m: torch.func.grad(lambda x: m(x).sum())(torch.ones(2, 48)), r"within torch\.func"),
     "written in torch.func": (lambda m: torch.func.vmap(m.scale.add_)(torch.ones(2)), "cannot be written to within torch"),
 }
+
+
+def leaf(view: torch.Tensor, model: Model) -> list[Any]:
+    """Return what a tensor that shows a parameter and has a gradient of its own gives: used twice, beside the parameter, after
+    a write to either of them, stepped, and copied."""
+    for _ in range(2):
+        loss = (view.sin() * view).sum() + (view.detach() * 3).sum() + model.extra.sum() + model(torch.ones(2, 48)).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+    found = [view.grad.clone(), model.extra.grad.clone(), view.is_leaf, view.requires_grad]  # type: ignore[union-attr]
+    torch.optim.SGD([view], lr=0.1).step()
+    found += [view.detach().clone(), model.extra.detach().clone()]
+    with torch.no_grad():
+        model.extra.mul_(2)
+        view.sub_(1)
+    copied = copy.deepcopy(view)
+    found += [copied.detach().clone(), copied.requires_grad, isinstance(view, nn.Parameter), isinstance(copied, nn.Parameter)]
+    return [*found, view.grad.norm(), pickle.loads(pickle.dumps(view.detach().clone()))]  # type: ignore[union-attr]
+
+
+def watched(model: Model) -> list[Any]:
+    """Return what hooks of a view are given, what it retains, and its gradients by ``torch.autograd.grad``."""
+    view, seen = model.extra.t(), []
+    view.retain_grad()
+    view.register_hook(lambda gradient: seen.append(gradient.clone()))
+    (view.sin().sum() + (view * 3).square().sum() + model.extra.sum()).backward()
+    again = model.extra.view(-1)
+    part = again[:96]
+    loss = part.square().sum() + again.sin().sum()
+    found = torch.autograd.grad(loss, [part, again, model.extra], retain_graph=True)
+    return [*seen, view.grad.clone(), model.extra.grad.clone(), *found]  # type: ignore[union-attr]
+
+
+def differentiated_twice(model: Model) -> list[Any]:
+    view = model.extra.t()
+    (first,) = torch.autograd.grad((view**3).sum() + view.sin().sum(), model.extra, create_graph=True)
+    return list(torch.autograd.grad(first.square().sum(), [model.extra, model.scale], allow_unused=True))
+
+
+OF_THEIR_OWN: dict[str, Callable[[Model], list[Any]]] = {
+    "detached": lambda m: leaf(m.extra.detach().requires_grad_(), m),
+    "data": lambda m: leaf(m.extra.data.requires_grad_(), m),
+    "Parameter": lambda m: leaf(nn.Parameter(m.extra), m),
+    "Parameter of a view": lambda m: leaf(nn.Parameter(m.extra.T), m),
+    "Parameter of data": lambda m: leaf(nn.Parameter(m.extra.data), m),
+    "frozen": lambda m: [(p := nn.Parameter(m.extra.T, requires_grad=False)).requires_grad, (p * m.scale).detach()],
+    "view of a leaf": lambda m: [(p := nn.Parameter(m.extra)).t().square().sum().backward(), p.grad.clone()],
+    "hooks": watched,
+    "second derivatives": differentiated_twice,
+}
+
+
+@named(OF_THEIR_OWN)
+def test_a_view_is_a_tensor_of_its_own_to_autograd(opened: TieredStore, name: str) -> None:
+    Sides(opened).agree(OF_THEIR_OWN[name])
 
 
 def given(tensor: torch.Tensor, attribute: str, parameter: nn.Parameter) -> torch.Tensor:

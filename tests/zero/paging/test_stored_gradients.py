@@ -27,7 +27,7 @@ from tests.zero.narrow import MasterAdamW, Narrow
 from tiered import InterruptedStep, MisuseError, TieredStore, zero
 from tiered.zero.paging.gradients import UnitGradients
 from tiered.zero.paging.pager import placement_of
-from tiered.zero.paging.tensors.gradients import StoredGradient
+from tiered.zero.paging.tensors.stored import StoredTensor
 
 INF = float("inf")
 DRAM = "2MiB"
@@ -204,7 +204,7 @@ def compare_operations(ours: nn.Module, theirs: nn.Module, names: list[str]) -> 
             found, expected = (OPERATIONS[name](one.grad) for one in (mine, other))
             assert mine.grad is before, name
             if isinstance(expected, torch.Tensor):
-                found = found.clone() if isinstance(found, StoredGradient) else found
+                found = found.clone() if isinstance(found, StoredTensor) else found
                 assert same_bits(found, expected), name
             elif not isinstance(expected, list | tuple) or isinstance(expected[0], float | bool | torch.Size):
                 assert str(found) == str(expected), name
@@ -352,7 +352,7 @@ def test_one_gradient_at_a_time_is_in_memory(store: TieredStore, monkeypatch: py
 def test_what_leaves_torch_is_a_copy(store: TieredStore) -> None:
     ours, theirs = pair(store)
     mine, other = ours.all[0].grad, theirs.all[0].grad
-    assert isinstance(mine, StoredGradient)
+    assert isinstance(mine, StoredTensor)
     for made in (mine.cpu(), mine.clone(), copy.deepcopy(mine), copy.copy(mine), pickle.loads(pickle.dumps(mine)), mine + 0):
         assert type(made) is torch.Tensor
         assert torch.equal(made, other)
@@ -375,14 +375,14 @@ def test_data_can_be_assigned(store: TieredStore) -> None:
     for model in (ours, theirs):
         model.all[0].grad.data = model.all[0].grad.data.clamp(-0.1, 0.1)
     assert alike(ours, theirs)
-    with pytest.raises(MisuseError, match="cannot become"):
+    with pytest.raises(MisuseError, match=r"cannot be given \.data of"):
         ours.all[0].grad.data = torch.zeros(3)
 
 
 def test_a_shape_cannot_change_in_place(store: TieredStore) -> None:
     ours, theirs = pair(store)
     for change in (lambda g: g.t_(), lambda g: g.resize_(3), lambda g: g.unsqueeze_(0), lambda g: g.set_()):
-        with pytest.raises(MisuseError, match=r"would change the shape of the gradient of 'all\.0'"):
+        with pytest.raises(MisuseError, match=r"the gradient of 'all\.0': \w+_ would change the shape"):
             change(ours.all[0].grad)
     assert alike(ours, theirs)
 
@@ -404,7 +404,7 @@ def test_a_gradient_that_is_gone_says_so(store: TieredStore) -> None:
                 gone.norm()
             with pytest.raises(MisuseError, match="is gone"):
                 gone.zero_()
-        assert "of='all.0'" in repr(former)
+        assert "gradient of 'all.0'" in repr(former)
         ours.all[0].grad = former
         with pytest.raises(MisuseError, match="is gone"):
             optimizer.step()
@@ -464,10 +464,9 @@ def test_autograd_uses_gradients_as_numbers(store: TieredStore) -> None:
     for model in (ours, theirs):
         weight = torch.ones(33, requires_grad=True)
         (model.all[2].grad * weight).sum().backward()
-        late = (model.all[2].grad * weight).sum()
+        late = ((model.all[2].grad.clone() if model is theirs else model.all[2].grad) * weight).sum()  # a graph has a copy
         backward(model, 5)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            late.backward()
+        late.backward()
         weights.append(weight.grad)
     assert torch.equal(*weights)
 

@@ -32,7 +32,7 @@ from tiered.zero.paging.saved_tensors import without_grad
 from tiered.zero.paging.sharding import Stage, Stage1
 from tiered.zero.paging.storage import host
 from tiered.zero.paging.tensors.compiling import traced
-from tiered.zero.paging.tensors.gradients import SpentGradient, whole_norms
+from tiered.zero.paging.tensors.gradients import is_spent, whole_norms
 from tiered.zero.paging.tensors.states import StateView
 from tiered.zero.paging.unit import Unit
 from tiered.zero.paging.units import SHARE_STEP, Placement, Sliced, UnitPlan
@@ -374,7 +374,7 @@ class Optimizer(TorchOptimizer):
         units: dict[Unit, list[Placement]] = {}
         deeds: list[Callable[[], object]] = []
         for _, unit, placement in self._all():
-            if set_to_none or isinstance(placement.parameter.grad, SpentGradient):
+            if set_to_none or is_spent(placement.parameter.grad):
                 deeds.append(partial(unit.gradients.forget, placement))
             elif placement.parameter.grad is not None or unit.gradients.was_added_to(placement):
                 units.setdefault(unit, []).append(placement)

@@ -18,7 +18,8 @@ import torch
 from tiered import Access, InterruptedStep, MisuseError, TensorSpec
 from tiered.zero.leases import Opened
 from tiered.zero.paging.storage import CheckpointRecord, TensorStore, host
-from tiered.zero.paging.tensors.gradients import SpentGradient, StoredGradient
+from tiered.zero.paging.tensors.gradients import Spent, gradient, is_gradient, is_spent
+from tiered.zero.paging.tensors.stored import StoredTensor
 from tiered.zero.paging.units import Placement, UnitPlan
 from tiered.zero.paging.update import all_finite
 
@@ -55,7 +56,7 @@ class GradientState:
     what identifies the hooks on it that count (None: there are none).
     """
 
-    marker: StoredGradient | None = None
+    marker: StoredTensor | None = None
     scales: list[torch.Tensor] = field(default_factory=list)
     wide_scales: list[torch.Tensor] = field(default_factory=list)
     expected: torch.Tensor | None = None
@@ -122,7 +123,7 @@ class UnitGradients:
 
     def has(self, placement: Placement) -> bool:
         grad = placement.parameter.grad
-        return grad is not None and not isinstance(grad, SpentGradient)
+        return grad is not None and not is_spent(grad)
 
     @property
     def any(self) -> bool:
@@ -134,27 +135,27 @@ class UnitGradients:
         """Have ``parameter.grad`` show the stored gradient, which is new or has changed."""
         state = self.states[placement]
         if state.marker is None:
-            state.marker = StoredGradient(placement)
+            state.marker = gradient(placement)
         elif not state.marker.is_inference():
             torch.autograd.graph.increment_version(state.marker)
         placement.parameter.grad = state.marker
 
-    def shows(self, placement: Placement, origin: StoredGradient) -> bool:
-        """Return whether ``parameter.grad`` is the stored gradient ``origin``, or a view of it."""
-        grad = placement.parameter.grad
-        return isinstance(grad, StoredGradient) and grad.origin is origin and self.states[placement].marker is origin
+    def shown(self, placement: Placement) -> StoredTensor | None:
+        """Return what ``parameter.grad`` is, where that is the stored gradient, or a view of it that somebody assigned."""
+        grad: Any = placement.parameter.grad
+        return grad if is_gradient(grad) and grad.root is self.states[placement].marker else None
 
     def is_shown(self, placement: Placement) -> bool:
         """Return whether ``parameter.grad`` is the stored gradient, and not a view of it that somebody assigned."""
-        grad = placement.parameter.grad
-        return isinstance(grad, StoredGradient) and not grad.path and self.shows(placement, grad.origin)
+        grad = self.shown(placement)
+        return grad is not None and grad.is_all()
 
     def assigned(self, placement: Placement) -> torch.Tensor | None:
         """Return the values of a gradient that somebody assigned to ``parameter.grad``, in ordinary memory; or None."""
-        grad = placement.parameter.grad
-        if grad is None or isinstance(grad, SpentGradient) or self.is_shown(placement):
+        grad: Any = placement.parameter.grad
+        if grad is None or is_spent(grad) or self.is_shown(placement):
             return None
-        return grad.collected() if isinstance(grad, StoredGradient) else grad
+        return grad.source.collected(grad) if isinstance(grad, StoredTensor) else grad
 
     # -- arriving ----------------------------------------------------------------------------------------------------------
 
@@ -298,7 +299,7 @@ class UnitGradients:
         ``parameter.grad``; or None."""
         grad = placement.parameter.grad
         self.refuse_interrupted(placement)
-        if isinstance(grad, SpentGradient):
+        if is_spent(grad):
             raise MisuseError(
                 f"{placement.name!r} was updated during backward, and its gradient is gone: to look at gradients, make the "
                 'optimizer with update="on_fetch"'
@@ -397,7 +398,7 @@ class UnitGradients:
     def spend(self, placement: Placement) -> None:
         """Mark the gradient as used up by an update within backward."""
         self.states[placement].spent = True
-        placement.parameter.grad = SpentGradient(placement)
+        placement.parameter.grad = gradient(placement, Spent)
 
     def is_spent(self, placement: Placement) -> bool:
         """Return whether the parameter was updated within a backward pass of this step."""
@@ -416,7 +417,7 @@ class UnitGradients:
         """Forget a gradient that an update within backward used up, because the step is over."""
         state = self.states.get(placement)
         if state is not None and state.spent:
-            if isinstance(placement.parameter.grad, SpentGradient):
+            if is_spent(placement.parameter.grad):
                 placement.parameter.grad = None
             state.spent = False
 
@@ -457,7 +458,7 @@ class UnitGradients:
         if placement.parameter.grad is None:
             state.marker = None
             self.show(placement)
-        return not isinstance(placement.parameter.grad, SpentGradient)
+        return not is_spent(placement.parameter.grad)
 
     # -- in a checkpoint ---------------------------------------------------------------------------------------------------
 

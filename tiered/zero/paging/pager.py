@@ -61,8 +61,11 @@ from tiered.zero.paging.step_trace import Prefetch, StepTrace
 from tiered.zero.paging.storage import CheckpointRecord, UpdateTier, in_update_tier, model_named
 from tiered.zero.paging.tensors.compiling import ForwardHooks, around, refuse_constants, traced, uncompiled
 from tiered.zero.paging.tensors.copies import CopiedParameter, CopiedValues
-from tiered.zero.paging.tensors.parameters import OTHER, SHARE
-from tiered.zero.paging.tensors.sliced import slice_up
+from tiered.zero.paging.tensors.functions import OTHER
+from tiered.zero.paging.tensors.parameters import Whole
+from tiered.zero.paging.tensors.patches import in_force_for
+from tiered.zero.paging.tensors.sliced import Divided, slice_up
+from tiered.zero.paging.tensors.sources import SHARE
 from tiered.zero.paging.unit import BackwardUpdates, Unit
 from tiered.zero.paging.units import ModelPlan, Placement, Sliced, is_called
 
@@ -291,6 +294,7 @@ class Pager:
     # -- installing --------------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
+        in_force_for(self)
         for unit in self.units:
             for placement in unit.plan.placements:
                 placement.parameter._tiered = ParameterHandle(self, unit, placement)  # type: ignore[attr-defined]
@@ -1056,6 +1060,9 @@ class ParameterHandle:
     """What leads from a parameter to its pager, unit and placement. The references are weak: the collector does not see through
     autograd's node, which keeps the parameter, so a model that its parameters referred to would never be collected."""
 
+    source = Whole
+    """Where the values of the parameter are."""
+
     def __init__(self, pager: Pager, unit: Unit, placement: Placement) -> None:
         self._pager, self._unit, self._placement = weakref.ref(pager), weakref.ref(unit), weakref.ref(placement)
 
@@ -1095,6 +1102,8 @@ class ParameterHandle:
 class SlicedHandle:
     """What leads from a parameter that is sliced to its pager, and to the placements of its slices. Keeps the slices, which the
     parameter is made of, and not the model."""
+
+    source = Divided
 
     def __init__(self, pager: Pager, sliced: Sliced) -> None:
         self._pager = weakref.ref(pager)

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 import torch
+import torch.autograd.forward_ad
 import torch.utils.checkpoint
 from torch import nn
 from torch.utils._pytree import tree_map
@@ -35,6 +36,7 @@ __all__ = [
     "drop_queued",
     "graph_task",
     "in_backward",
+    "in_forward_mode",
     "is_called_within",
     "memory_of",
     "of_checkpoint",
@@ -58,6 +60,11 @@ def graph_task() -> int:
 def in_backward() -> bool:
     """Return whether a backward pass runs this function: a hook, or a part of forward that is computed again."""
     return graph_task() != -1
+
+
+def in_forward_mode() -> bool:
+    """Return whether derivatives are computed forward (torch.autograd.forward_ad)."""
+    return torch.autograd.forward_ad._current_level >= 0
 
 
 def of_checkpoint(hooks: Hooks | None) -> bool:

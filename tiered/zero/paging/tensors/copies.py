@@ -18,7 +18,8 @@ from torch import nn
 
 from tiered import MisuseError, StoreClosed
 from tiered.zero.paging.saved_tensors import memory_of
-from tiered.zero.paging.tensors.parameters import ParameterOwner, name_of, written_by
+from tiered.zero.paging.tensors.functions import name_of, written_by
+from tiered.zero.paging.tensors.sources import ParameterOwner
 
 __all__ = ["CopiedParameter", "CopiedValues", "Origin"]
 

@@ -1,0 +1,171 @@
+"""What paging changes of torch, because torch asks no class about it: in force from the first paged model of a process until
+the last one is gone. ``import tiered.zero`` changes nothing.
+
+- ``nn.Parameter.data`` tells the unit that holds a parameter what may be written to.
+- Functions that read memory of tensors without asking for their class take copies: ``torch.tensor`` and the like, calls of
+  scripted functions, the transforms of torch.func, the gradients that a backward pass begins with.
+- ``torch.autograd.backward(inputs=)`` takes slices in place of a parameter that is divided into them.
+- Functions of lists (``clip_grad_norm_``) take their list forms for stored gradients, as torch adds DTensor there.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch._functorch.eager_transforms
+import torch._functorch.vmap
+import torch.utils._device
+import torch.utils._foreach_utils
+from torch import nn
+
+from tiered.zero.paging.tensors.compiling import traced
+from tiered.zero.paging.tensors.functions import changed, leaves
+from tiered.zero.paging.tensors.parameters import PagedParameter
+from tiered.zero.paging.tensors.sliced import Divided, slices_of
+from tiered.zero.paging.tensors.stored import StoredTensor, copied, is_stored
+
+__all__ = ["in_force_for"]
+
+_DATA: Any = torch._C.TensorBase.data
+
+
+class _Data:
+    """``nn.Parameter.data``, which tells the unit that holds a parameter what may be written to. A write to ``parameter.data``
+    leaves ``parameter._version`` as it is: only the version of the tensor that was given tells of it."""
+
+    __set__ = _DATA.__set__  # of C: no signal handler comes between an assignment and its effect
+
+    def __get__(self, parameter: Any, kind: Any = None) -> Any:
+        if parameter is None:
+            return _DATA
+        values = _DATA.__get__(parameter)
+        handle = None if isinstance(parameter, PagedParameter) else parameter.__dict__.get("_tiered")
+        if handle is not None:
+            handle.lend(values)
+        return values
+
+
+def _with_copies(takes: Callable[..., Any], at: int) -> Callable[..., Any]:
+    """Return ``takes``, which does not ask tensors for their class, with copies of what is stored as its argument ``at``."""
+
+    @functools.wraps(takes)
+    def take(*args: Any, **kwargs: Any) -> Any:
+        if any(is_stored(value) for value in leaves(args[at])):
+            args = (*args[:at], copied(args[at]), *args[at + 1 :])
+        return takes(*args, **kwargs)
+
+    return take
+
+
+def _with_values(takes: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``takes``, which reads memory of tensors that it does not ask for their class, with copies of what is stored, and
+    of lists of it."""
+
+    @functools.wraps(takes)
+    def take(*args: Any, **kwargs: Any) -> Any:
+        if any(map(_has_no_values, args)) or any(map(_has_no_values, kwargs.values())):
+            args, kwargs = changed((args, kwargs), lambda value: value.clone() if _has_no_values(value) else value)
+        return takes(*args, **kwargs)
+
+    return take
+
+
+@traced
+def _has_no_values(value: Any) -> bool:
+    """Return whether ``value`` is stored, or a list that begins with something that is."""
+    if isinstance(value, list | tuple) and value:
+        value = value[0]
+    return isinstance(value, StoredTensor)
+
+
+def _with_slices(takes: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``takes``, a function with an argument ``inputs``, with slices in place of parameters that are divided."""
+
+    @functools.wraps(takes)
+    def take(*args: Any, **kwargs: Any) -> Any:
+        inputs = kwargs.get("inputs")
+        if inputs is not None:
+            given = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+            kwargs["inputs"] = [part for one in given for part in _parts(one)]
+        return takes(*args, **kwargs)
+
+    return take
+
+
+def _parts(value: Any) -> list[Any]:
+    if is_stored(value) and value.step is None and isinstance(value.source, Divided):
+        return list(slices_of(value.source.parameter))
+    return [value]
+
+
+def _changes() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
+    """Yield what is changed: of what, its name, and what makes of it what takes its place."""
+    yield nn.Parameter, "data", lambda _: _Data()
+    for name in ("tensor", "as_tensor", "asarray", "sparse_coo_tensor", "sparse_csr_tensor", "sparse_compressed_tensor"):
+        yield torch, name, _with_values
+    yield torch.Tensor, "new_tensor", _with_values
+    yield torch._C.ScriptFunction, "__call__", _with_values
+    yield torch._C.ScriptMethod, "__call__", _with_values
+    yield torch._functorch.vmap, "_add_batch_dim", functools.partial(_with_copies, at=0)
+    yield torch._functorch.eager_transforms, "_wrap_for_grad", functools.partial(_with_copies, at=0)
+    yield torch.autograd, "_make_grads", functools.partial(_with_copies, at=1)
+    yield torch.autograd, "backward", _with_slices
+
+
+_ABSENT = object()
+_FOREACH: list[type] = getattr(torch.utils._foreach_utils, "_foreach_supported_types", [])
+_before: dict[tuple[Any, str], tuple[Any, Any]] = {}
+"""What is changed now: of what, and its name; what was there before, and what is there."""
+_models: set[int] = set()
+"""Numbers of the paged models that there are."""
+
+
+def in_force_for(model: object) -> None:
+    """Have the changes in force at least as long as ``model`` lives."""
+    _models.add(id(model))  # first: a model that ends meanwhile takes nothing away
+    weakref.finalize(model, _gone, id(model)).atexit = False
+    _put_in_force()
+
+
+def _gone(model: int) -> None:
+    _models.discard(model)
+    if not _models:
+        _take_away()
+
+
+def _put_in_force() -> None:
+    torch.utils._device._device_constructors()  # made once: a default device knows functions by those that torch has until here
+    builtins: Any = torch.jit._builtins
+    builtins._get_builtin_table()  # made once, too
+    for owner, name, make in _changes():
+        found = getattr(owner, name, _ABSENT)
+        if (
+            found is _ABSENT or (owner, name) in _before
+        ):  # of another version of torch: what that gives needs a check of its own
+            continue
+        made = make(found)
+        _before[owner, name] = owner.__dict__.get(name, _ABSENT), made
+        setattr(owner, name, made)
+        known = builtins._find_builtin(found)
+        if known is not None:
+            builtins._register_builtin(made, known)
+    if StoredTensor not in _FOREACH:
+        _FOREACH.append(StoredTensor)
+
+
+def _take_away() -> None:
+    """Give torch back what it had; not where somebody has put something else there since, which may call what was ours."""
+    while _before:
+        (owner, name), (there, made) = _before.popitem()
+        if owner.__dict__.get(name) is not made:
+            continue
+        if there is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, there)
+    if StoredTensor in _FOREACH:
+        _FOREACH.remove(StoredTensor)
