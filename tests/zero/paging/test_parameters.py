@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -578,6 +578,11 @@ def leaf(view: torch.Tensor, model: Model) -> list[Any]:
     return [*found, view.grad.norm(), pickle.loads(pickle.dumps(view.detach().clone()))]  # type: ignore[union-attr]
 
 
+class Two(NamedTuple):
+    left: torch.Tensor
+    right: torch.Tensor
+
+
 def watched(model: Model) -> list[Any]:
     """Return what hooks of a view are given, what it retains, and its gradients by ``torch.autograd.grad``."""
     view, seen = model.extra.t(), []
@@ -606,6 +611,14 @@ OF_THEIR_OWN: dict[str, Callable[[Model], list[Any]]] = {
     "frozen": lambda m: [(p := nn.Parameter(m.extra.T, requires_grad=False)).requires_grad, (p * m.scale).detach()],
     "view of a leaf": lambda m: [(p := nn.Parameter(m.extra)).t().square().sum().backward(), p.grad.clone()],
     "hooks": watched,
+    "a gradient that needs one": lambda m: [
+        m.extra.square().sum().backward(),
+        (g := m.extra.grad.requires_grad_()).t().sin().sum().backward(),
+        (g * 2).sum().backward(),
+        g.grad.clone(),
+        m.extra.grad.requires_grad,
+    ],
+    "a named tuple": lambda m: [torch.cat(Two(m.extra, m.extra.detach())), torch.stack(Two(m.extra.t(), m.extra.t() * 2))],
     "second derivatives": differentiated_twice,
 }
 

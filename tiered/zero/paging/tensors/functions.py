@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from tiered.zero.paging.tensors.compiling import traced
 
 __all__ = [
@@ -203,6 +205,7 @@ def changed(value: Any, change: Callable[[Any], Any]) -> Any:
     """Return ``value`` with each of its leaves changed."""
     if isinstance(value, dict):
         return {key: changed(one, change) for key, one in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(changed(one, change) for one in value)
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+        made = [changed(one, change) for one in value]
+        return made if isinstance(value, list) else type(value)(*made) if hasattr(value, "_fields") else tuple(made)
     return change(value)

@@ -97,8 +97,8 @@ class Viewed(Protocol):
         """Return a copy of the values in ordinary memory."""
         ...
 
-    def is_leaf_view(self) -> bool:
-        """Return whether this is a view with a gradient of its own."""
+    def has_own_gradient(self) -> bool:
+        """Return whether it has a gradient of its own, which is not the parameter's."""
         ...
 
 
@@ -136,7 +136,7 @@ class Source:
 
     @property
     def version(self) -> int:
-        raise NotImplementedError
+        return 0  # where nothing that a graph keeps depends on it
 
     def like(self) -> torch.Tensor:
         """Return a tensor on the meta device with the size, strides and type of the values, which needs a gradient where they

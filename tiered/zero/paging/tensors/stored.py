@@ -129,7 +129,7 @@ class StoredTensor(torch.Tensor):
             empty._source, empty.geometry, empty.step, empty.history = source, geometry, step, None
             return empty
 
-        if step is None or not (source.leads and geometry.requires_grad):
+        if step is None or not geometry.requires_grad or not (source.leads or _is_own(step.base)):
             return made()
         leading: StoredTensor = _Leading.apply(step.base, source, step, made)  # type: ignore[no-untyped-call]
         leading.history, leading.version = _history(leading), source.version
@@ -175,9 +175,10 @@ class StoredTensor(torch.Tensor):
         values, needs = self.values(), bool(self.requires_grad)
         return nn.Parameter(values, needs) if isinstance(self, nn.Parameter) else values.requires_grad_(needs)
 
-    def is_leaf_view(self) -> bool:
-        """Return whether this is a view with a gradient of its own."""
-        return self.step is not None and self.history is None and _needs_gradient(self)
+    def has_own_gradient(self) -> bool:
+        """Return whether it has a gradient of its own, not the parameter's: a view that was detached, or a gradient."""
+        is_parameter = self.step is None and isinstance(self, nn.Parameter)
+        return not is_parameter and self.history is None and _needs_gradient(self)
 
     @classmethod
     def __torch_function__(
@@ -240,6 +241,11 @@ def _history(view: torch.Tensor) -> Any:
     return without_us(getter.__get__, (), (view,), {})
 
 
+def _is_own(value: Any) -> bool:
+    """Return whether ``value`` is a stored tensor that is one of its own to autograd."""
+    return isinstance(value, StoredTensor) and (value.history is not None or value.has_own_gradient())
+
+
 def _needs_gradient(value: torch.Tensor) -> bool:
     getter: Any = torch.Tensor.requires_grad
     found: bool = without_us(getter.__get__, (), (value,), {})
@@ -261,8 +267,13 @@ class _Leading(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         source, step, recorded = ctx.source, ctx.step, torch.is_grad_enabled()
         with ExitStack() as stack, torch.enable_grad():
-            hold(stack, [source.held], [])
-            whole = source.whole()
+            if name_of(step.func) in VIEWS:  # whose backward depends on geometry alone
+                like = source.like()
+                whole = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=source.device)
+            else:
+                if source.held is not None:
+                    hold(stack, [source.held], [])
+                whole = source.whole()
             base = (step.base.made(whole) if isinstance(step.base, StoredTensor) else whole).detach().requires_grad_()
             made = step(source, whole, base)
             return torch.autograd.grad(made, base, gradient, create_graph=recorded)[0], None, None, None
@@ -468,9 +479,8 @@ def geometry_of(value: Any) -> Any:
     """Return a tensor on the meta device with the size, strides and type of ``value``, where that is stored."""
     if not isinstance(value, StoredTensor):
         return value
-    if value.step is None:
-        return value.source.like()
-    return value.geometry.detach().requires_grad_() if value.is_leaf_view() else value.geometry
+    like = value.source.like() if value.step is None else value.geometry
+    return like.detach().requires_grad_() if value.has_own_gradient() else like
 
 
 def _view(call: Call) -> Any:
@@ -596,8 +606,7 @@ class _Values:
         if whole is None:
             whole = self._wholes[source] = source.whole()
         made = value.made(whole)
-        has_own = value.history is not None or value.is_leaf_view()
-        if has_own and torch.is_grad_enabled() and id(value) not in self._written and not in_forward_mode():
+        if _is_own(value) and torch.is_grad_enabled() and id(value) not in self._written and not in_forward_mode():
             made = _Use.apply(value, made.detach())  # type: ignore[no-untyped-call]
         self._made[id(made)] = made, value, made._version
         return made
@@ -640,7 +649,7 @@ def _compute(call: Call, stored: Sequence[StoredTensor]) -> Any:
 
         return func(*changed(args, copy), **changed(kwargs, copy))
     for value in targets:
-        if value.is_leaf_view() and torch.is_grad_enabled():
+        if value.has_own_gradient() and torch.is_grad_enabled():
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")  # as torch says it
         value.source.refuse_in_place(value, call)
     sources = {id(value): value.source for value in stored}  # a parameter is not stored any more while it is held
