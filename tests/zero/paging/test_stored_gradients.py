@@ -458,6 +458,17 @@ def test_after_a_step_a_gradient_can_still_be_read_and_written(store: TieredStor
     assert equal(ours.state_dict(), theirs.state_dict())
 
 
+def test_a_write_that_no_name_tells_of_lands(store: TieredStore) -> None:
+    ours, theirs = pair(store)
+    for model in (ours, theirs):
+        nn.functional.relu(model.all[0].grad, inplace=True)
+        nn.functional.relu(model.all[2].grad.data, inplace=True)
+        with torch.inference_mode():
+            nn.functional.hardtanh(model.all[3].grad[1:], -1e-3, 1e-3, inplace=True)
+            assert model.all[3].grad.abs().sum() > 0
+    assert alike(ours, theirs)
+
+
 def test_autograd_uses_gradients_as_numbers(store: TieredStore) -> None:
     ours, theirs = pair(store)
     weights = []

@@ -436,8 +436,8 @@ def _gradients(call: Call, stored: Sequence[StoredTensor]) -> Any:
     sources = list(inputs) if isinstance(inputs, list | tuple) else [inputs]
     if any(map(is_stored, leaves(given))) or any(is_stored(one) and not _is_input(one) for one in sources):
         raise MisuseError(
-            f"{shown(stored)}: torch.autograd.grad takes parameters as inputs, not views of them, and no outputs that are "
-            "parameters: give it the parameters, and copies (.clone()) as outputs"
+            f"{shown(stored)}: torch.autograd.grad takes parameters as inputs, no detached views of them, and no outputs "
+            "that are parameters: give it the parameters, and copies (.clone()) as outputs"
         )
     zeros, allowed = given.pop("materialize_grads", False), given.pop("allow_unused", None)
     parts = [one.source.edges() if is_stored(one) and one.step is None else [_edge(one)] for one in sources]
@@ -604,7 +604,12 @@ class _Values:
         source = value.source
         whole = self._wholes.get(source)
         if whole is None:
-            whole = self._wholes[source] = source.whole()
+            if torch.is_inference_mode_enabled() and source.held is None:
+                with torch.inference_mode(False), torch.no_grad():  # a copy whose version tells whether it was written to
+                    whole = source.whole()
+            else:
+                whole = source.whole()
+            self._wholes[source] = whole
         made = value.made(whole)
         if _is_own(value) and torch.is_grad_enabled() and id(value) not in self._written and not in_forward_mode():
             made = _Use.apply(value, made.detach())  # type: ignore[no-untyped-call]
