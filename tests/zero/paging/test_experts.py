@@ -410,8 +410,18 @@ def both(store: TieredStore) -> tuple[Experts, Experts]:
     return memory.blocks[0].experts, paged.blocks[0].experts  # type: ignore[union-attr, misc, index]
 
 
+def own(made: torch.Tensor, p: torch.Tensor) -> list[Any]:
+    """Return what a tensor on the values of ``p`` with a gradient of its own gives, after a step of it, too."""
+    (made[2].sin().sum() + (made.mT * made.mT.detach()).sum() + made.sum() + p.detach().sum()).backward()  # type: ignore[no-untyped-call]
+    torch.optim.SGD([made], lr=0.1).step()
+    return [made.grad, made.is_leaf, made.requires_grad, p.grad is None, made.detach() * 1, p.detach() * 1]
+
+
 READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "sum": lambda p: p.sum(),
+    "a leaf": lambda p: own(p.detach().requires_grad_(), p),
+    "a Parameter": lambda p: own(nn.Parameter(p), p),
+    "a Parameter of a view": lambda p: own(nn.Parameter(p.mT), p),
     "norm of all": lambda p: p.view(-1).norm(),
     "flat": lambda p: p.flatten()[3:9] * 1,
     "one": lambda p: p[2] * 1,

@@ -7,7 +7,6 @@ The object stays the same, with its gradient, its hooks and its place in sets an
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from tiered import MisuseError
 from tiered.zero.paging.tensors.functions import asks_for_gradient, words
 from tiered.zero.paging.tensors.sources import Call, Source, owner_of, without_us
-from tiered.zero.paging.tensors.stored import Step, StoredTensor, geometry_of, no_copy, reading
+from tiered.zero.paging.tensors.stored import StoredTensor, no_copy, reading
 
 __all__ = ["PagedParameter", "Whole", "paged_class", "unpage"]
 
@@ -178,12 +177,6 @@ class Whole(Source):
             storage.tiered = self.parameter.nbytes, self.shown
         return storage
 
-    def answer(self, value: StoredTensor, call: Call) -> Any:
-        if call.name == "detach" and value.step is None and value is call.args[0] and _makes_parameter():
-            step = Step(value, call.func, (value,), {}, None, torch.is_grad_enabled())
-            return StoredTensor.of(self, geometry_of(value).detach(), step, type(value))
-        return NotImplemented
-
     def refuse_data(self, value: StoredTensor, data: Any) -> None:
         if value.step is not None:
             raise MisuseError(
@@ -203,17 +196,3 @@ def refuse_sharing(source: Source, data: Any) -> None:
             f"{source.shown} would share its memory with {data.source.shown}, and they are apart in the store: give it a copy "
             "(.clone()), or tie the modules, with one Parameter object, before zero.page"
         )
-
-
-_MAKES = nn.Parameter.__new__.__code__
-
-
-def _makes_parameter() -> bool:
-    """Return whether ``torch.nn.Parameter(...)`` asks for this view, of which it makes another parameter on the same values. It
-    takes one of the class of what it was given."""
-    frame: Any = sys._getframe(2)
-    for _ in range(4):
-        if frame is None or frame.f_code is _MAKES:
-            break
-        frame = frame.f_back
-    return frame is not None and frame.f_code is _MAKES

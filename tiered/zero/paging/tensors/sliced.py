@@ -153,8 +153,8 @@ class Divided(Source):
             raise MisuseError(f"{self.shown} is paged and computes on {self.device}: it cannot be moved to {args[1].device}")
         if value.step is not None:
             if name == "requires_grad.__get__":
-                return value.geometry.requires_grad
-            if name.endswith((".__set__", ".__delete__")) or name == "requires_grad_":
+                return value.geometry.requires_grad or value.has_own_gradient()
+            if value.geometry.requires_grad and (name.endswith((".__set__", ".__delete__")) or name == "requires_grad_"):
                 raise MisuseError(
                     f"{self.shown}: {name.partition('.')[0]} of a view of a parameter in the store would be lost: use the "
                     "parameter itself, or a copy (.clone())"
@@ -175,6 +175,8 @@ class Divided(Source):
     def answer(self, value: StoredTensor, call: Call) -> Any:
         name, args, kwargs = call.name, call.args, call.kwargs
         first: Any = args[0] if args else None
+        if any(_is_divided(one) and one.has_own_gradient() for one in args[:2]):
+            return NotImplemented  # the slices' gradients are not its own
         if name in ("linear", "embedding") and len(args) >= 2 and _is_whole(args[1]) and not _is_divided(first):
             return _linear(*args, **kwargs) if name == "linear" else _embedding(*args, **kwargs)
         if name in GROUPED and len(args) >= 2 and _is_divided(args[1]):

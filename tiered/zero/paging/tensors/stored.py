@@ -498,17 +498,32 @@ def _view(call: Call) -> Any:
     except (RuntimeError, NotImplementedError, TypeError, IndexError):
         return NotImplemented  # the real one says why, or can
     memory = geometry.untyped_storage()._cdata
+    kind: Any = type(source) if name == "detach" and isinstance(source, nn.Parameter) and _makes_parameter() else None
 
     def viewed(view: Any, which: int | None) -> Any:
         if not isinstance(view, torch.Tensor) or view.untyped_storage()._cdata != memory:
             return NotImplemented
         step = Step(source, func, tuple(args), kwargs, which, torch.is_grad_enabled())
-        return source if view is geometry else StoredTensor.of(source.source, view, step)
+        return source if view is geometry else StoredTensor.of(source.source, view, step, kind)
 
     if isinstance(found, tuple | list):
         views = [viewed(view, which) for which, view in enumerate(found)]
         return NotImplemented if any(view is NotImplemented for view in views) else type(found)(views)
     return viewed(found, None)
+
+
+_MAKES = nn.Parameter.__new__.__code__
+
+
+def _makes_parameter() -> bool:
+    """Return whether ``torch.nn.Parameter(...)`` asks for this view, of which it makes another parameter on the same values. It
+    takes one of the class of what it was given."""
+    frame: Any = sys._getframe(3)
+    for _ in range(4):
+        if frame is None or frame.f_code is _MAKES:
+            break
+        frame = frame.f_back
+    return frame is not None and frame.f_code is _MAKES
 
 
 def _converts_nothing(call: Call) -> bool:
