@@ -141,9 +141,21 @@ def result(way: Way, info: Any, given: Any, dtype: torch.dtype, training: bool, 
 
 
 def inputs(info: Any, dtype: torch.dtype, training: bool) -> list[Any]:
+    """What a module is made and called with; what it refuses, too."""
+    given: dict[str, Any] = {"device": "cpu", "dtype": dtype, "requires_grad": True, "training": training}
     seeded(0)
-    found: list[Any] = info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=True, training=training)
+    found = list(info.module_inputs_func(info, **given))
+    if info.module_error_inputs_func is not None:
+        found += [one.module_error_input for one in info.module_error_inputs_func(info, **given)]
     return found
+
+
+def has_parameters(info: Any, given: Any) -> bool:
+    made = given.constructor_input
+    try:
+        return any(True for _ in info.module_cls(*copy.deepcopy(made.args), **copy.deepcopy(made.kwargs)).parameters())
+    except Exception:  # it is refused
+        return False
 
 
 REFUSED = ("no module of this model holds all of its parameters", "is computed again, because no module")
@@ -165,10 +177,8 @@ def runs_of(info: Any) -> list[Run]:
     for dtype, training in product((torch.float32, torch.float64), (True, False)):
         every = inputs(info, dtype, training) if dtype in info.dtypes else []
         for number, given in enumerate(every):
-            seeded(0)
-            alone = given.constructor_input
-            made = info.module_cls(*copy.deepcopy(alone.args), **copy.deepcopy(alone.kwargs))
-            ways = [way for way in WAYS if way.within or any(True for _ in made.parameters())]
+            alone = has_parameters(info, given)
+            ways = [way for way in WAYS if way.within or alone]
             few = min(len(ways), max(1, TOGETHER // len(every)))
             ways = [ways[(few * number + at) % len(ways)] for at in range(few)]
             found += [(info, dtype, training, number, given, way) for way in ways]
