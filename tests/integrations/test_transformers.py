@@ -60,9 +60,9 @@ LLAMA = {
 }
 
 
-def llama() -> Any:
+def llama(**options: Any) -> Any:
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**LLAMA))
+    return LlamaForCausalLM(LlamaConfig(**LLAMA | options))
 
 
 def gpt2() -> Any:
@@ -303,6 +303,32 @@ def test_an_adapter_over_a_paged_model(tmp_path: Path, store: TieredStore) -> No
     file = "adapter_model.safetensors"
     assert (tmp_path / "adapter" / file).read_bytes() == (tmp_path / "reference" / file).read_bytes()
     assert same(model.merge_and_unload(), reference.model.merge_and_unload())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("saved", [["lm_head"], ["model.embed_tokens"], ["lm_head", "embed_tokens"], None])
+def test_modules_of_a_paged_base_are_saved_with_an_adapter(store: TieredStore, saved: list[str] | None, tied: bool) -> None:
+    """peft trains a copy of them, in memory as the adapter is; an optimizer of torch leaves the frozen base alone."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], modules_to_save=saved, ensure_weight_tying=tied)
+    results = []
+    for page in (False, True):
+        base = llama(tie_word_embeddings=tied)
+        torch.manual_seed(1)
+        model = peft.get_peft_model(paged(base, store) if page else base, config)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        tokens, losses = data()[0]["input_ids"][None], []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        results.append((losses, peft.get_peft_model_state_dict(model)))
+    (losses, wanted), (same_losses, found) = results
+    assert same_losses == losses
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
 def test_an_adapter_is_made_before_paging_and_resumed(tmp_path: Path, pretrained: Path) -> None:

@@ -110,10 +110,8 @@ def test_asking_autograd_for_gradients_leaves_the_stored_ones_alone(store: Tiere
         assert torch.equal(optimizer.grad(ours), theirs.grad)
 
 
-def test_a_paged_model_says_that_it_cannot_be_copied(store: TieredStore) -> None:
+def test_a_paged_model_says_that_it_cannot_be_pickled(store: TieredStore) -> None:
     model = zero.page(nn.Linear(4, 4), store)
-    with pytest.raises(MisuseError, match="state_dict"):
-        copy.deepcopy(model)
     with pytest.raises(MisuseError, match="state_dict"):
         pickle.dumps(model)
 

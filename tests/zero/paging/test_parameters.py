@@ -532,7 +532,7 @@ def test_penalties_of_all_parameters_need_one_unit_of_memory(store: TieredStore)
 
 
 REFUSED: dict[str, tuple[Callable[[Model], object], str]] = {
-    "deepcopy": (copy.deepcopy, "cannot be copied or pickled"),
+    "pickle of the model": (pickle.dumps, "cannot be copied or pickled"),
     "deepcopy of a parameter": (lambda m: copy.deepcopy(m.extra), "cannot be copied or pickled"),
     "pickle": (lambda m: pickle.dumps(m.extra), "cannot be copied or pickled"),
     "another of its class": (lambda m: type(m.extra)(torch.zeros(2)), "cannot make a paged parameter"),
@@ -721,6 +721,43 @@ def test_what_cannot_be_right_raises(store: TieredStore, name: str) -> None:
     with pytest.raises(MisuseError, match=message):
         call(sides.paged)
     sides.agree(lambda model: model.extra)
+
+
+PAGED_AS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "recompute": {"activations": "recompute"},
+    "sliced": {"largest_unit": 16 << 10, "slice_weights": True},
+}
+
+
+@pytest.mark.parametrize("name", PAGED_AS)
+def test_a_deep_copy_is_a_model_in_memory(store: TieredStore, name: str) -> None:
+    x = torch.randn(3, 48)
+    memory = build()
+    memory.register_forward_hook(lambda *_: called.append(1))
+    memory.extra.requires_grad_(False)
+    called: list[int] = []
+    paged = zero.page(copy.deepcopy(memory), store, **PAGED_AS[name])
+    expected, found = copy.deepcopy(memory), copy.deepcopy(paged)
+    for one, other in zip(expected.modules(), found.modules(), strict=True):
+        assert vars(one).keys() == vars(other).keys()
+        assert all(len(vars(one)[key]) == len(vars(other)[key]) for key in vars(one) if key.endswith("_hooks"))
+    assert found.listed[0] is found.second.weight
+    assert [type(parameter) for parameter in found.parameters()] == [nn.Parameter] * 9
+    assert [parameter.requires_grad for parameter in found.parameters()] == [p.requires_grad for p in expected.parameters()]
+    for one in (expected, found):
+        optimizer = torch.optim.AdamW(one.parameters(), lr=1e-2)
+        for _ in range(2):
+            optimizer.zero_grad()
+            one(x).square().mean().backward()
+            optimizer.step()
+    assert len(called) == 4
+    assert all(torch.equal(value, expected.state_dict()[key]) for key, value in found.state_dict().items())
+    assert all(torch.equal(value, memory.state_dict()[key]) for key, value in paged.state_dict().items())
+    assert torch.equal(copy.deepcopy(paged.first)(x), memory.first(x))
+    zero.page(found, store, name="copy")
+    assert torch.equal(found(x), expected(x))
+    assert torch.equal(paged(x), memory(x))
 
 
 def test_accelerate_is_told_how_to_set_a_parameter(store: TieredStore) -> None:

@@ -1145,9 +1145,12 @@ def refuse_others() -> None:
 
 @traced
 def _refuse_paged(optimizer: TorchOptimizer, args: object, kwargs: object) -> None:
-    """Raise MisuseError if ``optimizer``, which is about to make a step, is another one, for paged parameters."""
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    if isinstance(optimizer, Optimizer) or not any(hasattr(parameter, "_tiered") for parameter in parameters):
+    """Raise MisuseError if ``optimizer``, which is about to make a step, is another one, for paged parameters. Those that are
+    frozen, as an adapter's base, it leaves alone."""
+    if isinstance(optimizer, Optimizer):
+        return
+    paged = (p for group in optimizer.param_groups for p in group["params"] if hasattr(p, "_tiered"))
+    if not any(parameter.requires_grad or parameter.grad is not None for parameter in paged):
         return
     name = type(optimizer).__name__
     ours = f"tiered.zero.{name}" if name in NAMED else "tiered.zero.AdamW, or another optimizer of tiered.zero,"

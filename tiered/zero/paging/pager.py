@@ -16,6 +16,7 @@ A parameter leads to its pager by a ``ParameterHandle``, which lies here because
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 import weakref
@@ -36,7 +37,7 @@ from tiered import CapacityError, MisuseError, Span, TieredError, TieredStore, T
 from tiered.errors import expect_type
 from tiered.store.activations import Hooks, Left, SavedTensors, hooks_active, pop_hooks, push_hooks
 from tiered.store.memory_watch import MemoryWatch
-from tiered.system import Trimmer
+from tiered.system import Trimmer, refuse_little_room
 from tiered.tuning.adaptive import AdaptiveActivations, AutoPlan
 from tiered.types import Access
 from tiered.zero.intent import Intent
@@ -59,13 +60,14 @@ from tiered.zero.paging.saved_tensors import (
 from tiered.zero.paging.sharding import Partition
 from tiered.zero.paging.step_trace import Prefetch, StepTrace
 from tiered.zero.paging.storage import CheckpointRecord, UpdateTier, in_update_tier, model_named
-from tiered.zero.paging.tensors.compiling import ForwardHooks, around, refuse_constants, traced, uncompiled
+from tiered.zero.paging.tensors.compiling import KEY, ForwardHooks, around, refuse_constants, traced, uncompiled
 from tiered.zero.paging.tensors.copies import CopiedParameter, CopiedValues
 from tiered.zero.paging.tensors.functions import OTHER
 from tiered.zero.paging.tensors.parameters import Whole
 from tiered.zero.paging.tensors.patches import in_force_for
 from tiered.zero.paging.tensors.sliced import Divided, slice_up
 from tiered.zero.paging.tensors.sources import SHARE
+from tiered.zero.paging.tensors.stored import no_copy
 from tiered.zero.paging.unit import BackwardUpdates, Unit
 from tiered.zero.paging.units import ModelPlan, Placement, Sliced, is_called
 
@@ -82,7 +84,6 @@ __all__ = [
     "Reference",
     "SlicedHandle",
     "name_of",
-    "no_copy",
     "owner_of",
     "pager_of",
     "pagers_of",
@@ -267,6 +268,10 @@ class Pager:
         """The one that began the running forward, or the running use of parameters."""
         self._gatherings: weakref.WeakSet[Gathering] = weakref.WeakSet()
         self._copied: dict[nn.Parameter, tuple[str, int, Callable[[], torch.Tensor | None]]] = {}
+        self._hooks_of: dict[nn.Module, list[Any]] = {}
+        """The handles of what was registered with each module."""
+        self._forwards = {module: [module.__dict__.get("forward")] for module in model.modules()}
+        """What each module has as ``forward`` of its own: before it was paged, and since."""
         self._backward: Backward | None = None
         self._updates = BackwardUpdates()
         self.step_trace = StepTrace.of(store)
@@ -287,8 +292,11 @@ class Pager:
         )
         for module in self.model.modules():
             module.__dict__["__prepare_scriptable__"] = _refuse_scripting  # torch.jit.script calls it first
+            if not hasattr(type(module), "__deepcopy__"):
+                module.__dict__["__deepcopy__"] = partial(self._copy_module, module)
             if self._is_hooked(module):
                 module.forward = self._guarded(module, module.forward)  # of this one object
+            self._forwards[module].append(module.__dict__.get("forward"))
         _pagers.add(self)
 
     # -- installing --------------------------------------------------------------------------------------------------------
@@ -305,9 +313,11 @@ class Pager:
             if module._parameters:
                 module._parameters = _Watched(module._parameters, self)
                 after = partial(self._after_state_dict)  # torch marks the hook, which a bound method does not allow
-                module.register_state_dict_post_hook(after)  # type: ignore[no-untyped-call]
-                module.register_load_state_dict_pre_hook(self._before_load)  # type: ignore[no-untyped-call]
-                module.register_load_state_dict_post_hook(self._after_load)  # type: ignore[no-untyped-call]
+                self._hooks_of[module] = [
+                    module.register_state_dict_post_hook(after),  # type: ignore[no-untyped-call]
+                    module.register_load_state_dict_pre_hook(self._before_load),  # type: ignore[no-untyped-call]
+                    module.register_load_state_dict_post_hook(self._after_load),  # type: ignore[no-untyped-call]
+                ]
             if self._is_hooked(module):
                 held = self._held.get(module, ())
                 ForwardHooks(held, self._before_forward, self._after_forward).register(module)
@@ -992,6 +1002,44 @@ class Pager:
         if self._prefetch == "on" and not self.step_trace.following:
             self.store.prefetch(unit.upcoming_keys(), tier=self.update_tier)
 
+    # -- copies in memory ------------------------------------------------------------------------------------------------------
+
+    def _copy_module(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        """Return a copy of a module whose parameters are in memory, as copy.deepcopy asks for one; it is not paged. Raises
+        CapacityError where a memory cgroup leaves too little for it."""
+        paged = [p for p in module.parameters() if id(p) not in memo and (p in self._home or p in self.sliced)]
+        if paged:
+            nbytes = sum(parameter.numel() * parameter.itemsize for parameter in paged)
+            refuse_little_room(self.store, "a copy of this module in memory", more=nbytes)
+        for parameter in paged:
+            found = self._home.get(parameter)
+            kind = nn.Parameter if found is None else found[0].kind(found[1])
+            with torch.inference_mode(False):
+                memo[id(parameter)] = kind(self.value(parameter).to(self.store.device), parameter.requires_grad)
+        parts: Any = module.__reduce_ex__(4)  # as copy does
+        make, given, state = parts[:3]
+        if not isinstance(state, dict):
+            raise no_copy()
+        copied: Any = make(*given)
+        memo[id(module)] = copied
+        copied.__setstate__(copy.deepcopy(self._unpaged(module, state), memo))
+        return copied  # type: ignore[no-any-return]
+
+    def _unpaged(self, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the attributes of a module without what paging has added to them."""
+        state = {name: value for name, value in state.items() if name not in ("__deepcopy__", "__prepare_scriptable__")}
+        before, since = self._forwards[module]
+        if state.get("forward") is since:
+            state |= {"forward": before}
+        if state.get("forward", self) is None:
+            del state["forward"]
+        state["_parameters"] = dict(state["_parameters"])
+        ours = {KEY, *(handle.id for handle in self._hooks_of.get(module, ()))}
+        for name, hooks in state.items():
+            if name.startswith("_") and "hooks" in name and isinstance(hooks, dict):
+                state[name] = type(hooks)((number, hook) for number, hook in hooks.items() if number not in ours)
+        return state
+
     # -- state_dict --------------------------------------------------------------------------------------------------------
 
     def _after_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -1119,10 +1167,6 @@ class SlicedHandle:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Called by copy and pickle."""
         raise no_copy()
-
-
-def no_copy() -> MisuseError:
-    return MisuseError("a paged model cannot be copied or pickled: copy or save model.state_dict() instead")
 
 
 def placement_of(parameter: torch.Tensor) -> tuple[Pager, Unit, Placement]:

@@ -17,10 +17,11 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import xxhash
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
@@ -34,6 +35,7 @@ from tiered.zero.paging.sharding import Partition
 from tiered.zero.paging.storage import Cast, CheckpointRecord, ParameterStorage, TensorStore, host
 from tiered.zero.paging.tensors.compiling import traced
 from tiered.zero.paging.tensors.parameters import paged_class
+from tiered.zero.paging.tensors.stored import no_copy
 from tiered.zero.paging.units import Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import Pending, States, Update, flat_view
 from tiered.zero.rules.forms import Kept, kept_by
@@ -202,6 +204,14 @@ class Unit:
         self._cut = plan.cut if plan.shares > 1 else set()
         if self._cut:
             self.states.gather = partial(partition.whole, plan)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Called by copy and pickle."""
+        raise no_copy()
+
+    def kind(self, placement: Placement) -> type[nn.Parameter]:
+        """Return the class that a parameter has while it is held."""
+        return self._kinds[placement]
 
     # -- parameters --------------------------------------------------------------------------------------------------------
 
