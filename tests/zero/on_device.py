@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -241,6 +242,41 @@ def test_other_rules_are_applied_on_a_device(tmp_path: Path, device: torch.devic
         same = torch.equal if exact else partial(torch.allclose, rtol=0.0, atol=1e-4)
         assert all(same(value, found[0][0][name]) for name, value in values.items())
         assert all(same(states[i][name], value) for i, state in found[0][1].items() for name, value in state.items())
+
+
+UNSEEN: dict[str, Callable[[torch.Tensor], object]] = {
+    "data of a view": lambda p: p[1].data.mul_(0.5),
+    "signs of data of detach": lambda p: p.detach().data[3:5].neg_(),
+    "one element": lambda p: p.data.data.view(-1)[-1].add_(1),
+}
+
+
+@pytest.mark.parametrize("way", UNSEEN)
+def test_what_forward_writes_lands_although_no_version_tells(tmp_path: Path, device: torch.device, way: str) -> None:
+    def layers() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(97, 97) for _ in range(40)))
+
+    found = []
+    for paged in (False, True):
+        with ExitStack() as stack:
+            model = layers()
+            if paged:
+                zero.page(model, stack.enter_context(open_store(tmp_path / "store")))
+            else:
+                model.to(device)
+            optimizer = (zero.AdamW if paged else partial(torch.optim.AdamW, fused=True))(model.parameters())
+            for module in model[::7]:
+                module.register_forward_pre_hook(lambda module, _: (UNSEEN[way](module.weight.detach()), None)[1])
+            for step in range(2):
+                x = torch.randn(7, 97, generator=torch.Generator().manual_seed(step)).to(device)
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if paged:
+                zero.offload(model)
+            found.append({name: value.cpu() for name, value in model.state_dict().items()})
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
 def test_a_batch_is_split_inside_units(tmp_path: Path, device: torch.device) -> None:

@@ -146,6 +146,21 @@ def in_place(store: TieredStore, paged: Callable[..., Any]) -> Found:
     return {"seen": dict(enumerate(seen)), **looks(model, optimizer)}
 
 
+def written(store: TieredStore, paged: Callable[..., Any]) -> Found:
+    """In forward, by ways that leave no version behind."""
+    model = paged(Tied(layers=2))
+    optimizer = zero.AdamW(model.parameters(), lr=1e-2)
+    ways = (lambda p: p.detach().data.mul_(0.5), lambda p: p.detach().numpy().__imul__(0.5))
+    for write in ways:
+        weight = model.blocks[0].mlp[1].weight
+        handle = model.blocks[0].register_forward_pre_hook(lambda *_, write=write, weight=weight: (write(weight), None)[1])
+        model.loss(0).backward()
+        handle.remove()
+        optimizer.step()
+        optimizer.zero_grad()
+    return looks(model, optimizer)
+
+
 def clipped(store: TieredStore, paged: Callable[..., Any]) -> Found:
     """By torch, and by the optimizer: the same bits."""
     models = [paged(Tied(layers=2), name=name) for name in ("torch", "ours")]
@@ -183,7 +198,8 @@ def copied(store: TieredStore, paged: Callable[..., Any]) -> Found:
 
 
 FEATURES = {
-    made.__name__: made for made in (converted, half, split, true_bf16, scaled, looked_at, loaded, in_place, clipped, copied)
+    made.__name__: made
+    for made in (converted, half, split, true_bf16, scaled, looked_at, loaded, in_place, written, clipped, copied)
 }
 
 

@@ -3,6 +3,9 @@
 A unit that nobody holds shows placeholders, whose stale reads are loud. A held unit shows the store's own memory.
 ``optimizer.step()`` defers an update, and the next ``hold`` applies it.
 
+Writes to a held unit are told by its bytes. torch counts the writes to a tensor, and misses many: to ``.data`` of it or of a
+view, by NumPy, DLPack or a storage, by ``apply_``, by fused optimizers and code in C++.
+
 Updates within backward (``BackwardUpdates``): a parameter's gradient is final when autograd accumulates it, once per backward
 pass. Its old value may still be needed: by what autograd saved (of this parameter, or of another one in its unit), and by
 aliases that ``torch.utils.checkpoint`` keeps. So a unit is updated when none of these is left and as many gradients have
@@ -16,7 +19,7 @@ import ctypes
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -37,14 +40,15 @@ from tiered.zero.paging.tensors.compiling import traced
 from tiered.zero.paging.tensors.parameters import paged_class
 from tiered.zero.paging.tensors.stored import no_copy
 from tiered.zero.paging.units import Placement, UnitPlan, even_chunks
-from tiered.zero.paging.update import Pending, States, Update, flat_view
+from tiered.zero.paging.update import Pending, States, Update
 from tiered.zero.rules.forms import Kept, kept_by
 from tiered.zero.rules.rule import WHOLE, UpdateRule, terms_of
 
 __all__ = ["BackwardUpdates", "DevicePlaceholder", "Placeholder", "Stepper", "Unit"]
 
-DIGESTED_AT_ONCE = 1 << 20
-"""Elements of which a digest is made at a time, in host memory."""
+PIECE = 1 << 19
+"""Words of eight bytes of which a device makes a digest at a time."""
+_LOW, _STEP = 0xFFFFFFFF, 0x9E3779B97F4A7C15 - (1 << 64)
 
 APART = {"cpu", "cuda"}
 """Devices on which a parameter can have a storage of its own on memory that is another tensor's. On others the parameters of a
@@ -181,7 +185,10 @@ class Unit:
         self._holders = 0
         self._in_use = False  # from before the parameters are given memory until after it is taken away
         self._access = Access.READ
-        self._digests: dict[Placement, bytes] = {}
+        self._digests: dict[Placement, int] = {}
+        """Of the bytes of parameters as the store has them; within a hold for writing, of those whose masters had their values
+        before. Known of all of them where ``_digested`` is the unit's version."""
+        self._digested = -1
         self._versions: list[int] = []
         self._left: list[int] | None = None
         """Versions of the parameters when the unit was last dropped, where somebody kept a tensor on their memory."""
@@ -261,14 +268,15 @@ class Unit:
             with torch.inference_mode(False), torch.no_grad():
                 self._open(access)
             return
-        kept: list[Placement] = []
+        wanted: Collection[Placement] = self.plan.placements
+        known = self._digests if self._digested == self.version else {}
         if access is Access.WRITE:  # what follows writes, whatever becomes of it
             kept = [p for p, part in self.parts.items() if part not in self.states.stale_masters and p.packing is None]
+            wanted = [p for p in kept if p.stored in (torch.bfloat16, torch.float16)]
             self.states.stale_masters.update(self.parts.values())
             self.version += 1
-        self._access = access
+        self._access, self._digested, self._digests = access, -1, {}
         self.base = self.storage.materialize(access)
-        self._digests = {p: _digest(p, self.base) for p in kept if p.stored in (torch.bfloat16, torch.float16)}
         own = _storage_of_its_own if self._apart else torch.Tensor.detach
         self.memory = {placement: own(self.base[begin:end]) for placement, begin, end in self._extents}
         address = _address(self.base)
@@ -277,6 +285,13 @@ class Unit:
             values = self.memory[placement].view(placement.dtype).as_strided(placement.shape, placement.stride)
             placement.parameter.__class__, placement.parameter.data = kind, values
         self._versions = [p.parameter._version for p in self.plan.placements]
+        self._digests = {p: known[p] for p in wanted} if known else self._digests_of(wanted)
+        if access is Access.READ:
+            self._digested = self.version
+
+    def _digests_of(self, placements: Collection[Placement]) -> dict[Placement, int]:
+        """Return digests of what is in memory now of parameters of the unit, which is held."""
+        return dict(zip(placements, _digests([self.memory[placement] for placement in placements]), strict=True))
 
     def _changed_since(self) -> list[Placement]:
         """Return the parameters that were written to since the unit was dropped, through tensors that somebody kept."""
@@ -344,7 +359,7 @@ class Unit:
             try:
                 if self._access is Access.WRITE:
                     self._copy_replaced(self.base)
-                    self._keep_masters(self.base)
+                    self._keep_masters()
                     self.storage.write_back(self.base)
                     self._outdate()
                 elif self._holders:
@@ -355,9 +370,9 @@ class Unit:
         if not written:
             self.give_up()
             return
-        if self.plan.read_only:
+        if self.plan.read_only or self.store.access is Access.READ:
             self.give_up()
-            self.plan.refuse_writing()
+            self._refuse_for_reading(next(iter(written)))
         before = self.intent.spoiled
         self.intent.spoil(
             f"an exception struck while what was written to {self.plan.name!r} was being stored; call zero.rollback"
@@ -365,6 +380,16 @@ class Unit:
         self.give_up()
         self._land(written)
         self.intent.spoil(before)
+
+    def _refuse_for_reading(self, written: Placement) -> None:
+        """Raise MisuseError for a parameter of a model for reading only, and have the unit read anew when it is used next."""
+        self.store.offload([self.key])
+        why = "the store is open for reading: to write to the model, open it without access='read'"
+        try:
+            self.plan.refuse_writing()
+        except MisuseError as error:
+            why = str(error)
+        raise MisuseError(f"parameter {written.name!r} was written to, and has its values of before: {why}")
 
     @torch.no_grad()
     def _copy_replaced(self, base: torch.Tensor) -> None:
@@ -399,19 +424,19 @@ class Unit:
         """Return whether a parameter has no memory: an exception struck as it was given, or taken away."""
         return _address(placement.parameter) == self._placeholders[placement].address
 
-    def _keep_masters(self, base: torch.Tensor) -> None:
+    def _keep_masters(self) -> None:
         """Keep the masters of parameters that nobody wrote to while the unit could be written to."""
-        for placement, digest in self._digests.items():
-            if _digest(placement, base) == digest:
+        for placement, digest in self._digests_of(self._digests).items():
+            if self._digests[placement] == digest:
                 self.states.stale_masters.discard(self.parts[placement])
 
     def _written(self) -> dict[Placement, torch.Tensor]:
         """Return copies of the parameters that were changed while their memory is leased for reading."""
         written = {}
-        through_data = {placement for placement, values, version in self._data if values._version != version}
+        now = self._digests_of(self.plan.placements)
         for placement, version in zip(self.plan.placements, self._versions, strict=True):
             parameter = placement.parameter
-            changed = parameter._version != version or placement in through_data
+            changed = parameter._version != version or now[placement] != self._digests[placement]
             if self._is_replaced(placement) or (changed and not self._is_released(placement)):
                 written[placement] = parameter.detach().clone()
         return written
@@ -703,14 +728,36 @@ def _living(storages: list[StorageWeakRef]) -> list[StorageWeakRef]:
     return [storage for storage in storages if not storage.expired()]  # type: ignore[no-untyped-call]
 
 
-@torch.no_grad()
-def _digest(placement: Placement, base: torch.Tensor) -> bytes:
-    """Return a digest of the values of a parameter in ``base``."""
-    values = flat_view(placement.view(base).detach())
-    digest = xxhash.xxh3_128()
-    for start in range(0, values.numel(), DIGESTED_AT_ONCE):
-        digest.update(host(values[start : start + DIGESTED_AT_ONCE]).view(torch.uint8).numpy().data)
-    return digest.digest()
+def _digests(memories: Sequence[torch.Tensor]) -> list[int]:
+    """Return a digest of 64 bits of each of ``memories``, uint8 of one dimension.
+
+    In host memory that is xxh3. On a device, which this waits for once, it is a sum of the words, each times a number of its
+    place (Carter and Wegman, 1979, Universal classes of hash functions), so that only the digests come to the host.
+    """
+    if not memories or memories[0].device.type == "cpu":
+        return [xxhash.xxh3_64_intdigest(memory.numpy().data) for memory in memories]
+    found: list[int] = torch.stack([_sum(memory) for memory in memories]).tolist()
+    return found
+
+
+def _sum(memory: torch.Tensor) -> torch.Tensor:
+    whole = memory.numel() // 8 * 8
+    last = torch.zeros(8, dtype=torch.uint8, device=memory.device)
+    last[: memory.numel() - whole].copy_(memory[whole:])
+    factors = _factors(memory.device)
+    total = last.view(torch.int64)[0].clone()
+    for words in torch.split(memory[:whole].view(torch.int64), PIECE):
+        mixed = words ^ ((words >> 32) & _LOW)  # else the highest bits of an even number of words would cancel out
+        total = total * _STEP + (mixed * factors[: words.numel()]).sum()
+    return total
+
+
+@cache
+def _factors(device: torch.device) -> torch.Tensor:
+    """Return odd numbers by chance, always the same."""
+    chance = torch.Generator().manual_seed(0)
+    made = torch.randint(-(1 << 62), 1 << 62, (PIECE,), generator=chance, dtype=torch.int64, device="cpu")
+    return (made * 2 + 1).to(device)
 
 
 def _storage_of_its_own(memory: torch.Tensor) -> torch.Tensor:

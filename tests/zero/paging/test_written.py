@@ -1,0 +1,249 @@
+"""Writes to parameters that are in memory are noticed by what is there, whatever wrote: the results are those of the model in
+memory, with any budget."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
+
+from tests.quick import quick
+from tests.zero.narrow import MasterAdamW
+from tiered import MisuseError, TieredStore, zero
+
+WIDTH, LAYERS = 128, 24
+BUDGETS = {"all fits": "64MiB", "nothing fits": "1MiB"}
+Write = Callable[[torch.Tensor], Any]
+
+
+def fused(p: torch.Tensor) -> None:
+    moments = [torch.ones_like(p, requires_grad=False) for _ in range(3)]
+    numbers = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8}
+    one = torch.tensor(1.0)
+    torch._fused_adamw_([p], *([m] for m in moments), [], [one], **numbers, amsgrad=False, maximize=False)
+
+
+def unversioned(p: torch.Tensor) -> None:
+    with torch.autograd._unsafe_preserve_version_counter(p):  # type: ignore[no-untyped-call]
+        p[0].mul_(0.5)
+
+
+WAYS: dict[str, Write] = {
+    "in place": lambda p: p[0].mul_(0.5),
+    "list": lambda p: torch._foreach_mul_([p], 0.5),
+    "data": lambda p: p.data[0].mul_(0.5),
+    "data assigned": lambda p: setattr(p, "data", p.data * 0.5),
+    "data of data": lambda p: p.data.data[0].mul_(0.5),
+    "data of a view": lambda p: p[0].data.mul_(0.5),
+    "data of detach": lambda p: p.detach().data[0].mul_(0.5),
+    "NumPy": lambda p: p.detach().numpy()[:2].__imul__(0.5),
+    "DLPack": lambda p: from_dlpack(to_dlpack(p.detach()))[0].mul_(0.5),
+    "storage": lambda p: torch.empty(0).set_(p.untyped_storage())[:5].mul_(0.5),
+    "byte of a storage": lambda p: p.untyped_storage().__setitem__(3, 63),
+    "fused": fused,
+    "apply_": lambda p: p.detach()[0].apply_(lambda value: value * 0.5),
+    "map_": lambda p: p.detach()[0].map_(p.detach()[1].clone(), lambda value, other: value - other),
+    "code in C": lambda p: ctypes.memset(p.data_ptr() + 8, 0, 8),
+    "without a version": unversioned,
+}
+
+
+class Layer(nn.Module):
+    """Writes to its weight where ``write`` says so: ``within`` its forward, or when that is computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
+        self.within: Write | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.within is not None:
+            with torch.no_grad():
+                self.within(self.weight)
+        return (x @ self.weight).tanh()
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.again = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.again else layer(x)
+        return x
+
+
+def quietly(write: Write, p: torch.Tensor) -> None:
+    with torch.no_grad():
+        write(p)
+
+
+def in_forward(model: Layers, write: Write) -> None:
+    for layer in model.layers[::5]:
+        layer.within = write
+
+
+def computed_again(model: Layers, write: Write) -> None:
+    model.again = True
+    in_forward(model, write)
+
+
+def in_hooks(model: Layers, write: Write) -> None:
+    for layer in model.layers[::5]:
+        layer.register_forward_pre_hook(lambda module, _: quietly(write, module.weight))
+    for layer in model.layers[1::5]:  # later than a graph has saved the weight, torch raises for most
+        layer.register_forward_hook(lambda module, *_: None if torch.is_grad_enabled() else quietly(write, module.weight))
+
+
+def in_backward(model: Layers, write: Write) -> None:
+    for layer in model.layers[::5]:
+        layer.register_full_backward_hook(lambda module, *_: quietly(write, module.weight))
+
+
+def of_kept_parameters(model: Layers, write: Write) -> None:
+    for layer, weight in list(zip(model.layers, model.parameters(), strict=True))[::5]:
+        layer.register_forward_pre_hook(lambda *_, weight=weight: quietly(write, weight))
+
+
+PLACES = {one.__name__: one for one in (in_forward, computed_again, in_hooks, in_backward, of_kept_parameters)}
+MOVING = {"in place", "list"}
+"""Count up a version each time: what a layer saved in forward is not what it is when it is computed again, and raises."""
+CASES = [one for one in product(BUDGETS, PLACES, WAYS) if one[1] != "computed_again" or one[2] not in MOVING]
+
+
+@pytest.fixture
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TieredStore]:
+    with TieredStore.open(tmp_path / "store", dram=BUDGETS[request.param]) as store:
+        yield store
+        store.close()
+
+
+def small() -> list[tuple[str, str, str]]:
+    """Each way in forward with little memory, and once in each other place."""
+    budgets, places = list(BUDGETS), list(PLACES)
+    everywhere = [(budgets[n % 2], places[1 + n % (len(places) - 1)], way) for n, way in enumerate(WAYS)]
+    return [*(("nothing fits", "in_forward", way) for way in WAYS), *(one for one in everywhere if one in CASES)]
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize(("opened", "place", "way"), quick(CASES, small()), indirect=["opened"])
+def test_every_write_lands(opened: TieredStore, place: str, way: str) -> None:
+    torch.manual_seed(0)
+    reference = Layers()
+    model = zero.page(copy.deepcopy(reference), opened)
+    x, found = torch.randn(4, WIDTH, requires_grad=True), []
+    for one in (reference, model):
+        optimizer = torch.optim.AdamW(one.parameters(), fused=True) if one is reference else zero.AdamW(one.parameters())
+        PLACES[place](one, WAYS[way])
+        losses = []
+        for step in range(3):
+            loss = one(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                losses += [loss.item(), one(x).square().mean().item()]
+            if one is model and step == 1:
+                zero.offload(model)
+        found.append(losses)
+    assert found[0] == found[1]
+    values = model.state_dict()
+    assert all(torch.equal(value, values[name]) for name, value in reference.state_dict().items())
+    opened.commit()
+    opened.rollback()
+
+
+def test_what_is_written_in_gathered_lands(store: TieredStore) -> None:
+    reference = Layers()
+    model = zero.page(copy.deepcopy(reference), store)
+    for write in WAYS.values():
+        with zero.gathered(model.layers[3]):
+            quietly(write, model.layers[3].weight)  # type: ignore[arg-type]
+        quietly(write, reference.layers[3].weight)  # type: ignore[arg-type]
+        zero.offload(model)
+        assert torch.equal(model.layers[3].weight, reference.layers[3].weight)  # type: ignore[arg-type]
+
+
+NARROW: dict[str, Write] = {
+    "in place": lambda p: p.mul_(0.75),
+    "data of a view": lambda p: p.view(-1).data.mul_(0.75),
+    "storage": lambda p: p.new_empty(0).set_(p.untyped_storage()).mul_(0.75),
+    "data assigned": lambda p: setattr(p, "data", p.data * 0.75),
+}
+
+
+@pytest.mark.parametrize("way", NARROW)
+@pytest.mark.parametrize("dtype", quick([torch.bfloat16, torch.float16], [torch.bfloat16]))
+def test_what_is_written_is_the_master_of_the_next_step(store: TieredStore, dtype: torch.dtype, way: str) -> None:
+    torch.manual_seed(0)
+    reference = Layers().to(dtype)
+    model = zero.page(copy.deepcopy(reference), store)
+    optimizers = MasterAdamW([{"params": list(reference.parameters())}], lr=1e-3), zero.AdamW(model.parameters(), lr=1e-3)
+    x = torch.randn(4, WIDTH).to(dtype)
+    for one, optimizer in zip((reference, model), optimizers, strict=True):
+        for step in range(4):
+            for layer in one.layers[::5]:
+                layer.within = NARROW[way] if step == 1 else None
+            one(x).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    values = model.state_dict()
+    assert all(torch.equal(value, values[name]) for name, value in reference.state_dict().items())
+
+
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float16])
+def test_a_write_to_the_copy_that_computes_reaches_what_is_stored(store: TieredStore, storage: torch.dtype) -> None:
+    """The copy is of another type, and is deleted after use."""
+    torch.manual_seed(0)
+    first, found = Layers(), []
+    for name in ("in place", "data of a view"):
+        model = zero.page(copy.deepcopy(first), store, name=name, policy=zero.Policy(storage=storage))
+        optimizer = zero.AdamW(model.parameters(), lr=1e-3)
+        for step in range(3):
+            for layer in model.layers[::5]:
+                layer.within = NARROW[name] if step == 1 else None  # type: ignore[assignment]
+            model(torch.ones(4, WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(model.state_dict())
+    assert not torch.equal(found[0]["layers.5.weight"], first.layers[5].weight)  # type: ignore[arg-type]
+    assert all(torch.equal(value, found[1][key]) for key, value in found[0].items())
+
+
+@pytest.mark.parametrize("kind", ["of a store for reading", "quantised"])
+def test_what_is_for_reading_only_says_which_parameter_was_written_to(tmp_path: Path, kind: str) -> None:
+    torch.manual_seed(0)
+    first = nn.Sequential(*(Layer() for _ in range(4)), nn.LayerNorm(WIDTH))
+    with TieredStore.open(tmp_path / "store", dram="4MiB") as store:
+        policy = zero.Policy(quantize="int8") if kind == "quantised" else zero.Policy()
+        model = zero.page(copy.deepcopy(first), store, name="model", policy=policy)
+        if kind == "quantised":
+            refuses(model)
+            store.close()
+            return
+        zero.commit(model)
+        store.close()
+    with TieredStore.open(tmp_path / "store", dram="4MiB", access="read") as store:
+        refuses(zero.page(first, store, name="model", existing="resume"))
+
+
+def refuses(model: Any) -> None:
+    with torch.no_grad():
+        before = model(torch.ones(1, WIDTH))
+        for write in WAYS.values():
+            model[2].within = write
+            with pytest.raises(MisuseError, match=r"parameter '2\.weight' was written to, and has its values of before"):
+                model(torch.ones(1, WIDTH))
+            model[2].within = None
+            assert torch.equal(model(torch.ones(1, WIDTH)), before)
