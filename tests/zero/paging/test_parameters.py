@@ -760,6 +760,37 @@ def test_a_deep_copy_is_a_model_in_memory(store: TieredStore, name: str) -> None
     assert torch.equal(paged(x), memory(x))
 
 
+class Lending(nn.Module):
+    """Has the attributes of the model within it, as peft's models have."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.adapter = inner, nn.Linear(2, 2)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.adapter(self.inner(x))
+        return found
+
+
+def test_a_deep_copy_of_a_module_around_a_paged_one(store: TieredStore) -> None:
+    x = torch.randn(3, 48)
+    around = Lending(zero.page(build(), store))
+    copied = copy.deepcopy(around)
+    assert type(copied) is Lending
+    assert copied.extra is copied.inner.extra is not around.extra
+    assert torch.equal(copied(x), around(x))
+    assert copy.deepcopy(copied.inner).scale == around.scale
+    for dumped in (around, around.inner, nn.Sequential(around.inner.first)):
+        with pytest.raises(MisuseError, match="cannot be copied or pickled"):
+            pickle.dumps(dumped)
+
+
 def test_accelerate_is_told_how_to_set_a_parameter(store: TieredStore) -> None:
     modeling = pytest.importorskip("accelerate.utils.modeling")
     sides = Sides(store)

@@ -16,7 +16,6 @@ A parameter leads to its pager by a ``ParameterHandle``, which lies here because
 
 from __future__ import annotations
 
-import copy
 import gc
 import threading
 import weakref
@@ -292,8 +291,8 @@ class Pager:
         )
         for module in self.model.modules():
             module.__dict__["__prepare_scriptable__"] = _refuse_scripting  # torch.jit.script calls it first
-            if not hasattr(type(module), "__deepcopy__"):
-                module.__dict__["__deepcopy__"] = partial(self._copy_module, module)
+            # Not __deepcopy__, which a module around this one that lends its attributes, as peft's, would have, too.
+            module.__dict__["__reduce_ex__"] = partial(self._reduce, module)
             if self._is_hooked(module):
                 module.forward = self._guarded(module, module.forward)  # of this one object
             self._forwards[module].append(module.__dict__.get("forward"))
@@ -1004,36 +1003,34 @@ class Pager:
 
     # -- copies in memory ------------------------------------------------------------------------------------------------------
 
-    def _copy_module(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-        """Return a copy of a module whose parameters are in memory, as copy.deepcopy asks for one; it is not paged. Raises
-        CapacityError where a memory cgroup leaves too little for it."""
-        paged = [p for p in module.parameters() if id(p) not in memo and (p in self._home or p in self.sliced)]
-        if paged:
-            nbytes = sum(parameter.numel() * parameter.itemsize for parameter in paged)
-            refuse_little_room(self.store, "a copy of this module in memory", more=nbytes)
-        for parameter in paged:
-            found = self._home.get(parameter)
-            kind = nn.Parameter if found is None else found[0].kind(found[1])
-            with torch.inference_mode(False):
-                memo[id(parameter)] = kind(self.value(parameter).to(self.store.device), parameter.requires_grad)
-        parts: Any = module.__reduce_ex__(4)  # as copy does
-        make, given, state = parts[:3]
+    def copied(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return a copy of a parameter in memory, which is not paged. Raises CapacityError where a memory cgroup leaves too
+        little for it."""
+        refuse_little_room(self.store, "a copy of this model in memory", more=parameter.numel() * parameter.itemsize)
+        found = self._home.get(parameter)
+        kind = nn.Parameter if found is None else found[0].kind(found[1])
+        with torch.inference_mode(False):
+            return kind(self.value(parameter).to(self.store.device), parameter.requires_grad)
+
+    def _reduce(self, module: nn.Module, protocol: Any) -> Any:
+        """Return what copy.deepcopy makes a copy of a module from, which is in memory. pickle comes here, too, and then to
+        parameters, which refuse."""
+        parts: Any = type(module).__reduce_ex__(module, protocol)
+        make, given, state, *rest = parts
         if not isinstance(state, dict):
             raise no_copy()
-        copied: Any = make(*given)
-        memo[id(module)] = copied
-        copied.__setstate__(copy.deepcopy(self._unpaged(module, state), memo))
-        return copied  # type: ignore[no-any-return]
+        return make, given, self._unpaged(module, state), *rest
 
     def _unpaged(self, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
         """Return the attributes of a module without what paging has added to them."""
-        state = {name: value for name, value in state.items() if name not in ("__deepcopy__", "__prepare_scriptable__")}
+        state = {name: value for name, value in state.items() if name not in ("__reduce_ex__", "__prepare_scriptable__")}
         before, since = self._forwards[module]
         if state.get("forward") is since:
             state |= {"forward": before}
         if state.get("forward", self) is None:
             del state["forward"]
-        state["_parameters"] = dict(state["_parameters"])
+        named = state["_parameters"].items()
+        state["_parameters"] = {n: _ToCopy(self, p) if p in self._home or p in self.sliced else p for n, p in named}
         ours = {KEY, *(handle.id for handle in self._hooks_of.get(module, ()))}
         for name, hooks in state.items():
             if name.startswith("_") and "hooks" in name and isinstance(hooks, dict):
@@ -1102,6 +1099,22 @@ class Pager:
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
         for unit in self._loading(module):
             unit.drop()
+
+
+class _ToCopy:
+    """Stand for a paged parameter in what copy.deepcopy copies."""
+
+    def __init__(self, pager: Pager, parameter: nn.Parameter) -> None:
+        self._pager, self._parameter = pager, parameter
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        key = id(self._parameter)
+        if key not in memo:  # else a tied one, whose first module was copied before
+            memo[key] = self._pager.copied(self._parameter)
+        return memo[key]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise no_copy()
 
 
 class ParameterHandle:
