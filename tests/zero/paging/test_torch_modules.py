@@ -221,6 +221,6 @@ def test_modules_of_torch(store: TieredStore, part: int, monkeypatch: pytest.Mon
             wrong.append((info.name, dtype, training, number, way, memory[0], different, stored[0], f"{stored[1]!s:.90}"))
     print(dict(found))
     assert not wrong, "\n".join(map(str, wrong))
-    assert found["the same"] > 5 * (found["refused"] + found["another error"] + found["as torch raises"])
+    assert found["the same"] > 5 * (found["refused"] + found["another error"])
     assert found["computed again"]
     assert found["restored from the store"]
