@@ -4,12 +4,13 @@ Each option names the folder of a checkout, of which nothing is kept here; a sui
 in processes of its own: in memory, and with a shim of ``tests/clients/plugins`` that has the client use a store. The exit code
 is 1 when a test passes in memory, does not pass here, and has no reason in ``tests/clients/differences.py``.
 
-    python -m tests.clients --accelerate DIR --lightning DIR --deepspeed DIR --transformers DIR
+    python -m tests.clients --accelerate DIR --lightning DIR --deepspeed DIR --transformers DIR --peft DIR
     python -m tests.clients --deepspeed DIR --suite deepspeed-ds_initialize --write bench/results/clients_2026-11-27.md
 
 The suites import, beside what ``make test`` installs: parameterized (accelerate, transformers), scikit-learn and cloudpickle
-(Lightning), einops, hjson, ninja, py-cpuinfo and msgpack (DeepSpeed, which runs from its checkout). Sources of the client are
-those of the checkout, not of the environment. Source distributions of transformers have no ``tests/trainer``: a checkout has.
+(Lightning), einops, hjson, ninja, py-cpuinfo and msgpack (DeepSpeed, which runs from its checkout), diffusers (peft). Sources
+of the client are those of the checkout, not of the environment. Source distributions of transformers have no ``tests/trainer``,
+and those of peft no ``tests/conftest.py``: checkouts have.
 Python's own suite for mappings runs in ``tests/store/test_mapping.py``.
 """
 

@@ -42,9 +42,13 @@ _INSIDE_ENGINE = (
 )
 _CONVERTED = "the engine has an optimizer of tiered with the settings of the one that is given, whose states are in the store"
 _OTHER_OPTIMIZER = "an optimizer that is neither torch's nor tiered's is refused by name, with the mend"
+_PICKLED = "it pickles the model: a paged one is saved by state_dict() (docs/limits.md); copy.deepcopy gives one in memory"
+_WRAPPED = "FullyShardedDataParallel around a paged model is refused by name: zero.page(stage=) divides it among ranks"
 _ANEW = "the second Trainer is a new process here, which opens the store anew; so the first one's store is closed"
 
 DIFFERENCES = (
+    Difference("peft-custom_models", "::test_merge_layers[[]*", "cannot be copied or pickled", _PICKLED),
+    Difference("peft-custom_models", "::test_save_load_roundtrip_fsdp_*", "FullyShardedDataParallel would take", _WRAPPED),
     *(
         Difference("transformers-trainer_checkpointing-commits", f"::test_{test}", shows, _COMMITTED)
         for test, shows in (

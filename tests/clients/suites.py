@@ -26,7 +26,8 @@ ROOT = PLUGINS.parents[2]
 class Suite:
     """Files of tests of one client. ``sources``: folders of the checkout that Python imports from; ``version``: a file with the
     client's version, and what finds it there; ``shim``: the plugin that has the client use a store;
-    ``before``: one that both runs have."""
+    ``before``: one that both runs have; ``one_in``: of how many tests one is run, drawn by their names; ``options``: those of
+    pytest."""
 
     name: str
     client: str
@@ -36,6 +37,8 @@ class Suite:
     version: tuple[str, str] = ("", "")
     variables: Mapping[str, str] = field(default_factory=dict)
     before: str | None = None
+    one_in: int = 1
+    options: tuple[str, ...] = ()
 
 
 SUITES = (
@@ -90,6 +93,15 @@ SUITES = (
             *((name, "commits") for name in ("trainer_optimizers", "trainer_resume", "trainer_evaluation", "trainer_callback")),
             *((name, "commits") for name in ("trainer_data", "gradient_clipping")),
         )
+    ),
+    Suite(
+        "peft-custom_models",
+        "peft",
+        ("tests/test_custom_models.py",),
+        "tiered_peft",
+        version=("src/peft/__init__.py", r'__version__ = "(.*?)"'),
+        one_in=40,
+        options=("-o", "addopts="),  # which measure coverage
     ),
 )
 
@@ -176,10 +188,11 @@ def _outcomes(
             "PYTHONDONTWRITEBYTECODE": "1",
             "TIERED_OUTCOMES": str(written),
             "TIERED_ENGAGED": str(Path(scratch, "engaged")),
+            "TIERED_ONE_IN": str(suite.one_in),
             "TMPDIR": scratch,
             "OMP_NUM_THREADS": "1",
         }
-        options = ["-q", "-p", "no:cacheprovider", f"--rootdir={folder}", *plugins]
+        options = ["-q", "-p", "no:cacheprovider", f"--rootdir={folder}", *suite.options, *plugins]
         command = [sys.executable, "-m", "pytest", *options, *map(str, files)]
         with Path(scratch, "log").open("w+") as log:
             process = subprocess.Popen(command, cwd=scratch, env=variables, stdout=log, stderr=log, start_new_session=True)
