@@ -616,7 +616,10 @@ def _found(
     _refuse_modules(model)
     for qualified, parameter in model.named_parameters():
         if hasattr(parameter, "_tiered"):
-            raise MisuseError(f"parameter {qualified!r} is paged already")
+            raise MisuseError(
+                f"parameter {qualified!r} is paged already, as {parameter._tiered.name!r} of another model or an earlier call: "
+                "page models that share parameters together, as zero.page(nn.ModuleList([one, other]), store)"
+            )
         if parameter.device.type not in ("cpu", "meta") and parameter.device != store.device:
             raise MisuseError(
                 f"parameter {qualified!r} is on {parameter.device}, and this store's top tier on {store.device}: move the "

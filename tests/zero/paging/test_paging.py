@@ -424,6 +424,29 @@ def test_hooks_of_a_weight_that_is_divided_are_refused(store: TieredStore, regis
     whole.remove()
 
 
+def sharing() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    trunk = nn.Sequential(nn.Linear(6, 16), nn.Tanh())
+    return nn.Sequential(trunk, nn.Linear(16, 2)), nn.Sequential(trunk, nn.Linear(16, 3))
+
+
+def test_models_that_share_a_trunk_are_paged_together(store: TieredStore) -> None:
+    one, other = sharing()
+    zero.page(one, store, name="one")
+    with pytest.raises(MisuseError, match=r"'0.0.weight' is paged already, as '0.0.weight' of.*nn.ModuleList"):
+        zero.page(other, store, name="other")
+    models = [nn.ModuleList(sharing()), nn.ModuleList(sharing())]
+    zero.page(models[1], store, name="both")
+    x = torch.ones(4, 6)
+    for model in models:
+        optimizer = zero.AdamW(model.parameters()) if model is models[1] else torch.optim.AdamW(model.parameters(), fused=True)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (model[0](x).square().sum() + model[1](x).exp().sum()).backward()
+            optimizer.step()
+    assert all(torch.equal(*pair) for pair in zip(*(model.state_dict().values() for model in models), strict=True))
+
+
 def test_state_dict_has_one_tensor_for_each_tied_weight(store: TieredStore) -> None:
     model = zero.page(Tied(), store)
     optimizer = zero.AdamW(model.parameters(), lr=1e-2)
