@@ -531,6 +531,14 @@ def test_penalties_of_all_parameters_need_one_unit_of_memory(store: TieredStore)
     assert sum(tier.held for tier in store.statistics().tiers) == 0
 
 
+def swapped(call: Callable[[], object]) -> object:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        return call()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
 REFUSED: dict[str, tuple[Callable[[Model], object], str]] = {
     "pickle of the model": (pickle.dumps, "cannot be copied or pickled"),
     "deepcopy of a parameter": (lambda m: copy.deepcopy(m.extra), "cannot be copied or pickled"),
@@ -541,6 +549,7 @@ REFUSED: dict[str, tuple[Callable[[Model], object], str]] = {
     "swapped": (lambda m: torch.utils.swap_tensors(m.extra, nn.Parameter(torch.ones(2))), "'extra': swap_tensors would"),
     "swapped with": (lambda m: torch.utils.swap_tensors(torch.ones(96, 48), m.extra), "'extra': swap_tensors would"),
     "swapped with another": (lambda m: torch.utils.swap_tensors(m.scale, m.extra), "'scale': swap_tensors would"),
+    "swapped on conversion": (lambda m: swapped(lambda: m.to(torch.bfloat16)), "swap_tensors would.*convert a model before"),
     "device": (lambda m: setattr(m.extra, "data", m.extra.detach().to("meta")), "cannot be moved to meta"),
     "meta": (lambda m: m.to("meta"), "cannot be moved to meta"),
     "to_empty": (lambda m: m.to_empty(device="meta"), "cannot be moved to meta"),

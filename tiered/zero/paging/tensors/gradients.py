@@ -31,7 +31,7 @@ __all__ = ["Graded", "Gradient", "Spent", "gradient", "is_gradient", "is_spent",
 
 
 class Stored(Protocol):
-    """Gradients of one unit: what ``UnitGradients`` does for a ``StoredGradient``."""
+    """Gradients of one unit: what ``UnitGradients`` does for a ``Gradient``."""
 
     def shown(self, placement: Placement) -> StoredTensor | None:
         """Return what ``parameter.grad`` is, where that is the stored gradient, or a view of it that somebody assigned."""

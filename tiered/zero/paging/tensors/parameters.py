@@ -15,11 +15,11 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from tiered import MisuseError
-from tiered.zero.paging.tensors.functions import asks_for_gradient, words
+from tiered.zero.paging.tensors.functions import RESHAPED, asks_for_gradient, words
 from tiered.zero.paging.tensors.sources import Call, Source, owner_of, without_us
 from tiered.zero.paging.tensors.stored import StoredTensor, no_copy, reading
 
-__all__ = ["PagedParameter", "Whole", "paged_class", "unpage"]
+__all__ = ["PagedParameter", "Whole", "paged_class", "refuse_replacing", "refuse_sharing", "unpage"]
 
 
 class PagedParameter(StoredTensor, nn.Parameter):
@@ -144,7 +144,7 @@ class Whole(Source):
         name, args = call.name, call.args
         if value.step is None:
             if name == "_has_compatible_shallow_copy_type":
-                self._refuse_removal(args[1])
+                refuse_replacing(self, value, args[1])
             if asks_for_gradient(name, args, call.kwargs):
                 owner_of(self.parameter).refuse_training()
             found = call.as_it_is()
@@ -160,14 +160,6 @@ class Whole(Source):
             with reading(value) as made:
                 return without_us(call.func, call.types, (made, *args[1:]), call.kwargs)
         return call.as_it_is()
-
-    def _refuse_removal(self, other: Any) -> None:
-        """Raise MisuseError where a module is about to put a parameter of another kind of device (meta) in its place."""
-        if isinstance(other, torch.Tensor) and other.device.type != self.device.type:
-            raise MisuseError(
-                f"{self.shown} is paged and computes on {self.device}, where the store's top tier is: it cannot be moved to "
-                f"{other.device}"
-            )
 
     def _named(self, storage: Any) -> Any:
         """Return the storage of the parameter, which nobody holds, as what tells its size, and refuses the rest."""
@@ -187,6 +179,21 @@ class Whole(Source):
 
     def edges(self) -> list[Any]:
         return [without_us(get_gradient_edge, (), (self.parameter,), {})]
+
+
+def refuse_replacing(source: Source, value: StoredTensor, other: Any) -> None:
+    """Raise MisuseError where a module is about to put ``other``, a parameter of another kind of device (meta), in the place of
+    ``value``, or to swap them."""
+    if isinstance(other, torch.Tensor) and other.device.type != source.device.type:
+        raise MisuseError(
+            f"{source.shown} is paged and computes on {source.device}, where the store's top tier is: it cannot be moved to "
+            f"{other.device}"
+        )
+    if value.step is None and torch.__future__.get_swap_module_params_on_conversion():
+        raise MisuseError(
+            f"{source.shown}: swap_tensors {RESHAPED}: convert a model before zero.page, and leave "
+            "torch.__future__.set_swap_module_params_on_conversion out after that"
+        )
 
 
 def refuse_sharing(source: Source, data: Any) -> None:

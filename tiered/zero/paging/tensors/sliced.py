@@ -29,7 +29,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from tiered import Access, MisuseError
 from tiered.zero.paging.tensors.functions import SCALING, asks_for_gradient, name_of, order_of
-from tiered.zero.paging.tensors.parameters import paged_class, refuse_sharing
+from tiered.zero.paging.tensors.parameters import paged_class, refuse_replacing, refuse_sharing
 from tiered.zero.paging.tensors.sources import Call, ParameterOwner, Source, without_us
 from tiered.zero.paging.tensors.stored import StoredTensor
 
@@ -149,8 +149,8 @@ class Divided(Source):
                 f"{self.shown} is divided into slices, of which each has a gradient of its own: {name.partition('.')[0]} is "
                 "not for all of it; use the gradient after backward, or page the model with zero.page(experts='whole')"
             )
-        if name == "_has_compatible_shallow_copy_type" and args[1].device.type != self.device.type:
-            raise MisuseError(f"{self.shown} is paged and computes on {self.device}: it cannot be moved to {args[1].device}")
+        if name == "_has_compatible_shallow_copy_type":
+            refuse_replacing(self, value, args[1])
         if value.step is not None:
             if name == "requires_grad.__get__":
                 return value.geometry.requires_grad or value.has_own_gradient()
