@@ -424,6 +424,25 @@ def test_hooks_of_a_weight_that_is_divided_are_refused(store: TieredStore, regis
     whole.remove()
 
 
+@pytest.mark.parametrize("options", [{}, {"activations": "recompute"}, {"activations": "store"}])
+def test_hooks_of_modules_may_be_cleared(store: TieredStore, options: dict[str, Any]) -> None:
+    """Those of paging are among them; parameters are then held as they are read."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), nn.Linear(8, 6))
+    model = zero.page(copy.deepcopy(reference), store, largest_unit=300, **options)
+    ours, theirs = zero.AdamW(model.parameters(), lr=1e-2), torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
+    for step in range(3):
+        for module in model.modules() if step == 1 else ():
+            for hooks in (module._forward_pre_hooks, module._forward_hooks, module._forward_hooks_always_called):
+                hooks.clear()
+        for one, optimizer in ((model, ours), (reference, theirs)):
+            optimizer.zero_grad()
+            one(torch.ones(4, 6)).square().mean().backward()
+            optimizer.step()
+    assert all(torch.equal(value, reference.state_dict()[name]) for name, value in model.state_dict().items())
+    assert sum(tier.held for tier in store.statistics().tiers) == 0
+
+
 def sharing() -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     trunk = nn.Sequential(nn.Linear(6, 16), nn.Tanh())

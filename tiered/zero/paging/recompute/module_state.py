@@ -118,8 +118,9 @@ class ModuleState:
         self._put_back: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
 
     def _look(self, prefix: str, module: nn.Module) -> _Found:
-        found = _Found(module, names=frozenset(vars(module)) - _BESIDE)
-        for values, kept in ((module._buffers, found.buffers), (vars(module), found.attributes)):
+        own = {name: value for name, value in vars(module).items() if name not in _BESIDE}
+        found = _Found(module, names=frozenset(own))
+        for values, kept in ((module._buffers, found.buffers), (own, found.attributes)):
             for name, value in values.items():
                 if isinstance(value, PLAIN):
                     kept[name] = value
