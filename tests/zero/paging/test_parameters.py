@@ -21,6 +21,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 from tests.quick import quick
@@ -767,6 +768,18 @@ def test_a_deep_copy_is_a_model_in_memory(store: TieredStore, name: str) -> None
     zero.page(found, store, name="copy")
     assert torch.equal(found(x), expected(x))
     assert torch.equal(paged(x), memory(x))
+
+
+def test_an_average_of_the_weights_is_kept_in_memory(store: TieredStore) -> None:
+    sides = Sides(store)
+    averages = []
+    for model in (sides.memory, sides.paged):
+        averages.append(AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)))
+        for _ in range(3):
+            sides.step(model)
+            averages[-1].update_parameters(model)
+    assert same(*(frozen(list(average.state_dict().values())) for average in averages))
+    assert torch.equal(averages[0](sides.x), averages[1](sides.x))
 
 
 class Lending(nn.Module):
