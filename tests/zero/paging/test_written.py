@@ -19,6 +19,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 from tests.quick import quick
 from tests.zero.narrow import MasterAdamW
 from tiered import MisuseError, TieredStore, zero
+from tiered.zero.paging import unit
 
 WIDTH, LAYERS = 128, 24
 BUDGETS = {"all fits": "64MiB", "nothing fits": "1MiB"}
@@ -247,3 +248,59 @@ def refuses(model: Any) -> None:
                 model(torch.ones(1, WIDTH))
             model[2].within = None
             assert torch.equal(model(torch.ones(1, WIDTH)), before)
+
+
+class Scaled(nn.Module):
+    """Gives its scale to code of its own; the layer within is one of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.layer = nn.Parameter(torch.rand(WIDTH)), nn.Linear(WIDTH, WIDTH)
+        self.write: Callable[[Scaled], Any] = lambda module: None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.write(self)
+        return self.layer(x * self.scale).tanh()
+
+
+REACHED: dict[str, Callable[[Scaled], Any]] = {
+    "of a module": lambda m: m.layer.weight.detach().numpy().__imul__(0.5),
+    "of the dict of a module": lambda m: m.layer._parameters["weight"].data.mul_(0.5),  # type: ignore[union-attr]
+    "of all parameters": lambda m: [p.data.mul_(0.5) for p in m.parameters()],
+    "of all values": lambda m: [p.data.mul_(0.5) for p in m.layer._parameters.values() if p is not None],
+    "of attributes": lambda m: m.layer.__dict__["_parameters"]["bias"].data.add_(1),
+    "by getattr": lambda m: getattr(m.layer, "weight").untyped_storage().__setitem__(3, 63),  # noqa: B009
+    "with autograd": lambda m: torch.enable_grad()(lambda: m.layer.weight.detach().data.mul_(0.5))(),
+}
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_nobody_writes_unseen_where_parameters_are_for_layers_of_torch_alone(
+    store: TieredStore, monkeypatch: pytest.MonkeyPatch, mode: Any, kept: bool
+) -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(*(Scaled() for _ in range(12)))
+    model = zero.page(copy.deepcopy(reference), store)
+    digested: list[int] = []
+    made = unit._digests
+    monkeypatch.setattr(unit, "_digests", lambda found: digested.extend(map(len, found)) or made(found))
+    x = torch.randn(2, WIDTH)
+    with mode():
+        model(x)
+        assert set(digested) <= {4 * WIDTH}, "of the scales alone"
+        for write in REACHED.values():
+            found = []
+            for one in (reference, model):
+                for module in one[::3]:
+                    weight = module.layer.weight
+                    module.write = (lambda _, weight=weight: weight.data.mul_(0.5)) if kept else write
+                found.append([one(x).clone()])
+                for module in one[::3]:
+                    module.write = lambda module: None
+                if one is model:
+                    zero.offload(model)
+                found[-1].append(one(x).clone())
+            assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    values = model.state_dict()
+    assert all(torch.equal(value, values[name]) for name, value in reference.state_dict().items())

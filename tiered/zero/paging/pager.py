@@ -17,14 +17,16 @@ A parameter leads to its pager by a ``ParameterHandle``, which lies here because
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial, wraps
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -49,7 +51,9 @@ from tiered.zero.paging.saved_tensors import (
     drop_queued,
     graph_task,
     in_backward,
+    in_forward_mode,
     is_called_within,
+    is_compiled,
     memory_of,
     of_checkpoint,
     refuse_tracing,
@@ -101,6 +105,8 @@ LEAST = 256 << 10
 
 _excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
+LAYERS = "torch.nn.modules."
+"""Modules of Python with the layers of torch."""
 IN_ONE_THREAD = "another thread is computing with this model: use it in one thread at a time, or take a lock around it"
 HELD = 4
 """A part of forward holds one in this many bytes of the memory at most: as many as ``SHARE`` units of the largest size."""
@@ -200,16 +206,27 @@ class Listing(OrderedDict[str, Any]):
 class _Watched(dict[str, Any]):
     """Parameters of a module, in a dict that tells the pager when one is read by name."""
 
-    def __init__(self, parameters: dict[str, Any], pager: Pager) -> None:
-        super().__init__(parameters)
+    def __init__(self, module: nn.Module, pager: Pager) -> None:
+        super().__init__(module._parameters)
         self.pager = pager
+        self._of_torch = type(module).__module__.startswith(LAYERS)
 
     @traced
     def __getitem__(self, name: str) -> Any:
         parameter = super().__getitem__(name)
         if is_dynamo_compiling():  # what is out is no tensor to dynamo, and breaks the graph
             return parameter
-        return parameter if parameter is None else self.pager.read(parameter)
+        return parameter if parameter is None else self.pager.read(parameter, self._for_layer)
+
+    def _for_layer(self) -> bool:
+        """Return whether the forward of a layer of torch itself reads, which writes to no parameter and gives none away."""
+        if not self._of_torch:
+            return False
+        getter = sys._getframe(3)  # beyond this function, ``read`` and ``__getitem__``
+        reader = getter.f_back
+        if getter.f_code is not nn.Module.__getattr__.__code__ or reader is None or reader.f_code.co_name != "forward":
+            return False
+        return str(reader.f_globals.get("__name__", "")).startswith(LAYERS)
 
 
 @dataclass(frozen=True)
@@ -257,6 +274,7 @@ class Pager:
         self.placements = sorted((p for u in plan.units for p in u.placements), key=lambda p: p.index)
         self._home = {p.parameter: (u, p) for u in self.units for p in u.plan.placements}
         self.sliced = plan.sliced
+        self._references = self._counted()
         self._held = {module: [self.units[i] for i in indices] for module, indices in plan.held.items()}
         self._frames: list[Frame] = []
         self._shown: dict[int, Unit] = {}
@@ -310,7 +328,7 @@ class Pager:
             slice_up(sliced.parameter, SlicedHandle(self, sliced), self.store.device)
         for module in self.model.modules():
             if module._parameters:
-                module._parameters = _Watched(module._parameters, self)
+                module._parameters = _Watched(module, self)
                 after = partial(self._after_state_dict)  # torch marks the hook, which a bound method does not allow
                 self._hooks_of[module] = [
                     module.register_state_dict_post_hook(after),  # type: ignore[no-untyped-call]
@@ -320,6 +338,15 @@ class Pager:
             if self._is_hooked(module):
                 held = self._held.get(module, ())
                 ForwardHooks(held, self._before_forward, self._after_forward).register(module)
+
+    def _counted(self) -> dict[nn.Parameter, int]:
+        """Return how many references there are to each parameter where nobody but this model has it."""
+        counted = SimpleNamespace(parameter=object())
+        once = sys.getrefcount(counted.parameter)
+        modules = Counter(id(one) for module in self.model.modules() for one in module._parameters.values())
+        slices = {id(one) for sliced in self.sliced.values() for one in sliced.slices}
+        here = 2  # as a key of ``_home``, and of this dict
+        return {one: once + here + modules[id(one)] + (id(one) in slices) for one in self._home}
 
     def _adapting(self, saved: SavedTensors, plan: ModelPlan, config: PagerConfig) -> AdaptiveActivations:
         """Return what chooses where activations wait."""
@@ -399,11 +426,30 @@ class Pager:
     def _hold(self, frame: Frame, unit: Unit) -> None:
         if not unit.held:
             self._look_ahead(unit)
-        self.take(unit)
+        if not _shows_arguments() and (unit.held or self._computes_alone()):
+            unit.hold_aside(placement for placement in unit.plan.placements if self._is_alone(placement))
+        else:
+            self.take(unit)
         self._hook_gradients(unit)
         self._defer_hidden(unit)
         frame.units.append(unit)
         self._show(unit)
+
+    def _is_alone(self, placement: Placement) -> bool:
+        """Return whether nobody has a parameter but its modules, and this object."""
+        more = placement.parameter in self._copied
+        return sys.getrefcount(placement.parameter) <= self._references[placement.parameter] + more
+
+    def _computes_alone(self) -> bool:
+        """Return whether a layer of torch that computes now, and that shows its arguments to nobody, gives its parameters to
+        nobody: not to an update that waits, nor to what is compiled."""
+        return not (
+            self._frames[0].recording
+            or self._reduce_scatter is not None
+            or torch.is_autocast_enabled(self.store.device.type)  # which keeps copies by the tensor
+            or in_forward_mode()
+            or is_compiled()
+        )
 
     def take(self, unit: Unit, access: Access = Access.READ) -> None:
         """Hold a unit, and do what the other ranks expect with it."""
@@ -463,7 +509,7 @@ class Pager:
         if self._shown.get(next(iter(unit.places), -1)) is not unit:
             self._shown.update(dict.fromkeys(unit.places, unit))
 
-    def read(self, parameter: nn.Parameter) -> torch.Tensor:
+    def read(self, parameter: nn.Parameter, for_layer: Callable[[], bool] = bool) -> torch.Tensor:
         """Hold the unit of a parameter that was read as ``module.name``: in a forward, by the innermost frame; in backward,
         where a function that is no module is computed again, by the running pass. Return what the reader gets.
 
@@ -484,6 +530,11 @@ class Pager:
             self._refuse_another_thread()
             if not unit.held:
                 self._hold(self._frames[-1], unit)
+            if not unit.shown and unit.is_aside(placement):
+                if for_layer() and not _shows_arguments():
+                    return unit.apart(placement)
+                unit.show([placement])
+                self._hook_gradients(unit)
             self._defer_hidden(unit)
         elif recomputed:
             self._visit_backward((unit,))
@@ -679,7 +730,7 @@ class Pager:
         """Do as ``start``, and reset also where a unit is held, which nobody may do outside of forward and backward."""
         if not self.computing:  # asked first: a model with many experts has thousands of units
             gathered = self._gathered()
-            if self.phase is not Phase.IDLE or any(unit.in_hand and unit not in gathered for unit in self.units):
+            if self.phase is not Phase.IDLE or any(unit.taken and unit not in gathered for unit in self.units):
                 self.reset()
         self.intent.ready()
 
@@ -1253,6 +1304,11 @@ def weak_hook(parameter: nn.Parameter, what: Callable[[Pager, Unit, Placement], 
         what(*found)
 
     return hook
+
+
+def _shows_arguments() -> bool:
+    """Return whether a function of torch shows its arguments to somebody: autograd, or a mode."""
+    return torch.is_grad_enabled() or torch._C._len_torch_function_stack() > 0 or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _refuse_scripting() -> None:

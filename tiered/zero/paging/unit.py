@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
 from typing import Any, Protocol
@@ -186,9 +186,16 @@ class Unit:
         self._in_use = False  # from before the parameters are given memory until after it is taken away
         self._access = Access.READ
         self._digests: dict[Placement, int] = {}
-        """Of the bytes of parameters as the store has them; within a hold for writing, of those whose masters had their values
-        before. Known of all of them where ``_digested`` is the unit's version."""
+        """Of the bytes of parameters as the store has them, if ``_digested`` is the unit's version; within a hold for writing,
+        of those whose masters had their values before."""
         self._digested = -1
+        self._aside: dict[Placement, torch.Tensor | None] = {}
+        """Parameters that have no memory although the unit is held: see ``hold_aside``."""
+        self.shown = True
+        """Whether there are none of these."""
+        self._began_aside = False
+        """Whether the unit is held since ``hold_aside``. A parameter that somebody has then is one in the store to him, and
+        what he writes to it is told by its bytes."""
         self._versions: list[int] = []
         self._left: list[int] | None = None
         """Versions of the parameters when the unit was last dropped, where somebody kept a tensor on their memory."""
@@ -229,8 +236,59 @@ class Unit:
     @property
     @traced
     def in_hand(self) -> bool:
+        """Return whether all parameters of the unit have their memory, also where an interruption left them so."""
+        return self._in_use and self.shown
+
+    @property
+    def taken(self) -> bool:
         """Return whether the unit is held, or an interruption left it neither held nor dropped."""
         return self._in_use
+
+    def hold_aside(self, placements: Iterable[Placement]) -> None:
+        """Hold the unit for reading, and give parameters their memory, ``placements`` only when they are asked for: nobody can
+        have written to one that was ``apart`` alone, which is for code that does not write."""
+        if self._holders:
+            self._holders += 1
+            return
+        self._aside = dict.fromkeys(placements)
+        try:
+            self.hold()
+            self._began_aside = True
+        finally:
+            if not self._holders:
+                self._aside = {}
+
+    def is_aside(self, placement: Placement) -> bool:
+        """Return whether a parameter has no memory although the unit is held."""
+        return placement in self._aside
+
+    def apart(self, placement: Placement) -> torch.Tensor:
+        """Return a tensor on the memory of one that has none itself yet, as long as the unit is held."""
+        made = self._aside[placement]
+        if made is None:
+            if torch.is_inference_mode_enabled():
+                with torch.inference_mode(False), torch.no_grad():
+                    return self.apart(placement)
+            made = self._aside[placement] = self._values(placement).requires_grad_(placement.parameter.requires_grad)
+        return made
+
+    def show(self, placements: Collection[Placement]) -> None:
+        """Give parameters their memory that have none although the unit is held."""
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                self.show(placements)
+            return
+        if torch._C._len_torch_dispatch_stack():
+            with _disable_current_modes():
+                self.show(placements)
+            return
+        for placement in placements:
+            if placement in self._aside:
+                if placement not in self._digests:
+                    self._digests |= self._digests_of([placement])
+                self._give(placement)
+                del self._aside[placement]
+        self.shown = not self._aside
 
     def hold(self, access: Access = Access.READ) -> None:
         """Give the parameters their memory, after applying any pending update. Calls nest."""
@@ -259,8 +317,11 @@ class Unit:
                 self._take_over(changed)
                 self.hold(access)
                 return
-        elif access is Access.WRITE and self._access is not Access.WRITE:
+        elif access is Access.WRITE and self._access is not Access.WRITE and not self._began_aside:
             raise MisuseError(f"the parameters of {self.plan.name!r} are in use: write to them outside forward and backward")
+        else:
+            if self._aside:
+                self.show(list(self._aside))
         self._holders += 1
 
     def _open(self, access: Access) -> None:
@@ -281,13 +342,24 @@ class Unit:
         self.memory = {placement: own(self.base[begin:end]) for placement, begin, end in self._extents}
         address = _address(self.base)
         self.places = {address + begin * self._apart: placement for placement, begin, end in self._extents if end > begin}
-        for placement, kind in self._kinds.items():
-            values = self.memory[placement].view(placement.dtype).as_strided(placement.shape, placement.stride)
-            placement.parameter.__class__, placement.parameter.data = kind, values
+        for placement in self._kinds:
+            if placement not in self._aside:
+                self._give(placement)
         self._versions = [p.parameter._version for p in self.plan.placements]
-        self._digests = {p: known[p] for p in wanted} if known else self._digests_of(wanted)
+        self.shown = not self._aside
+        missing = [placement for placement in wanted if placement not in known and placement not in self._aside]
+        self._digests = {p: known[p] for p in wanted if p in known} | self._digests_of(missing)
         if access is Access.READ:
             self._digested = self.version
+
+    def _values(self, placement: Placement) -> torch.Tensor:
+        """Return a tensor on the memory of a parameter of the unit, which is held."""
+        return self.memory[placement].view(placement.dtype).as_strided(placement.shape, placement.stride)
+
+    def _give(self, placement: Placement) -> None:
+        """Give a parameter its memory."""
+        values = self._values(placement)
+        placement.parameter.__class__, placement.parameter.data = self._kinds[placement], values
 
     def _digests_of(self, placements: Collection[Placement]) -> dict[Placement, int]:
         """Return digests of what is in memory now of parameters of the unit, which is held."""
@@ -303,6 +375,7 @@ class Unit:
         """Have the store keep the memory as it is, into which a tensor that somebody kept was perhaps written. Raises
         MisuseError unless it surely was, because that tensor shows this very memory."""
         assert self.base is not None
+        self.show(list(self._aside))
         shown = self._is_shown()
         values = {placement: placement.parameter.detach().clone() for placement in changed}
         for one in self._witnesses:
@@ -433,9 +506,11 @@ class Unit:
     def _written(self) -> dict[Placement, torch.Tensor]:
         """Return copies of the parameters that were changed while their memory is leased for reading."""
         written = {}
-        now = self._digests_of(self.plan.placements)
+        now = self._digests_of([placement for placement in self.plan.placements if placement not in self._aside])
         for placement, version in zip(self.plan.placements, self._versions, strict=True):
             parameter = placement.parameter
+            if placement not in now:
+                continue
             changed = parameter._version != version or now[placement] != self._digests[placement]
             if self._is_replaced(placement) or (changed and not self._is_released(placement)):
                 written[placement] = parameter.detach().clone()
@@ -487,6 +562,7 @@ class Unit:
             self.release_parameters()
             self.base = None
             self.memory, self.places = {}, {}
+            self._aside, self.shown, self._began_aside = {}, True, False
             self.storage.close()
             if self._memory is not None and self._memory[1].expired():  # type: ignore[no-untyped-call]
                 self._left = None  # nobody kept anything: no write to the memory can come

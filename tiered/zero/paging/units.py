@@ -483,9 +483,11 @@ class ModelPlan:
 
         def deepest(module: nn.Module, above: frozenset[int]) -> int:
             here = above | frozenset(self.held.get(module, ()))
-            return max([sum(nbytes[i] for i in here), *(deepest(child, here) for child in module.children())])
+            return max([sum(nbytes[i] for i in here), *(deepest(child, here) for child in module.children())])  # noqa: F821 - until the last call
 
-        return deepest(model, frozenset()) if self.units else 0
+        found = deepest(model, frozenset()) if self.units else 0
+        del deepest  # which refers to itself, and would keep what is here until the collector comes
+        return found
 
 
 def divide(
@@ -545,9 +547,10 @@ def divide(
             for name, parameter in direct:
                 make(name, [(name, parameter)])
         for name, child in module.named_children():
-            visit(child, f"{prefix}.{name}".lstrip("."))
+            visit(child, f"{prefix}.{name}".lstrip("."))  # noqa: F821 - until the last call
 
     visit(model, "")
+    del visit  # as in ``held_together``
     for prefix, alike in experts.items():
         found = [Sliced(parameter, name, policy.stored(parameter.dtype)) for name, parameter in alike]
         plan.sliced |= {one.parameter: one for one in found}
@@ -659,7 +662,7 @@ def _hold(model: nn.Module, home: dict[nn.Parameter, int], limit: int, plan: Mod
         seen.add(module)
         own = list(module.parameters(recurse=False))
         for child in module.children():
-            own += visit(child, seen)
+            own += visit(child, seen)  # noqa: F821 - until the last call
         if not is_called(module):
             return own
         everything = list(module.parameters())
@@ -670,6 +673,7 @@ def _hold(model: nn.Module, home: dict[nn.Parameter, int], limit: int, plan: Mod
         return []
 
     visit(model, set())
+    del visit  # as in ``held_together``
 
 
 def _size(parameter: nn.Parameter) -> int:
