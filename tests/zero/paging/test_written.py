@@ -304,3 +304,20 @@ def test_nobody_writes_unseen_where_parameters_are_for_layers_of_torch_alone(
             assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
     values = model.state_dict()
     assert all(torch.equal(value, values[name]) for name, value in reference.state_dict().items())
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_products_with_parameters_apart_go_the_same_way(store: TieredStore, mode: Any) -> None:
+    """torch chooses by shape, strides, and whether a weight needs a gradient."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 12, bias=bias).requires_grad_(trained) for bias in (False, True) for trained in (False, True)]
+    reference = nn.ModuleList([*layers, nn.LSTM(4, 12, batch_first=True), nn.MultiheadAttention(4, 2, batch_first=True)])
+    model = zero.page(copy.deepcopy(reference), store)
+    inputs = torch.randn(3, 7, 4), torch.randn(7, 3, 4).transpose(0, 1)
+    with mode():
+        for ours, theirs in zip(model, reference, strict=True):
+            for x in inputs:
+                given = (x, x, x) if isinstance(theirs, nn.MultiheadAttention) else (x,)
+                found, expected = ours(*given), theirs(*given)
+                pairs = [(found, expected)] if isinstance(found, torch.Tensor) else [(found[0], expected[0])]
+                assert all(torch.equal(*pair) for pair in pairs), type(theirs)

@@ -269,7 +269,8 @@ class Unit:
             if torch.is_inference_mode_enabled():
                 with torch.inference_mode(False), torch.no_grad():
                     return self.apart(placement)
-            made = self._aside[placement] = self._values(placement).requires_grad_(placement.parameter.requires_grad)
+            made = self._values(placement).detach()  # else what is viewed of it needs no gradient, and products go another way
+            self._aside[placement] = made.requires_grad_(placement.parameter.requires_grad)
         return made
 
     def show(self, placements: Collection[Placement]) -> None:
