@@ -73,21 +73,52 @@ LATEST = 256
 # -- torch's hooks -----------------------------------------------------------------------------------------------------------
 
 
+_autograd: Any = torch._C._autograd
+
+
+class _Pushed(threading.local):
+    """Pairs of saved-tensor hooks in force in a thread, where torch (2.6) cannot be asked: whoever pushes a pair, or
+    pops one, is listened to."""
+
+    def __init__(self) -> None:
+        self.pairs: list[tuple[Any, Any]] = []
+
+    def listen(self) -> None:
+        push, pop = _autograd._push_saved_tensors_default_hooks, _autograd._pop_saved_tensors_default_hooks
+
+        def pushed(pack: Any, unpack: Any) -> None:
+            push(pack, unpack)
+            self.pairs.append((pack, unpack))
+
+        def popped() -> None:
+            pop()
+            del self.pairs[-1:]
+
+        _autograd._push_saved_tensors_default_hooks, _autograd._pop_saved_tensors_default_hooks = pushed, popped
+
+
+_PUSHED = None if hasattr(_autograd, "_top_saved_tensors_default_hooks") else _Pushed()
+if _PUSHED is not None:
+    _PUSHED.listen()
+
+
 def hooks_active() -> Any:
     """Return the saved-tensor hooks in force, whoever pushed them (torch.utils.checkpoint, for one); the innermost pair wins.
     """
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if _PUSHED is not None:
+        return _PUSHED.pairs[-1] if _PUSHED.pairs else None
+    return _autograd._top_saved_tensors_default_hooks(True)
 
 
 def push_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
     """Put a pair of saved-tensor hooks in force until ``pop_hooks``. The context manager of torch would keep an object for the
     pair, which an exception may lose."""
-    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+    _autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def pop_hooks() -> None:
     """Take the innermost pair of saved-tensor hooks out of force."""
-    torch._C._autograd._pop_saved_tensors_default_hooks()
+    _autograd._pop_saved_tensors_default_hooks()
 
 
 def _remove_hooks(hooks: Hooks) -> None:

@@ -51,9 +51,10 @@ class GradientState:
     asked for when it has been multiplied by ``expected``, if it is as last time. ``finite``: whether the stored
     gradient, as it is, has neither NaN nor infinity. ``accumulate``: the next gradient is added to it. ``spent``: an update
     within backward used it up, and ``optimizer.step()`` was not called since. ``adding``: the stored gradient is not in
-    ``parameter.grad`` now, or only half added to; an interruption leaves it so. ``unreduced``: this rank's sum of it is in
-    ``LocalGradients``, and the mean over the ranks is not stored yet. ``hooks``: the autograd node that accumulates it, and
-    what identifies the hooks on it that count (None: there are none).
+    ``parameter.grad`` now, or only half added to; an interruption leaves it so. ``defined``: so is what autograd accumulates
+    now; else ``parameter.grad`` stays what it is. ``unreduced``: this rank's sum of it is in ``LocalGradients``, and the mean
+    over the ranks is not stored yet. ``hooks``: the autograd node that accumulates it, and what identifies the hooks on it
+    that count (None: there are none).
     """
 
     marker: StoredTensor | None = None
@@ -66,6 +67,7 @@ class GradientState:
     finite: bool = True
     spent: bool = False
     adding: bool = False
+    defined: bool = True
     unreduced: bool = False
     hooks: tuple[Any, object] | None = None
 
@@ -217,13 +219,6 @@ class UnitGradients:
         state.accumulate = True  # what another backward pass brings is added
         state.adding = False
         self.close()
-
-    def nothing(self, placement: Placement) -> None:
-        """Learn that the gradient is undefined: ``parameter.grad`` is what it was before."""
-        state = self.states[placement]
-        if state.accumulate:
-            self.show(placement)
-        state.adding = False
 
     def add(self, placement: Placement, grad: torch.Tensor) -> None:
         """Add ``grad``, which has the parameter's shape and has been accumulated."""
@@ -546,10 +541,6 @@ class Arriving(Protocol):
         """Clear ``parameter.grad``, to which autograd is about to accumulate, and remember what it meant."""
         ...
 
-    def nothing(self, placement: Placement) -> None:
-        """Learn that the gradient that autograd was about to accumulate is undefined: ``parameter.grad`` is as before."""
-        ...
-
     def add(self, placement: Placement, grad: torch.Tensor) -> None:
         """Take a gradient that was accumulated; ``parameter.grad`` shows from now on that there is one."""
         ...
@@ -598,11 +589,6 @@ class LocalGradients:
             self._gradients.take(placement, assigned)
             self._gradients.close()
             self._states[placement].accumulate = True
-
-    def nothing(self, placement: Placement) -> None:
-        state = self._states[placement]
-        if state.unreduced or state.accumulate:
-            self._gradients.show(placement)
 
     @torch.no_grad()  # also where backward records itself (create_graph)
     def add(self, placement: Placement, grad: torch.Tensor) -> None:

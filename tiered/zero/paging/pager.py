@@ -1009,19 +1009,21 @@ class Pager:
         # frozen since forward: torch does not accumulate, and calls the hooks
         return found is not None and found[1] is pair and placement.parameter.requires_grad
 
-    def _gradient_arrives(self, unit: Unit, placement: Placement, *, pair: object) -> None:
+    def _gradient_arrives(self, unit: Unit, placement: Placement, grads: Any, *, pair: object) -> None:
         if not self._is_hook(unit, placement, pair):
             return
         self._open_gradients(unit)
-        unit.arriving.before(placement)
+        defined = grads[0] is not None  # it is not where a function returned None, and of the norm of order 0
+        unit.gradients.states[placement].defined = defined
+        if defined:
+            unit.arriving.before(placement)
 
-    def _gradient_arrived(self, unit: Unit, placement: Placement, *, pair: object) -> None:
-        if not self._is_hook(unit, placement, pair):
+    def _gradient_arrived(self, unit: Unit, placement: Placement, _: Any, *, pair: object) -> None:
+        if not self._is_hook(unit, placement, pair) or not unit.gradients.states[placement].defined:
             return
-        if placement.parameter.grad is None:  # it is undefined: a function that returned None, the norm of order 0
-            unit.arriving.nothing(placement)
-            return
-        unit.arriving.add(placement, placement.parameter.grad)
+        grad = placement.parameter.grad
+        assert grad is not None, "torch has accumulated it"
+        unit.arriving.add(placement, grad)
         self._trimmer.passed(placement.nbytes)
         unit.gradients.arrived.add(placement)
         if self._reduce_scatter is None:  # else once all ranks' are there
@@ -1293,15 +1295,15 @@ def _no_tensor() -> None:
     """Stand for a weak reference to nothing."""
 
 
-def weak_hook(parameter: nn.Parameter, what: Callable[[Pager, Unit, Placement], None]) -> Callable[[Any], None]:
+def weak_hook(parameter: nn.Parameter, what: Callable[[Pager, Unit, Placement, Any], None]) -> Callable[[Any], None]:
     """Return a hook that calls ``what`` for a parameter and keeps neither the model nor the parameter."""
     handle: ParameterHandle = parameter._tiered  # type: ignore[attr-defined]
 
     @uncompiled
-    def hook(_: Any) -> None:
+    def hook(given: Any) -> None:
         found = handle.resolve()
         assert found is not None, "what computes a gradient still has the model"
-        what(*found)
+        what(*found, given)
 
     return hook
 
