@@ -321,3 +321,28 @@ def test_products_with_parameters_apart_go_the_same_way(store: TieredStore, mode
                 found, expected = ours(*given), theirs(*given)
                 pairs = [(found, expected)] if isinstance(found, torch.Tensor) else [(found[0], expected[0])]
                 assert all(torch.equal(*pair) for pair in pairs), type(theirs)
+
+
+@pytest.mark.parametrize("way", ["in place", "data of a view"])
+def test_what_a_backward_pass_wrote_before_an_exception_is_rolled_back(store: TieredStore, way: str) -> None:
+    model = zero.page(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), store)
+    optimizer = zero.AdamW(model.parameters())
+    zero.commit(model, optimizer)
+    before = model.state_dict()
+
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            quietly(WAYS[way], model[2].weight)  # type: ignore[arg-type]
+            raise ValueError("on purpose")
+
+    with pytest.raises(ValueError, match="on purpose"):
+        model[2](Failing.apply(model[0](torch.ones(2, 8)))).sum().backward()
+    zero.rollback(model, optimizer)
+    for _ in range(2):
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        zero.offload(model)

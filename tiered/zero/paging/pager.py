@@ -757,7 +757,7 @@ class Pager:
         self._gatherings.clear()
         if not in_backward():
             drop_queued()
-        self._let_go(Unit.give_up)
+        self._let_go(Unit.discard)
 
     def _let_go(self, how: Callable[[Unit], None]) -> None:
         frames, self._frames, self._accesses = self._frames, [], 0

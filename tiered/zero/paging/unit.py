@@ -572,6 +572,14 @@ class Unit:
             self._holders = 0
             self._in_use = False
 
+    def discard(self) -> None:
+        """Drop the unit as ``give_up``, because the store goes back to a commit: what was written to it goes, too."""
+        known = [p for p in self._digests if p not in self._aside] if self._holders and self._access is Access.READ else []
+        written = self.base is not None and self._digests_of(known) != {p: self._digests[p] for p in known}
+        self.give_up()
+        if written:
+            self.store.offload([self.key])  # the store takes it for what it was
+
     def release_parameters(self) -> None:
         for placement in self._placeholders:
             self._release(placement)
