@@ -159,6 +159,7 @@ def _put_in_force() -> None:
 
 def _take_away() -> None:
     """Give torch back what it had; not where somebody has put something else there since, which may call what was ours."""
+    builtins: Any = torch.jit._builtins
     while _before:
         (owner, name), (there, made) = _before.popitem()
         if owner.__dict__.get(name) is not made:
@@ -167,5 +168,6 @@ def _take_away() -> None:
             delattr(owner, name)
         else:
             setattr(owner, name, there)
+        builtins._builtin_table.pop(id(made), None)  # another function may have its number from here on
     if StoredTensor in _FOREACH:
         _FOREACH.remove(StoredTensor)
