@@ -630,6 +630,7 @@ OF_THEIR_OWN: dict[str, Callable[[Model], list[Any]]] = {
     ],
     "a named tuple": lambda m: [torch.cat(Two(m.extra, m.extra.detach())), torch.stack(Two(m.extra.t(), m.extra.t() * 2))],
     "second derivatives": differentiated_twice,
+    "undefined": lambda m: [m.extra.t().norm(0).backward(), m.extra.grad is None],
 }
 
 
@@ -1018,7 +1019,7 @@ def test_parameters_of_a_model_that_is_gone_say_so(store: TieredStore) -> None:
     parameter = zero.page(build(), store).extra
     gc.collect()
     assert parameter.shape == (96, 48)
-    with pytest.raises(MisuseError, match="the model of this parameter is gone"):
+    with pytest.raises(MisuseError, match="the model of parameter 'extra' is gone"):
         parameter.norm()
 
 

@@ -128,7 +128,7 @@ def right(way: str, where: str, memory: Outcome, store: Outcome) -> bool:
 
 
 REFUSED = (
-    *("and out= would give it", "cannot be given .data of", "the model of this parameter is gone", "resize_as_ would change"),
+    *("and out= would give it", "cannot be given .data of", "the model of parameter 'w' is gone", "resize_as_ would change"),
     *("only real floating point can be trained", "use a copy (.clone())", "cannot be used within torch.func"),
     *(
         "was given the .data of another parameter",

@@ -1179,12 +1179,8 @@ class ParameterHandle:
 
     def __init__(self, pager: Pager, unit: Unit, placement: Placement) -> None:
         self._pager, self._unit, self._placement = weakref.ref(pager), weakref.ref(unit), weakref.ref(placement)
-
-    @property
-    def name(self) -> str:
-        """Return the parameter's name in its model, as errors say it."""
-        placement = self._placement()
-        return "of a model that is gone" if placement is None else placement.name
+        self.name = placement.name
+        """In its model, as errors say it."""
 
     def owner(self) -> Pager | None:
         """Return the pager, or None where the model is gone."""
@@ -1248,7 +1244,7 @@ def placement_of(parameter: torch.Tensor) -> tuple[Pager, Unit, Placement]:
         raise MisuseError(f"parameter {handle.name!r} is divided into slices, of which each has a place of its own")
     found: tuple[Pager, Unit, Placement] | None = handle.resolve()
     if found is None:
-        raise MisuseError("the model of this parameter is gone: keep it as long as its parameters are used")
+        raise MisuseError(f"the model of parameter {handle.name!r} is gone: keep it as long as its parameters are used")
     if found[2].parameter is not parameter:
         raise MisuseError(OTHER)
     return found

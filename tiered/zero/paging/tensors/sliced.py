@@ -145,9 +145,12 @@ class Divided(Source):
     def itself(self, value: StoredTensor, call: Call) -> Any:
         name, args = call.name, call.args
         if name in HOOKS:
+            whole = "page the model with zero.page(experts='whole')"
+            if handle_of(self.parameter).rows is not None:
+                whole = "open the store with a larger dram=, in which it is not divided"
             raise MisuseError(
                 f"{self.shown} is divided into slices, of which each has a gradient of its own: {name.partition('.')[0]} is "
-                "not for all of it; use the gradient after backward, or page the model with zero.page(experts='whole')"
+                f"not for all of it; use the gradient after backward, or {whole}"
             )
         if name == "_has_compatible_shallow_copy_type":
             refuse_replacing(self, value, args[1])

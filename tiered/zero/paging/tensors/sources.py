@@ -203,7 +203,7 @@ def owner_of(parameter: torch.Tensor) -> ParameterOwner:
         raise MisuseError(OTHER)
     found: ParameterOwner | None = handle.owner()
     if found is None:
-        raise MisuseError("the model of this parameter is gone: keep it as long as its parameters are used")
+        raise MisuseError(f"the model of parameter {handle.name!r} is gone: keep it as long as its parameters are used")
     return found
 
 

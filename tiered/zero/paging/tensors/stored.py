@@ -261,10 +261,13 @@ class _Leading(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, base: torch.Tensor, source: Source, step: Step, made: Callable[[], StoredTensor]) -> StoredTensor:
         ctx.source, ctx.step = source, step
+        ctx.set_materialize_grads(False)
         return made()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
+        if gradient is None:  # it is undefined, and stays so
+            return None, None, None, None
         source, step, recorded = ctx.source, ctx.step, torch.is_grad_enabled()
         with ExitStack() as stack, torch.enable_grad():
             if name_of(step.func) in VIEWS:  # whose backward depends on geometry alone
@@ -284,10 +287,11 @@ class _Use(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, view: StoredTensor, values: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         return values
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
         return gradient, None
 
 
