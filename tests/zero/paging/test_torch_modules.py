@@ -8,6 +8,7 @@ overwritten. The result is the same, or the same error, or an error of ``tiered`
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 from collections import Counter
@@ -158,6 +159,21 @@ def has_parameters(info: Any, given: Any) -> bool:
         return False
 
 
+FUSED = (nn.Transformer, nn.TransformerEncoder, nn.TransformerEncoderLayer)
+"""Modules for which torch has a fused kernel in evaluation, that it takes where none has hooks: docs/limits.md has it."""
+
+
+@contextlib.contextmanager
+def layer_by_layer(info: Any) -> Iterator[None]:
+    """Have torch compute a module of ``FUSED`` as a paged one does."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(before and info.module_cls not in FUSED)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
 REFUSED = ("no module of this model holds all of its parameters", "is computed again, because no module")
 """What the errors of ``tiered`` say, all of ``activations="recompute"``: docs/limits.md has them."""
 
@@ -205,10 +221,11 @@ def test_modules_of_torch(store: TieredStore, part: int, monkeypatch: pytest.Mon
     runs = drawn() if part == 0 else chain.from_iterable(map(runs_of, module_db[part - 1 :: SHARE]))
     for info, dtype, training, number, given, way in runs:
         place = InStore(store)
-        memory, stored = (
-            outcome(lambda: result(way, info, given, dtype, training, where))  # noqa: B023 - called at once
-            for where in (InMemory(), place)
-        )
+        with layer_by_layer(info):
+            memory, stored = (
+                outcome(lambda: result(way, info, given, dtype, training, where))  # noqa: B023 - called at once
+                for where in (InMemory(), place)
+            )
         ended = stored[0] if memory == stored else "another error" if stored[0] == "error" else stored[0]
         found["the same" if memory == stored and ended == "value" else "as torch raises" if memory == stored else ended] += 1
         if stored[0] == "value":
