@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.store.saved import Network, Watched, block, descriptors, nothing_is_left
 from tiered import MisuseError, StoreClosed, TieredStore
+from tiered.store.activations import hooks_active
 
 MIB = 1 << 20
 
@@ -325,7 +326,7 @@ def test_nothing_is_left_and_gradients_are_those_of_memory(name: str, store: Tie
     nothing_is_left(store)
     assert watched.alive == 0
     assert descriptors() == before
-    assert not torch._C._autograd._top_saved_tensors_default_hooks(True)
+    assert not hooks_active()
 
 
 def test_the_gradient_of_a_gradient(store: TieredStore) -> None:

@@ -17,6 +17,7 @@ from tests.store.saved import Network, block, nothing_is_left
 from tests.stress.strikes import lines_of, struck_at
 from tests.stress.tally import TALLY, Tally, counts
 from tiered import TieredStore
+from tiered.store.activations import hooks_active
 
 PROMISE = "20 (exceptions that strike a call)"
 pytestmark = pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
@@ -45,7 +46,7 @@ def test_an_exception_at_any_line(count: int, tmp_path: Path, record_property: C
             tally.count(str(where).partition(":")[0], where is not None)
             network.zero_grad()
             gc.collect()
-            while torch._C._autograd._top_saved_tensors_default_hooks(True):  # struck before the first line of __exit__
+            while hooks_active():  # struck before the first line of __exit__
                 torch._C._autograd._pop_saved_tensors_default_hooks()
             torch.zeros((), requires_grad=True).clone().backward()  # autograd's queue keeps what was struck until then
             step()

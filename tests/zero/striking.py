@@ -26,6 +26,7 @@ import tiered
 from tests.zero.models import Tied, parameter_groups
 from tests.zero.paging.splitting import Language
 from tiered import TieredError, TieredStore, zero
+from tiered.store.activations import hooks_active
 
 __all__ = [
     *("KINDS", "PACKAGE", "TIGHT", "ZERO", "Result", "Struck", "StruckError", "Trainer", "condemned", "described", "outcome"),
@@ -158,7 +159,7 @@ class Trainer:
         assert found == self.right, found.difference(self.right)
         self.rollback()
         self.nothing_is_held()
-        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        assert hooks_active() is None
 
     def nothing_is_held(self) -> None:
         gc.collect()

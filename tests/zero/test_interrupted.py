@@ -20,6 +20,7 @@ from tests.zero.harness import equal
 from tests.zero.models import Tied
 from tests.zero.striking import KINDS, Result, Struck, StruckError, Trainer, described, outcome, shuffled, struck_at
 from tiered import InterruptedStep, MisuseError, TieredStore, zero
+from tiered.store.activations import hooks_active
 from tiered.zero.paging.pager import placement_of
 
 DRAM = "1.25MiB"
@@ -331,7 +332,7 @@ def test_after_a_strike_in_forward_nothing_is_in_force_or_held(store: TieredStor
     with pytest.raises(Struck):
         model.loss(0)
     handle.remove()
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert hooks_active() is None
     assert torch.is_grad_enabled()
     gc.collect()
     assert store.statistics().tiers[0].held == 0
@@ -347,7 +348,7 @@ def test_hooks_that_are_left_behind_do_nothing_and_go(store: TieredStore) -> Non
     other: Any = zero.page(copy.deepcopy(plain), store, name="other")
     other.zero_grad(set_to_none=True)
     other.loss(0).backward()
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert hooks_active() is None
     optimizer = zero.AdamW(other.parameters())
     for name, parameter in plain.named_parameters():
         found = optimizer.grad(other.get_parameter(name))
@@ -510,7 +511,7 @@ def test_a_model_that_is_traced_refuses_and_leaves_nothing(tmp_path: Path, store
     tokens = torch.randint(0, 64, (2, 16))
     with pytest.raises(MisuseError, match=rf"{what}.* cannot look into a paged model"):
         TRACERS[what](model, tokens)
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert hooks_active() is None
     assert store.statistics().tiers[0].held == 0
     with TieredStore.open(tmp_path / "another", dram="1.25MiB", deadline=20) as another:
         models = [model, zero.page(copy.deepcopy(reference), store, name="other"), zero.page(copy.deepcopy(reference), another)]

@@ -102,6 +102,9 @@ def test_values_out_of_range_are_named(store: TieredStore, wrong: dict[str, Any]
             made(model.parameters(), lr=torch.ones(2))
 
 
+@pytest.mark.skipif(
+    "decoupled_weight_decay" not in inspect.signature(torch.optim.Adam).parameters, reason="this torch's Adam has it not"
+)
 def test_what_adamw_does_not_have_is_adams(store: TieredStore) -> None:
     """As its errors say: ``amsgrad``, and torch's kernel that is not fused."""
     torch.manual_seed(0)

@@ -3,6 +3,7 @@ fewer bits."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypedDict
 
@@ -70,6 +71,14 @@ class _Named(Optimizer):
             cls._rule_type = rule
 
     def __init__(self, params: ParamsT, settings: dict[str, Any], where: Where) -> None:
+        known = inspect.signature(self._rule_type.torch_class).parameters
+        lacking = {name: settings.pop(name) for name in list(settings) if name not in known}  # of an older torch
+        for name, value in lacking.items():
+            if value:
+                raise MisuseError(
+                    f"this torch ({torch.__version__}) has no {name}= of {type(self).__name__}: leave it out, or install a "
+                    "newer torch"
+                )
         if settings.get("fused", False) is None:
             settings["fused"] = True
         self._refuse_group(settings)
@@ -82,7 +91,7 @@ class _Named(Optimizer):
             defaults = self._rule_type.torch_class([torch.zeros(1, dtype=torch.float32, device="cpu")], **settings).defaults
         except ValueError as error:  # what is out of range
             raise MisuseError(str(error)) from error
-        self._torch_defaults = {**defaults, **settings}
+        self._torch_defaults = {**defaults, **settings, **lacking}
         rule = made_from(self._rule_type(), self._torch_defaults)
         super().__init__(params, rule, **where)
 

@@ -642,7 +642,8 @@ class Optimizer(TorchOptimizer):
                 theirs.__setstate__({"state": {}, "param_groups": [{**groups[index], "params": []}]})
                 groups[index] = {**theirs.param_groups[0], "params": groups[index]["params"]}
         for index, (rule, here) in enumerate(zip(self._rules, self.param_groups, strict=False)):
-            lacking = [name for name in getattr(rule, "optional", ()) if index < len(groups) and name not in groups[index]]
+            optional = [name for name in getattr(rule, "optional", ()) if index < len(groups) and name in here]
+            lacking = [name for name in optional if name not in groups[index]]
             if lacking:
                 groups[index] = {**groups[index], **{name: here[name] for name in lacking}}
         return {**state_dict, "param_groups": groups}

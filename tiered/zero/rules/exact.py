@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch.optim import adagrad, adam, adamax, nadam, radam, rmsprop, sgd
@@ -97,6 +97,7 @@ class AdamRule:
     fused: bool | None = True
     decoupled_weight_decay: bool = False
 
+    optional: ClassVar[tuple[str, ...]] = ("decoupled_weight_decay",)  # torch 2.6 has it not
     torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.Adam
     torch_names: ClassVar[Mapping[str, str]] = {"m": "exp_avg", "v": "exp_avg_sq", "largest": "max_exp_avg_sq"}
 
@@ -104,6 +105,7 @@ class AdamRule:
         return {"m": param, "v": param, **({"largest": param} if self.amsgrad else {})}
 
     def update(self, param: torch.Tensor, grad: torch.Tensor, state: State, step: int) -> None:
+        decoupled: dict[str, Any] = {"decoupled_weight_decay": True} if self.decoupled_weight_decay else {}  # not in torch 2.6
         adam.adam(
             [param],
             [grad],
@@ -113,7 +115,7 @@ class AdamRule:
             [_before(step, param, self.fused)],
             foreach=False,
             fused=bool(self.fused),
-            decoupled_weight_decay=self.decoupled_weight_decay,
+            **decoupled,
             amsgrad=self.amsgrad,
             beta1=self.betas[0],
             beta2=self.betas[1],
