@@ -549,6 +549,13 @@ class Pager:
 
     # -- outside of modules that hold them -----------------------------------------------------------------------------------
 
+    def show(self, parameter: torch.Tensor) -> None:
+        """Give a parameter its memory, where its unit is held and nobody has asked for it: its address is asked for."""
+        unit, placement = self._home[parameter]  # type: ignore[index]
+        if unit.held and unit.is_aside(placement):
+            unit.show([placement])
+            self._hook_gradients(unit)
+
     def stride(self, parameter: torch.Tensor) -> tuple[int, ...]:
         """Return the strides that ``parameter`` has when it is held."""
         return self._home[parameter][1].stride  # type: ignore[index]

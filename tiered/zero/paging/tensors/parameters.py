@@ -147,8 +147,10 @@ class Whole(Source):
                 refuse_replacing(self, value, args[1])
             if asks_for_gradient(name, args, call.kwargs):
                 owner_of(self.parameter).refuse_training()
+            if name in ("data_ptr", "untyped_storage"):
+                self._show()
             found = call.as_it_is()
-            return self._named(found) if name == "untyped_storage" else found
+            return self._named(found) if name == "untyped_storage" and isinstance(self.parameter, PagedParameter) else found
         if name == "untyped_storage":
             return self.parameter.untyped_storage()
         if name == "data_ptr":  # no memory: what tells whether tensors share theirs
@@ -160,6 +162,13 @@ class Whole(Source):
             with reading(value) as made:
                 return without_us(call.func, call.types, (made, *args[1:]), call.kwargs)
         return call.as_it_is()
+
+    def _show(self) -> None:
+        """Have the parameter get its memory where its unit is held, as within a hook that lists the parameters of a module."""
+        handle: Any = self.parameter.__dict__.get("_tiered")
+        owner = None if handle is None or not handle.is_of(self.parameter) else handle.owner()
+        if owner is not None:
+            owner.show(self.parameter)
 
     def _named(self, storage: Any) -> Any:
         """Return the storage of the parameter, which nobody holds, as what tells its size, and refuses the rest."""

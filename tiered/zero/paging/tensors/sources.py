@@ -73,6 +73,10 @@ class ParameterOwner(Protocol):
         """Have the store read the units of ``parameters`` at once that are used next, one after the other."""
         ...
 
+    def show(self, parameter: torch.Tensor) -> None:
+        """Give the parameter its memory, where its unit is held."""
+        ...
+
     def version(self, parameter: torch.Tensor) -> int:
         """Return a number that changes when the values of ``parameter`` do."""
         ...
