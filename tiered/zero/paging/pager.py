@@ -1143,7 +1143,12 @@ class Pager:
             unit.drop()
 
     def _loading(self, module: nn.Module) -> list[Unit]:
-        return list(dict.fromkeys(self._home[p][0] for p in module._parameters.values() if p in self._home))
+        """Return the units that are held while a module takes its values of a state; none where some of its parameters are
+        written to by functions of torch (divided ones, views of others), which hold what they need and nothing else."""
+        parameters = [one for one in module._parameters.values() if one is not None]
+        if not all(one in self._home for one in parameters):
+            return []
+        return list(dict.fromkeys(self._home[one][0] for one in parameters))
 
     def _before_load(self, module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
         if metadata.get("assign_to_params_buffers"):

@@ -155,10 +155,7 @@ class Whole(Source):
             return self.parameter.untyped_storage()
         if name == "data_ptr":  # no memory: what tells whether tensors share theirs
             return self.parameter.data_ptr() + value.geometry.storage_offset() * value.geometry.itemsize
-        if (
-            name in ("grad_fn.__get__", "_base.__get__", "_version.__get__", "output_nr.__get__")
-            and not value.has_own_gradient()
-        ):
+        if name in ("_base.__get__", "_version.__get__") and not value.has_own_gradient():
             with reading(value) as made:
                 return without_us(call.func, call.types, (made, *args[1:]), call.kwargs)
         return call.as_it_is()

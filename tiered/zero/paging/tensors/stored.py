@@ -32,6 +32,7 @@ import torch
 from torch import nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import GradientEdge
+from torch.overrides import enable_reentrant_dispatch
 
 from tiered import MisuseError
 from tiered.zero.paging.saved_tensors import in_backward, in_forward_mode
@@ -110,6 +111,8 @@ class StoredTensor(torch.Tensor):
     """What leads gradients from it to what it is a view of, where something does; else None."""
     version: int
     """Of the values, when ``history`` was made."""
+    of_graph = False
+    """Whether something that needs a gradient was written to it: its values are right, and its history is lost."""
 
     @staticmethod
     def of(
@@ -190,7 +193,12 @@ class StoredTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub lacks the classmethod
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        raise MisuseError(f"{func} cannot compute with a tensor that is in the store: give it a copy (.clone())")
+        kwargs = dict(kwargs or {})
+        stored = [value for value in leaves((args, kwargs)) if isinstance(value, StoredTensor)]
+        if any(value.source.held is not None for value in stored):
+            raise MisuseError(f"{func} cannot compute with a tensor that is in the store: give it a copy (.clone())")
+        with enable_reentrant_dispatch():  # autograd, which adds to a gradient, asks here
+            return _compute(Call(name_of(func), func, (cls,), args, kwargs), stored)
 
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Return the parameter if it is given itself, as torch.nn.utils.parametrize does. torch asks no class about it."""
@@ -365,6 +373,11 @@ def _refuse_caller(call: Call) -> None:
 
 def _refuse_lost(view: StoredTensor) -> None:
     """Raise MisuseError where ``view`` is not only a view of its parameter any more."""
+    if view.of_graph and torch.is_grad_enabled():
+        raise MisuseError(
+            f"{view.source.shown}: a tensor that needs a gradient was written to this view, and what uses it would lead no "
+            "gradient there: write within torch.no_grad(), or to a copy (.clone())"
+        )
     if view.step is None or not view.source.leads:
         return
     if _history(view) is not view.history:
@@ -502,18 +515,26 @@ def _view(call: Call) -> Any:
     except (RuntimeError, NotImplementedError, TypeError, IndexError):
         return NotImplemented  # the real one says why, or can
     memory = geometry.untyped_storage()._cdata
+    kept: Any = changed(tuple(args), _as_now), changed(kwargs, _as_now)
     kind: Any = type(source) if name == "detach" and isinstance(source, nn.Parameter) and _makes_parameter() else None
 
     def viewed(view: Any, which: int | None) -> Any:
         if not isinstance(view, torch.Tensor) or view.untyped_storage()._cdata != memory:
             return NotImplemented
-        step = Step(source, func, tuple(args), kwargs, which, torch.is_grad_enabled())
+        recording = torch.is_grad_enabled() and view.requires_grad  # not of one that was frozen, whatever it is later
+        step = Step(source, func, kept[0], kept[1], which, recording)
         return source if view is geometry else StoredTensor.of(source.source, view, step, kind)
 
     if isinstance(found, tuple | list):
         views = [viewed(view, which) for which, view in enumerate(found)]
         return NotImplemented if any(view is NotImplemented for view in views) else type(found)(views)
     return viewed(found, None)
+
+
+def _as_now(value: Any) -> Any:
+    """Return an index as it is now: whoever gave it may write to it. Of other tensors a view takes the shape alone."""
+    is_index = isinstance(value, torch.Tensor) and not is_stored(value) and not value.is_floating_point()
+    return value.clone() if is_index else value
 
 
 _MAKES = nn.Parameter.__new__.__code__
@@ -635,6 +656,11 @@ class _Values:
         self._made[id(made)] = made, value, made._version
         return made
 
+    def became_part_of_a_graph(self, value: StoredTensor) -> bool:
+        """Return whether a write that recorded itself made ``value``, which needs no gradient, one that does."""
+        made = next((made for made, of, _ in self._made.values() if of is value), None)
+        return made is not None and made.requires_grad and not value.requires_grad
+
     def restored(self, result: Any) -> Any:
         """Return what ``result`` is the value of, if it is one's."""
         found = self._made.get(id(result))
@@ -694,8 +720,12 @@ def _compute(call: Call, stored: Sequence[StoredTensor]) -> Any:
         given = changed(args, real), changed(kwargs, real)
         result = func(*given[0], **given[1])
         values.write_back()
+        for value in targets:
+            if not isinstance(value, StoredTensor):  # a parameter, whose history torch keeps
+                continue
+            value.of_graph = value.of_graph or values.became_part_of_a_graph(value)
         if name in COPIED:
-            result = result.copy()
+            result = result.copy("K")
             result.flags.writeable = False
             return result
 
