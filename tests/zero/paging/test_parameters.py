@@ -630,6 +630,33 @@ OF_THEIR_OWN: dict[str, Callable[[Model], list[Any]]] = {
     ],
     "a named tuple": lambda m: [torch.cat(Two(m.extra, m.extra.detach())), torch.stack(Two(m.extra.t(), m.extra.t() * 2))],
     "second derivatives": differentiated_twice,
+    "inputs": lambda m: [
+        p := nn.Parameter(m.extra.t()),
+        v := m.extra.view(-1),
+        ((p**3).sum() + v.sin().sum() + m.extra.sum() + m.scale.sin()).backward(inputs=[p, v, m.scale]),
+        *(p.grad.clone(), v.grad.clone(), m.scale.grad.clone(), m.extra.grad is None, m.first.weight.grad is None),
+    ][2:],
+    "node": lambda m: [
+        seen := [],
+        v := m.extra.t(),
+        v.grad_fn.register_prehook(lambda gradients: (gradients[0] * 2,)),
+        v.grad_fn.register_hook(lambda *given: seen.append(given[1][0].clone())),
+        (v.sin().sum() + v.square().sum()).backward(),
+        *(seen[0], m.extra.grad.clone()),
+    ][4:],
+    "frozen as it was made": lambda m: [
+        m.extra.requires_grad_(False),
+        v := m.extra.t(),
+        m.extra.requires_grad_(True),
+        (v.sin().sum() + m.extra.sum()).backward(),
+        m.extra.grad.clone(),
+    ][4:],
+    "indices that change": lambda m: [
+        *(i := torch.tensor(1), d := [1, 0], k := [2, 94]),
+        *(v := m.extra[i], t := m.extra.permute(d), s := m.extra.split(k)),
+        *(i.fill_(5), d.reverse(), k.reverse()),
+        *(v.clone(), t.clone(), s[0].clone(), s[1].clone(), m.extra.t().detach().numpy().strides),
+    ][-5:],
     "undefined": lambda m: [m.extra.t().norm(0).backward(), m.extra.grad is None],
 }
 

@@ -327,6 +327,8 @@ def _call(call: Call) -> Any:
         return func(*changed(args, geometry_of), **{"device": stored[0].source.device, **changed(kwargs, geometry_of)})
     if func is torch.autograd.grad:
         return _gradients(call, stored)
+    if name == "backward" and any(map(_is_own, leaves(kwargs.get("inputs")))):
+        return func(*args, **{**kwargs, "inputs": [_retained(one) for one in leaves(kwargs["inputs"])]})
     for value in {type(value.source): value for value in reversed(stored)}.values():
         found = value.source.answer(value, call)
         if found is not NotImplemented:
@@ -490,6 +492,15 @@ def _edge(value: Any) -> Any:
     with torch.enable_grad():
         used = _Use.apply(value, value.geometry.detach())  # type: ignore[no-untyped-call]
     return GradientEdge(*used.grad_fn.next_functions[0])
+
+
+def _retained(value: Any) -> Any:
+    """Return where gradients of a view that is one of its own arrive, which it shows afterwards; anything else as it is."""
+    if not _is_own(value):
+        return value
+    if value.history is not None:
+        value.retain_grad()
+    return _edge(value)
 
 
 def geometry_of(value: Any) -> Any:
