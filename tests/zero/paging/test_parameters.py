@@ -334,8 +334,19 @@ def gather_to_read(model: Model) -> None:
         model.scale.data = torch.tensor(3.0)
 
 
+@functools.cache
+def scripted_write() -> Callable[[torch.Tensor], torch.Tensor]:
+    def halved(w: torch.Tensor) -> torch.Tensor:
+        return w.mul_(0.5)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(halved)  # type: ignore[no-any-return]
+
+
 WRITES: dict[str, Callable[[Model], None]] = {
     "multiplied": in_place(lambda m: [p.mul_(0.5) for p in m.parameters()]),
+    "scripted": lambda m: [scripted_write()(m.extra.data), scripted_write()(m.first.bias.data)],
     "clamped": in_place(lambda m: [p.data.clamp_(-0.05, 0.05) for p in m.parameters()]),
     "assigned": assign,
     "added": add_to,

@@ -63,22 +63,39 @@ def _with_copies(takes: Callable[..., Any], at: int) -> Callable[..., Any]:
 
 def _with_values(takes: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``takes``, which reads memory of tensors that it does not ask for their class, with copies of what is stored, and
-    of lists of it."""
+    of lists of it. What it writes to a copy is written to what that is of."""
 
     @functools.wraps(takes)
     def take(*args: Any, **kwargs: Any) -> Any:
-        if any(map(_has_no_values, args)) or any(map(_has_no_values, kwargs.values())):
-            args, kwargs = changed((args, kwargs), lambda value: value.clone() if _has_no_values(value) else value)
-        return takes(*args, **kwargs)
+        if not (any(map(_has_no_values, args)) or any(map(_has_no_values, kwargs.values()))):
+            return takes(*args, **kwargs)
+        copies: dict[int, tuple[torch.Tensor, int]] = {}
+
+        def copy(value: Any) -> Any:
+            if not is_stored(value):
+                return value
+            if id(value) not in copies:
+                made = value.clone()
+                copies[id(value)] = made, 0 if made.is_inference() else made._version
+            return copies[id(value)][0]
+
+        given = changed((args, kwargs), copy)
+        found = takes(*given[0], **given[1])
+        for value in leaves((args, kwargs)):
+            made, version = copies.get(id(value), (None, 0))
+            if made is not None and not made.is_inference() and made._version != version:
+                with torch.no_grad():
+                    value.copy_(made)
+        return found
 
     return take
 
 
 @traced
 def _has_no_values(value: Any) -> bool:
-    """Return whether ``value`` is stored, or a list that begins with something that is."""
-    if isinstance(value, list | tuple) and value:
-        value = value[0]
+    """Return whether ``value`` is stored, or a list that has something that is."""
+    if isinstance(value, list | tuple):
+        return any(issubclass(kind, StoredTensor) for kind in set(map(type, value)))
     return isinstance(value, StoredTensor)
 
 
