@@ -422,6 +422,13 @@ READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "a leaf": lambda p: own(p.detach().requires_grad_(), p),
     "a Parameter": lambda p: own(nn.Parameter(p), p),
     "a Parameter of a view": lambda p: own(nn.Parameter(p.mT), p),
+    "swapped": lambda p: [
+        backup := p.data,
+        setattr(p, "data", torch.ones_like(p)),
+        *(p.detach() * 1, backup * 1),
+        setattr(p, "data", backup),
+        p.detach() * 1,
+    ][2:],
     "norm of all": lambda p: p.view(-1).norm(),
     "flat": lambda p: p.flatten()[3:9] * 1,
     "one": lambda p: p[2] * 1,

@@ -668,6 +668,14 @@ OF_THEIR_OWN: dict[str, Callable[[Model], list[Any]]] = {
         *(i.fill_(5), d.reverse(), k.reverse()),
         *(v.clone(), t.clone(), s[0].clone(), s[1].clone(), m.extra.t().detach().numpy().strides),
     ][-5:],
+    "swapped": lambda m: [
+        backup := m.extra.data,
+        half := m.extra.detach()[:2].t(),
+        setattr(m.extra, "data", torch.ones(96, 48)),
+        *(m.extra.detach().clone(), backup.clone(), half.clone(), half.mul_(2).clone()),
+        setattr(m.extra, "data", backup),
+        *(m.extra.detach().clone(), m(torch.ones(2, 48)).detach()),
+    ][3:],
     "undefined": lambda m: [m.extra.t().norm(0).backward(), m.extra.grad is None],
 }
 

@@ -21,7 +21,7 @@ import sys
 import threading
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -1191,6 +1191,7 @@ class ParameterHandle:
 
     def __init__(self, pager: Pager, unit: Unit, placement: Placement) -> None:
         self._pager, self._unit, self._placement = weakref.ref(pager), weakref.ref(unit), weakref.ref(placement)
+        self.views: MutableMapping[int, Any] = weakref.WeakValueDictionary()  # by number: tensors do not compare as keys
         self.name = placement.name
         """In its model, as errors say it."""
 
@@ -1230,6 +1231,7 @@ class SlicedHandle:
     def __init__(self, pager: Pager, sliced: Sliced) -> None:
         self._pager = weakref.ref(pager)
         self.name, self.slices, self.rows = sliced.name, sliced.slices, sliced.rows
+        self.views: MutableMapping[int, Any] = weakref.WeakValueDictionary()  # by number: tensors do not compare as keys
 
     def lend(self, values: torch.Tensor) -> None:
         """Do nothing: ``.data`` of a sliced parameter writes to its slices."""

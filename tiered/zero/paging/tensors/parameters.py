@@ -7,7 +7,7 @@ The object stays the same, with its gradient, its hooks and its place in sets an
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.autograd.graph import get_gradient_edge
 from tiered import MisuseError
 from tiered.zero.paging.tensors.functions import RESHAPED, asks_for_gradient, words
 from tiered.zero.paging.tensors.sources import Call, Source, owner_of, without_us
-from tiered.zero.paging.tensors.stored import StoredTensor, no_copy, reading
+from tiered.zero.paging.tensors.stored import Kept, StoredTensor, no_copy, reading
 
 __all__ = ["PagedParameter", "Whole", "paged_class", "refuse_replacing", "refuse_sharing", "unpage"]
 
@@ -125,6 +125,11 @@ class Whole(Source):
         return found
 
     @property
+    def views(self) -> MutableMapping[int, Any] | None:
+        handle: Any = self.parameter.__dict__.get("_tiered")
+        return None if handle is None else handle.views
+
+    @property
     def version(self) -> int:
         return owner_of(self.parameter).version(self.parameter)
 
@@ -204,7 +209,8 @@ def refuse_replacing(source: Source, value: StoredTensor, other: Any) -> None:
 
 def refuse_sharing(source: Source, data: Any) -> None:
     """Raise MisuseError where ``.data`` of a parameter is about to be that of another one."""
-    if isinstance(data, StoredTensor) and data.source != source and isinstance(data.root, PagedParameter):
+    apart = isinstance(data, StoredTensor) and data.source != source and not isinstance(data.source, Kept)
+    if apart and isinstance(data.root, PagedParameter):
         raise MisuseError(
             f"{source.shown} would share its memory with {data.source.shown}, and they are apart in the store: give it a copy "
             "(.clone()), or tie the modules, with one Parameter object, before zero.page"

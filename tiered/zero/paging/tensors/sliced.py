@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -58,6 +58,7 @@ class Handle(Protocol):
 
     name: str
     slices: list[nn.Parameter]
+    views: MutableMapping[int, Any]
     rows: int | None
     """How many rows each slice has, but for the last; None: one, without that dimension."""
 
@@ -100,6 +101,10 @@ class Divided(Source):
     @property
     def device(self) -> torch.device:
         return device_of(self.parameter)
+
+    @property
+    def views(self) -> MutableMapping[int, Any] | None:
+        return handle_of(self.parameter).views
 
     def like(self) -> torch.Tensor:
         made = meta_of(self.parameter)

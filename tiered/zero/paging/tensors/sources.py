@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple, Protocol
 
@@ -137,6 +137,11 @@ class Source:
     @property
     def device(self) -> torch.device:
         raise NotImplementedError
+
+    @property
+    def views(self) -> MutableMapping[int, Any] | None:
+        """Return the views that there are of it and that need no gradient, by number; None where nobody asks."""
+        return None
 
     @property
     def version(self) -> int:

@@ -57,6 +57,7 @@ from tiered.zero.paging.tensors.functions import (
 from tiered.zero.paging.tensors.sources import Call, Source, hold, is_too_much, owner_of, shares, without_us
 
 __all__ = [
+    "Kept",
     "Step",
     "StoredTensor",
     "compute",
@@ -88,6 +89,8 @@ class Step(NamedTuple):
         def real(value: Any) -> Any:
             if base is not None and value is self.base:
                 return base
+            if isinstance(source, Kept) and value is source.parameter:
+                return whole
             return value.made(whole) if isinstance(value, StoredTensor) and value.source == source else value
 
         before = torch.is_grad_enabled()
@@ -133,7 +136,11 @@ class StoredTensor(torch.Tensor):
             return empty
 
         if step is None or not geometry.requires_grad or not (source.leads or _is_own(step.base)):
-            return made()
+            view = made()
+            views = source.views
+            if step is not None and views is not None:
+                views[id(view)] = view
+            return view
         leading: StoredTensor = _Leading.apply(step.base, source, step, made)  # type: ignore[no-untyped-call]
         leading.history, leading.version = _history(leading), source.version
         return leading
@@ -261,6 +268,48 @@ def _needs_gradient(value: torch.Tensor) -> bool:
 
 
 # -- gradients of views --------------------------------------------------------------------------------------------------------
+
+
+class Kept(Source):
+    """Values that a parameter had before its ``.data`` was assigned, for the views that were made of them: torch leaves these
+    the memory of before."""
+
+    def __init__(self, source: Source, values: torch.Tensor) -> None:
+        super().__init__(source.parameter)
+        self._values, self._like, self._shown = values, source.like().detach(), source.shown
+
+    @property
+    def shown(self) -> str:
+        return self._shown
+
+    @property
+    def device(self) -> torch.device:
+        return self._values.device
+
+    def like(self) -> torch.Tensor:
+        return self._like
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def whole(self) -> torch.Tensor:
+        return self._values  # what is written to a view of them is in it
+
+
+def keep(source: Source) -> None:
+    """Have the views of ``source`` that there are show its values of now from here on, because it gets others."""
+    views = [] if source.views is None else list(source.views.values())
+    if views:
+        with torch.no_grad(), _inside(source) as values:
+            whole = torch.empty_strided(values.size(), source.like().stride(), dtype=values.dtype, device=source.device)
+            kept = Kept(source, whole.copy_(values))
+        for view in views:
+            view._source = kept
+        views.clear()
+        source.views.clear()  # type: ignore[union-attr]
 
 
 class _Leading(torch.autograd.Function):
@@ -619,6 +668,8 @@ def _set_data(target: StoredTensor, value: Any) -> None:
         if (own.shape, own.stride(), own.storage_offset()) == (other.shape, other.stride(), other.storage_offset()):
             return  # the same elements: written to already
         value = value.clone()  # a view may have another order
+    if target.step is None and source.views:
+        keep(source)
     with torch.no_grad():
         target.detach().copy_(value)
 
@@ -769,11 +820,18 @@ def _parameters(stored: Iterable[StoredTensor]) -> list[torch.Tensor]:
 def reading(value: StoredTensor) -> Iterator[torch.Tensor]:
     """Give the values, while they may be read."""
     source, step = value.source, value.step  # a parameter is not stored any more while it is held
+    with _inside(source) as whole:
+        yield whole if step is None else step(source, whole)
+
+
+@contextmanager
+def _inside(source: Source) -> Iterator[torch.Tensor]:
+    """Give all the values of ``source``, while they may be read."""
     source.prepare([source])
     with ExitStack() as stack:
         if source.held is not None:
             hold(stack, [source.held], [])
-        yield source.whole() if step is None else step(source, source.whole())
+        yield source.whole()
 
 
 def shown(values: Any) -> str:
