@@ -668,6 +668,11 @@ OF_THEIR_OWN: dict[str, Callable[[Model], list[Any]]] = {
         *(i.fill_(5), d.reverse(), k.reverse()),
         *(v.clone(), t.clone(), s[0].clone(), s[1].clone(), m.extra.t().detach().numpy().strides),
     ][-5:],
+    "a long chain": lambda m: [
+        v := functools.reduce(lambda view, _: view.t(), range(401), m.extra),
+        (v.sin() * v).sum().backward(),
+        *(v.clone(), m.extra.grad.clone(), functools.reduce(lambda view, _: view[:], range(401), m.extra.detach()).clone()),
+    ][2:],
     "swapped": lambda m: [
         backup := m.extra.data,
         half := m.extra.detach()[:2].t(),

@@ -173,7 +173,10 @@ class StoredTensor(torch.Tensor):
 
     def made(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this of ``whole``, the values of its source."""
-        return whole if self.step is None else self.step(self.source, whole)
+        made = whole
+        for step in self.path:  # one after the other: a chain of views may be long
+            made = step(self.source, whole, made)
+        return made
 
     def values(self) -> torch.Tensor:
         """Return a copy of the values in ordinary memory."""
