@@ -347,6 +347,7 @@ def scripted_write() -> Callable[[torch.Tensor], torch.Tensor]:
 WRITES: dict[str, Callable[[Model], None]] = {
     "multiplied": in_place(lambda m: [p.mul_(0.5) for p in m.parameters()]),
     "scripted": lambda m: [scripted_write()(m.extra.data), scripted_write()(m.first.bias.data)],
+    "merged": lambda m: [m.extra.data.__iadd__(m.scale), setattr(m.extra, "data", recorded(m.extra.data, m.scale))],
     "clamped": in_place(lambda m: [p.data.clamp_(-0.05, 0.05) for p in m.parameters()]),
     "assigned": assign,
     "added": add_to,
@@ -541,6 +542,13 @@ def test_penalties_of_all_parameters_need_one_unit_of_memory(store: TieredStore)
     with pytest.raises(CapacityError, match=r"bytes of the memory budget can be gathered"), zero.gathered(model):
         pass
     assert sum(tier.held for tier in store.statistics().tiers) == 0
+
+
+def recorded(view: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    view.add_(other)
+    view += other
+    view.data.mul_(2)
+    return view
 
 
 def swapped(call: Callable[[], object]) -> object:
@@ -1064,6 +1072,15 @@ def test_an_array_of_a_parameter_is_read_only(store: TieredStore) -> None:
     array = model.extra.detach().numpy()
     with pytest.raises(ValueError, match="read-only"):
         array[0] = 1
+
+
+def test_a_view_whose_history_a_write_lost_says_so(store: TieredStore) -> None:
+    model = zero.page(build(), store)
+    view = recorded(model.extra.detach(), model.scale)
+    with torch.no_grad():
+        assert torch.equal(view.clone(), model.extra.clone())
+    with pytest.raises(MisuseError, match="'extra': a tensor that needs a gradient was written to this view"):
+        view.sum()
 
 
 def test_parameters_of_a_model_that_is_gone_say_so(store: TieredStore) -> None:

@@ -371,6 +371,8 @@ def _call(call: Call) -> Any:
         raise MisuseError(f"{shown(stored)}: {name} {REFUSED[name]}; {stored[0].source.mend}")
     for value in stored:
         _refuse_lost(value)
+        if value.of_graph and torch.is_grad_enabled():
+            _refuse_lost_history(value, call)
     if torch._C._are_functorch_transforms_active():
         return _transformed(call, stored)
     if name in GEOMETRY:
@@ -427,11 +429,6 @@ def _refuse_caller(call: Call) -> None:
 
 def _refuse_lost(view: StoredTensor) -> None:
     """Raise MisuseError where ``view`` is not only a view of its parameter any more."""
-    if view.of_graph and torch.is_grad_enabled():
-        raise MisuseError(
-            f"{view.source.shown}: a tensor that needs a gradient was written to this view, and what uses it would lead no "
-            "gradient there: write within torch.no_grad(), or to a copy (.clone())"
-        )
     if view.step is None or not view.source.leads:
         return
     if _history(view) is not view.history:
@@ -443,6 +440,17 @@ def _refuse_lost(view: StoredTensor) -> None:
         raise MisuseError(
             f"{view.source.shown} was updated, or written to, after this view was made, and backward may need the values of "
             "before: make the view anew, or call backward before step() and before other writes"
+        )
+
+
+def _refuse_lost_history(value: StoredTensor, call: Call) -> None:
+    """Raise MisuseError where ``call`` would lead gradients through ``value``, whose history is lost. To write to it again, to
+    detach it and to assign it as ``.data`` needs none."""
+    written = any(one is value for one in leaves(written_by(call.name, call.args, call.kwargs)))
+    if not written and call.name not in ("detach", "data.__get__", "data.__set__"):
+        raise MisuseError(
+            f"{value.source.shown}: a tensor that needs a gradient was written to this view, and what uses it would lead no "
+            "gradient there: write within torch.no_grad(), or to a copy (.clone())"
         )
 
 
