@@ -822,3 +822,13 @@ def test_ties_by_data_raise(store: TieredStore) -> None:
         one.bias.data = other.bias.data  # type: ignore[union-attr]
     one.bias.data = other.bias.clone()  # type: ignore[union-attr, operator]
     assert torch.equal(one.bias, other.bias)  # type: ignore[union-attr, arg-type]
+
+
+def test_a_state_loads_into_a_divided_layer_that_has_a_bias(tmp_path: Path) -> None:
+    """The bias is whole, the weight is written slice by slice."""
+    state = {"weight": torch.randn(4000, 64), "bias": torch.randn(4000)}
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        model = zero.page(nn.Linear(64, 4000), store)
+        model.load_state_dict(state)
+        assert all(torch.equal(value.clone(), state[name]) for name, value in model.state_dict().items())
+        assert not any(tier.held for tier in store.statistics().tiers)

@@ -458,6 +458,19 @@ def test_after_a_step_a_gradient_can_still_be_read_and_written(store: TieredStor
     assert equal(ours.state_dict(), theirs.state_dict())
 
 
+def test_autograd_adds_to_a_stored_gradient_of_another_tensor(store: TieredStore) -> None:
+    """``other.grad`` is the stored gradient, as it would be the same tensor in memory."""
+    ours, theirs = pair(store)
+    found = []
+    for model in (ours, theirs):
+        other = torch.ones_like(model.all[0]).detach().requires_grad_()
+        other.grad = model.all[0].grad
+        (other * 3).sum().backward()
+        found += [other.grad.clone(), model.all[0].grad.clone()]
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
+
+
 def test_a_write_that_no_name_tells_of_lands(store: TieredStore) -> None:
     ours, theirs = pair(store)
     for model in (ours, theirs):
