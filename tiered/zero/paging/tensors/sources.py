@@ -17,7 +17,6 @@ __all__ = [
     "Call",
     "ParameterOwner",
     "Source",
-    "Viewed",
     "hold",
     "is_too_much",
     "owner_of",
@@ -87,22 +86,6 @@ class ParameterOwner(Protocol):
 
     def refuse_training(self) -> None:
         """Raise MisuseError where the parameters are for reading only."""
-        ...
-
-
-class Viewed(Protocol):
-    """What a source is told of a stored tensor: its ``step`` is None where it has all the values."""
-
-    step: Any
-    geometry: torch.Tensor
-    requires_grad: bool
-
-    def values(self) -> torch.Tensor:
-        """Return a copy of the values in ordinary memory."""
-        ...
-
-    def has_own_gradient(self) -> bool:
-        """Return whether it has a gradient of its own, which is not the parameter's."""
         ...
 
 
