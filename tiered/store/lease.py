@@ -25,13 +25,13 @@ from tiered.engine.engine import Engine
 from tiered.engine.requests import Lease
 from tiered.engine.residency import Copy
 from tiered.engine.state import Token
-from tiered.errors import MisuseError, TieredError, drop_frames
+from tiered.errors import LeaseConflict, MisuseError, TieredError, drop_frames
 from tiered.interfaces import Memory
 from tiered.tensors.specs import dtype_of
 from tiered.tiers.dram import DramTier
 from tiered.types import Access, Key, TensorSpec
 
-__all__ = ["LeaseOfAddresses", "LeaseOfMany", "LeaseOfOne", "clear_ended", "end_struck"]
+__all__ = ["LeaseOfAddresses", "LeaseOfMany", "LeaseOfOne", "clear_ended", "drop_queued", "end_struck", "without_ended"]
 
 Made = TypeVar("Made")
 
@@ -271,6 +271,26 @@ def end_struck() -> bool:
             if isinstance(lease, _Held) and lease.token is not None:
                 lease.token, found = None, True
     return found
+
+
+def drop_queued() -> None:
+    """Empty autograd's queue of this thread by running a backward pass. The queue keeps what an exception left in it, with all
+    that the graph saved (leased tensors, too), until the thread's next backward pass."""
+    with torch.inference_mode(False), torch.enable_grad():
+        torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True).clone().backward()  # type: ignore[no-untyped-call]
+
+
+def without_ended(call: Callable[[], Made]) -> Made:
+    """Return what ``call`` returns, which changes nothing where it raises LeaseConflict. Where it does, leases that only a
+    backward pass holds which an exception ended are let go of, and it is called once more."""
+    try:
+        return call()
+    except LeaseConflict:
+        if torch._C._current_graph_task_id() != -1:  # a hook calls: the queue of this thread is in use
+            raise
+        drop_queued()
+        gc.collect()  # the graph may be in a cycle with the exception
+    return call()
 
 
 _METHODS = (

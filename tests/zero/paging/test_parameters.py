@@ -582,6 +582,9 @@ REFUSED: dict[str, tuple[Callable[[Model], object], str]] = {
     "half": (lambda m: m.half(), r"cannot be given \.data of .* torch.float16"),
     "another shape": (lambda m: setattr(m.extra, "data", torch.ones(3)), r"'extra' has shape \(96, 48\)"),
     "dlpack": (lambda m: m.extra.detach().__dlpack__(), "would share the memory"),
+    "dlpack by its function": (lambda m: torch.utils.dlpack.to_dlpack(m.extra.t()), "would share the memory"),  # type: ignore[attr-defined]
+    "memory of another": (lambda m: setattr(torch.ones(96, 48), "data", m.extra.data), r"'extra' has no memory.*data\.copy_"),
+    "memory of another parameter": (lambda m: setattr(nn.Linear(2, 2).weight, "data", m.extra), r"'extra' has no memory"),
     "shared": (lambda m: m.extra.share_memory_(), "would share the memory"),
     "resized": (lambda m: m.extra.data.resize_(3), "would change the shape"),
     "a custom function's view": (lambda m: Doubled.apply(m.extra).sum(), "its backward would be lost"),

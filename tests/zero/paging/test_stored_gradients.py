@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -716,3 +717,52 @@ def test_a_model_that_is_gone_leases_nothing_after_an_exception_in_backward() ->
         model = zero.page(Undefined(), store, existing="overwrite")
         model("used").backward()
         assert model.weight.grad is not None
+
+
+def fail(gradient: torch.Tensor) -> None:
+    raise ArithmeticError
+
+
+@pytest.mark.parametrize("calls", ["commit", "commit_async", "rollback", "delete"])
+def test_an_exception_in_a_hook_of_a_parameter_leaves_nothing_that_a_model_that_is_gone_leases(
+    tmp_path: Path, calls: str
+) -> None:
+    """autograd keeps the graph in a queue until the next backward pass of the thread."""
+    with TieredStore.open(tmp_path, dram=DRAM) as store:
+        store.commit()
+        model = zero.page(nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]), store)
+        model[1].weight.register_hook(fail)
+        with pytest.raises(ArithmeticError):
+            model(torch.ones(4, 64)).sum().backward()
+        del model
+        gc.collect()
+        if calls == "delete":
+            assert sum(map(store.delete_owned, store.owners())) > 0
+            assert not store.owners()
+        else:
+            done: Any = getattr(store, calls)()
+            assert (done.result() if calls == "commit_async" else done) == store.generation
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+def test_a_gradient_that_lost_its_graph_leads_none_in_silence(store: TieredStore) -> None:
+    """After ``backward(create_graph=True)`` it has its values, and raises where autograd would record a use of it."""
+    ours, theirs = pair(store)
+    ours.zero_grad()
+    theirs.zero_grad()
+    for model in (ours, theirs):
+        (model([torch.ones(p.shape) for p in model.parameters()]) ** 2).backward(create_graph=True)
+    grads: list[Any] = [p.grad for p in ours.parameters()]
+    with torch.no_grad():
+        assert alike(ours, theirs)
+    assert all(p.grad is not None and p.grad.requires_grad for p in theirs.parameters())
+    for use in (torch.norm, torch.sum, torch.clone, lambda grad: grad.t(), lambda grad: grad.numpy()):
+        with pytest.raises(MisuseError, match=r"without its graph.*torch\.autograd\.grad\(loss, parameters, create_graph=True"):
+            use(grads[-1])
+    norm = by_torch(theirs)(1.0)
+    assert torch.equal(by_torch(ours)(1.0), norm)
+    assert same_bits(grads[0].detach().sum(), torch.sum(theirs.all[0].grad.detach()))  # type: ignore[union-attr]
+    for model in (ours, theirs):
+        model.zero_grad(set_to_none=False)
+        backward(model, 3)
+    assert all(torch.equal(grad.sum(), p.grad.sum()) for grad, p in zip(grads, theirs.parameters(), strict=True))  # type: ignore[union-attr]

@@ -133,13 +133,15 @@ class UnitGradients:
 
     # -- shown -------------------------------------------------------------------------------------------------------------
 
-    def show(self, placement: Placement) -> None:
-        """Have ``parameter.grad`` show the stored gradient, which is new or has changed."""
+    def show(self, placement: Placement, of_graph: bool = False) -> None:
+        """Have ``parameter.grad`` show the stored gradient, which is new or has changed. ``of_graph``: what was written to it
+        needs a gradient, as after ``backward(create_graph=True)``; it is stored without its graph."""
         state = self.states[placement]
         if state.marker is None:
             state.marker = gradient(placement)
         elif not state.marker.is_inference():
             torch.autograd.graph.increment_version(state.marker)
+        state.marker.of_graph = state.marker.of_graph or of_graph
         placement.parameter.grad = state.marker
 
     def shown(self, placement: Placement) -> StoredTensor | None:
@@ -235,7 +237,7 @@ class UnitGradients:
         else:
             self.open()
             self.clear(state)
-        self.show(placement)
+        self.show(placement, grad.requires_grad)
 
     def clear(self, state: GradientState) -> None:
         """Forget the factors of a gradient of which this process stores nothing."""
@@ -601,7 +603,7 @@ class LocalGradients:
         else:
             target.copy_(grad)
             state.unreduced = True
-        self._gradients.show(placement)
+        self._gradients.show(placement, grad.requires_grad)
 
     def _open(self) -> torch.Tensor:
         if self._opened is None:

@@ -37,6 +37,7 @@ from torch.compiler import is_dynamo_compiling
 from tiered import CapacityError, MisuseError, Span, TieredError, TieredStore, Touch
 from tiered.errors import expect_type
 from tiered.store.activations import Hooks, Left, SavedTensors, hooks_active, pop_hooks, push_hooks
+from tiered.store.lease import drop_queued
 from tiered.store.memory_watch import MemoryWatch
 from tiered.system import Trimmer, refuse_little_room
 from tiered.tuning.adaptive import AdaptiveActivations, AutoPlan
@@ -48,7 +49,6 @@ from tiered.zero.paging.reduction import ReduceScatter, gradient_sync
 from tiered.zero.paging.saved_tensors import (
     OverHooks,
     SavedActivation,
-    drop_queued,
     graph_task,
     in_backward,
     in_forward_mode,

@@ -33,7 +33,6 @@ __all__ = [
     "OverHooks",
     "ParameterReferences",
     "SavedActivation",
-    "drop_queued",
     "graph_task",
     "in_backward",
     "in_forward_mode",
@@ -199,13 +198,6 @@ def refuse_transforms() -> None:
             "a paged model cannot compute within torch.func.grad, vmap, jvp and the like, which need all parameters at a time: "
             "use torch.autograd, or transform a function of copies of the parameters (parameter.clone())"
         )
-
-
-def drop_queued() -> None:
-    """Empty autograd's queue of this thread by running a backward pass. The queue keeps what an exception left in it, with all
-    that the graph saved (aliases of units, too), until the thread's next backward pass."""
-    with torch.inference_mode(False), torch.enable_grad():
-        torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True).clone().backward()  # type: ignore[no-untyped-call]
 
 
 def is_called_within(modules: set[nn.Module], thread: int | None = None) -> bool:

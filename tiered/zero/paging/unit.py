@@ -37,7 +37,7 @@ from tiered.zero.paging.saved_tensors import refuse_tracing, refuse_transforms
 from tiered.zero.paging.sharding import Partition
 from tiered.zero.paging.storage import Cast, CheckpointRecord, ParameterStorage, TensorStore, host
 from tiered.zero.paging.tensors.compiling import traced
-from tiered.zero.paging.tensors.parameters import paged_class
+from tiered.zero.paging.tensors.parameters import give, paged_class
 from tiered.zero.paging.tensors.stored import no_copy
 from tiered.zero.paging.units import Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import Pending, States, Update
@@ -359,8 +359,7 @@ class Unit:
 
     def _give(self, placement: Placement) -> None:
         """Give a parameter its memory."""
-        values = self._values(placement)
-        placement.parameter.__class__, placement.parameter.data = self._kinds[placement], values
+        give(placement.parameter, self._kinds[placement], self._values(placement))
 
     def _digests_of(self, placements: Collection[Placement]) -> dict[Placement, int]:
         """Return digests of what is in memory now of parameters of the unit, which is held."""
@@ -585,11 +584,9 @@ class Unit:
             self._release(placement)
 
     def _release(self, placement: Placement) -> None:
-        """Take a parameter's memory away. In one line without a call, which no signal handler interrupts: a parameter of its
-        own class, whose reads nobody answers, is never seen with a placeholder."""
-        parameter, kind, data = placement.parameter, self._kinds[placement], self._placeholders[placement].tensor
-        released = paged_class(kind)
-        parameter.__class__, parameter.data, parameter.__class__ = kind, data, released
+        """Take a parameter's memory away. No signal handler comes between: a parameter of its own class, whose reads nobody
+        answers, is never seen with a placeholder."""
+        give(placement.parameter, paged_class(self._kinds[placement]), self._placeholders[placement].tensor)
 
     def refuse_written_since(self, saved: Saved) -> None:
         """Raise MisuseError where a parameter was written to since a graph saved it, within one hold, at whose end it would be

@@ -135,6 +135,10 @@ class Gradient(Source):
     """A gradient that ``parameter.grad`` shows. Raises MisuseError once it is gone (``zero_grad``)."""
 
     another = "assign parameter.grad"
+    lost_history = (
+        "it was stored without its graph (backward(create_graph=True)), and what uses it would lead no gradient through it: "
+        "use torch.autograd.grad(loss, parameters, create_graph=True), or, for its values alone, torch.no_grad()"
+    )
     allowed = frozenset({"detach_"})
 
     def __init__(self, placement: Placement) -> None:
@@ -219,6 +223,8 @@ class Gradient(Source):
     def answer(self, value: StoredTensor, call: Call) -> Any:
         name, args, kwargs = call.name, call.args, call.kwargs
         first: Any = args[0] if args else None
+        if name in ("detach_", "zero_") and isinstance(first, StoredTensor):
+            first.of_graph = False
         if name == "detach_":
             return first
         if name == "cpu" and is_gradient(first):

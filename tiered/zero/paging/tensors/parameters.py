@@ -19,7 +19,7 @@ from tiered.zero.paging.tensors.functions import RESHAPED, asks_for_gradient, wo
 from tiered.zero.paging.tensors.sources import Call, Source, owner_of, without_us
 from tiered.zero.paging.tensors.stored import Kept, StoredTensor, no_copy, reading
 
-__all__ = ["PagedParameter", "Whole", "paged_class", "refuse_replacing", "refuse_sharing", "unpage"]
+__all__ = ["PagedParameter", "Whole", "give", "paged_class", "refuse_replacing", "refuse_sharing", "unpage"]
 
 
 class PagedParameter(StoredTensor, nn.Parameter):
@@ -101,10 +101,22 @@ def paged_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     return type(f"Paged{kind.__name__}", (PagedParameter, kind), {"held_class": kind})
 
 
+class _Between(nn.Parameter):
+    """Class of a parameter while it gets memory."""
+
+    memory = torch._C.TensorBase.data  # of C, whatever ``torch.Tensor.data`` is
+
+
+def give(parameter: nn.Parameter, kind: type[nn.Parameter], values: torch.Tensor) -> None:
+    """Make ``parameter`` one of class ``kind``, on the memory of ``values``."""
+    changing: Any = parameter
+    # One statement of assignments in C: no signal handler comes between them.
+    changing.__class__, changing.memory, changing.__class__ = _Between, values, kind
+
+
 def unpage(parameter: nn.Parameter, values: torch.Tensor) -> None:
     """Make a parameter an ordinary one, which has ``values``. Nothing interrupts this between its parts."""
-    kind = parameter.held_class if isinstance(parameter, PagedParameter) else type(parameter)
-    parameter.__class__, parameter.data = kind, values
+    give(parameter, parameter.held_class if isinstance(parameter, PagedParameter) else type(parameter), values)
 
 
 class Whole(Source):

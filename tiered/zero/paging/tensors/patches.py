@@ -1,7 +1,8 @@
 """What paging changes of torch, because torch asks no class about it: in force from the first paged model of a process until
 the last one is gone. ``import tiered.zero`` changes nothing.
 
-- ``nn.Parameter.data`` tells the unit that holds a parameter what may be written to.
+- ``Tensor.data`` and ``to_dlpack`` refuse to share memory that is not there; ``nn.Parameter.data`` tells the unit that holds a
+  parameter what may be written to.
 - Functions that read memory of tensors without asking for their class take copies: ``torch.tensor`` and the like, calls of
   scripted functions, the transforms of torch.func, the gradients that a backward pass begins with.
 - ``torch.autograd.backward(inputs=)`` takes slices in place of a parameter that is divided into them.
@@ -20,8 +21,10 @@ import torch._functorch.eager_transforms
 import torch._functorch.vmap
 import torch.utils._device
 import torch.utils._foreach_utils
+import torch.utils.dlpack
 from torch import nn
 
+from tiered import MisuseError
 from tiered.zero.paging.tensors.compiling import traced
 from tiered.zero.paging.tensors.functions import changed, leaves
 from tiered.zero.paging.tensors.parameters import PagedParameter
@@ -34,10 +37,22 @@ _DATA: Any = torch._C.TensorBase.data
 
 
 class _Data:
-    """``nn.Parameter.data``, which tells the unit that holds a parameter what may be written to. A write to ``parameter.data``
-    leaves ``parameter._version`` as it is: only the version of the tensor that was given tells of it."""
+    """``torch.Tensor.data``, which refuses memory of a tensor that has none: torch asks only the tensor that is assigned to."""
 
-    __set__ = _DATA.__set__  # of C: no signal handler comes between an assignment and its effect
+    def __get__(self, tensor: Any, kind: Any = None) -> Any:
+        return _DATA if tensor is None else _DATA.__get__(tensor)
+
+    def __set__(self, tensor: Any, values: Any) -> None:
+        if isinstance(values, StoredTensor) and not isinstance(tensor, StoredTensor):
+            raise MisuseError(
+                f"{values.source.shown} has no memory that another tensor could share: write tensor.data.copy_(values)"
+            )
+        _DATA.__set__(tensor, values)
+
+
+class _ParameterData(_Data):
+    """``nn.Parameter.data``, which also tells the unit that holds a parameter what may be written to. A write to
+    ``parameter.data`` leaves ``parameter._version`` as it is: only the version of the tensor that was given tells of it."""
 
     def __get__(self, parameter: Any, kind: Any = None) -> Any:
         if parameter is None:
@@ -92,6 +107,16 @@ def _with_values(takes: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @traced
+def _with_memory(takes: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``takes``, which gives memory of a tensor away, and refuses one that has none."""
+
+    @functools.wraps(takes)
+    def take(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return tensor.__dlpack__() if is_stored(tensor) else takes(tensor, *args, **kwargs)
+
+    return take
+
+
 def _has_no_values(value: Any) -> bool:
     """Return whether ``value`` is stored, or a list that has something that is."""
     if isinstance(value, list | tuple):
@@ -121,7 +146,10 @@ def _parts(value: Any) -> list[Any]:
 
 def _changes() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     """Yield what is changed: of what, its name, and what makes of it what takes its place."""
-    yield nn.Parameter, "data", lambda _: _Data()
+    yield torch.Tensor, "data", lambda _: _Data()
+    yield nn.Parameter, "data", lambda _: _ParameterData()
+    yield torch.utils.dlpack, "to_dlpack", _with_memory
+    yield torch, "to_dlpack", _with_memory
     for name in ("tensor", "as_tensor", "asarray", "sparse_coo_tensor", "sparse_csr_tensor", "sparse_compressed_tensor"):
         yield torch, name, _with_values
     yield torch.Tensor, "new_tensor", _with_values

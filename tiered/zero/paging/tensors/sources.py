@@ -94,10 +94,15 @@ class Source:
 
     ``shown``: how errors name it, ``device``: where its values compute, ``version``: a number that changes when the values do.
     ``mend``: what to do instead of what is refused, ``another``: instead of giving it ``.data`` of another shape.
+    ``lost_history``: why nothing leads gradients through a tensor that is ``of_graph``, and what to do instead.
     """
 
     mend = "use a copy (.clone())"
     another = "page a model that has them"
+    lost_history = (
+        "a tensor that needs a gradient was written to this view, and what uses it would lead no gradient there: write within "
+        "torch.no_grad(), or to a copy (.clone())"
+    )
     leads = False
     """Whether a view is a tensor of its own to autograd, which leads gradients to the parameter."""
 

@@ -448,10 +448,7 @@ def _refuse_lost_history(value: StoredTensor, call: Call) -> None:
     detach it and to assign it as ``.data`` needs none."""
     written = any(one is value for one in leaves(written_by(call.name, call.args, call.kwargs)))
     if not written and call.name not in ("detach", "data.__get__", "data.__set__"):
-        raise MisuseError(
-            f"{value.source.shown}: a tensor that needs a gradient was written to this view, and what uses it would lead no "
-            "gradient there: write within torch.no_grad(), or to a copy (.clone())"
-        )
+        raise MisuseError(f"{value.source.shown}: {value.source.lost_history}")
 
 
 def _into(call: Call) -> Any:
