@@ -103,7 +103,7 @@ USES: dict[str, tuple[str, ...]] = {
     "packing": ("",),
     "tuning": ("", "store"),
     "zero": (
-        *("tiered", "errors", "types", "system", "store.activations", "store.memory_watch", "store.at_rest"),
+        *("tiered", "errors", "types", "system", "store.activations", "store.lease", "store.memory_watch", "store.at_rest"),
         *("format.safetensors", "format.safetensors_writer", "format.foreign", "packing", "tuning"),
     ),
     "reporting": ("tiered", "", "format.foreign", "store.store", "store.memory_watch", "data"),
