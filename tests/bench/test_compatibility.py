@@ -18,7 +18,7 @@ import torch
 from bench import compatibility
 from bench.compatible.judge import CLEAR, IDENTICAL, INVALID, LIMIT, WRONG, Outcome, difference, judge
 from bench.compatible.side import ROWS, TIERS, Row, Side, frozen
-from tests import programs
+from tests import fake_device, programs
 from tiered import MisuseError
 
 Function = Callable[[Side], object]
@@ -26,11 +26,12 @@ Function = Callable[[Side], object]
 
 PLACED = """if True:  # a device that has once been given a name keeps it until its process ends
     import sys
+    from contextlib import nullcontext
     from pathlib import Path
     from bench import compatibility
     from bench.compatible.side import Side
 
-    with compatibility.fake_device():
+    with compatibility.fake_device() if sys.argv[1] == "fake device" else nullcontext():
         side = Side(True, Path(sys.argv[2]), tier=sys.argv[1])
         model, _ = side.toy()
         print(model.head.weight.device.type == "cpu", *(one.name for one in side.store.statistics().tiers))
@@ -168,6 +169,8 @@ def test_a_row_runs_on_each_tier(tmp_path: Path, tier: str) -> None:
     """By the command, because rows are forked, which a process that has computed something may not be."""
     if tier == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
+    if tier == "fake device" and fake_device.UNUSABLE:
+        pytest.skip(fake_device.UNUSABLE)
     file, root = tmp_path / "outcomes.json", Path(compatibility.__file__).parents[1]
     asked = ["--group", "writes", "--row", "init.ones_", "--tier", tier, "--json", str(file), "--dir", str(tmp_path)]
     programs.run([sys.executable, "-m", "bench.compatibility", *asked], cwd=root, check=True, capture_output=True)

@@ -38,7 +38,7 @@ def section(page: str, title: str) -> str:
 def test_all_steps(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     if isinstance(fake_device.built(), str):
-        pytest.skip("the fake device cannot be built here")
+        pytest.skip(f"no fake device: {fake_device.UNUSABLE or 'it cannot be built here'}")
     steps = [*(f"train-{place}" for place in PLACES), "tests", "generate", "copies", "rows"]
     where = ["--out", str(tmp_path / "out"), "--dir", str(tmp_path), "--name", "page", "--seconds", str(ENOUGH)]
     command = [sys.executable, "-m", "bench.gpu_steps", "--device", "stand-in", *where, "--only", *steps]

@@ -21,17 +21,32 @@ from torch.utils import cpp_extension
 
 from tiered.tiers import hbm
 
-__all__ = ["NAME", "REAL", "installed"]
+__all__ = ["NAME", "REAL", "UNUSABLE", "installed"]
 
 REAL = os.environ.get("TIERED_TEST_DEVICE", "").startswith("cuda")
 NAME = "cuda" if REAL else "hpu"
 HERE = Path(__file__).parent
 
 
+
+
+def _unusable() -> str | None:
+    if torch.version.cuda is not None:
+        return "torch that is built for CUDA takes no second kind of device"
+    known = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+    return None if known else "the fake device is written for the C++ of torch 2.13"
+
+
+UNUSABLE = None if REAL else _unusable()
+"""Why there can be no such device here; None where there can."""
+
+
 @functools.cache
 def built() -> ModuleType | str:
     """Build and load it. What a compiler says where it cannot."""
     assert not REAL, "nothing is built for a CUDA device"
+    if UNUSABLE:
+        return UNUSABLE
     source = HERE / "device.cpp"
     stamp = hashlib.sha256(source.read_bytes() + torch.__version__.encode() + sysconfig.get_config_var("SOABI").encode())
     target = HERE.parents[1] / "build" / f"fake_device-{stamp.hexdigest()[:16]}" / "_fake_device.so"
@@ -95,6 +110,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     if REAL:
         return torch.device(NAME, 0)
     module, here = built(), torch.device(NAME, 0)
+    if UNUSABLE:
+        pytest.skip(UNUSABLE)
     if isinstance(module, str):
         pytest.fail(f"the fake device cannot be built:\n{module[:2000]}", pytrace=False)
     device, allocate = hbm._device, hbm._allocate

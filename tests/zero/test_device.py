@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import programs
+from tests import fake_device, programs
 
 PYTEST = """if True:
     import sys
@@ -20,6 +20,7 @@ PYTEST = """if True:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ builds the device")
+@pytest.mark.skipif(fake_device.UNUSABLE is not None, reason=str(fake_device.UNUSABLE))
 @pytest.mark.parametrize(
     "more", [["-k", "not ranks"], pytest.param(["-m", "soak or not soak"], marks=pytest.mark.soak)], ids=["one rank", "all"]
 )

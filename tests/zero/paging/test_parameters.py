@@ -229,7 +229,6 @@ def average(model: Model) -> list[torch.Tensor]:
     return averages
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # in torch.autograd.forward_ad
 @named(READS)
 def test_a_read_gives_what_it_gives_in_memory(opened: TieredStore, name: str) -> None:
     Sides(opened).agree(READS[name])
