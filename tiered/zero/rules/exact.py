@@ -2,25 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from functools import cache, lru_cache
+from inspect import signature
+from typing import Any, ClassVar
 
 import torch
 from torch.optim import adagrad, adam, adamax, nadam, radam, rmsprop, sgd
 from torch.optim.adamw import adamw
 
 from tiered import TensorSpec
-from tiered.zero.rules.rule import State, scalar_dtype, settings_of, step_dtype, step_within
+from tiered.zero.rules.rule import State, UpdateRule, scalar_dtype, settings_of, step_dtype, step_within
 
 __all__ = [
     *("AdafactorRule", "AdagradRule", "AdamRule", "AdamWRule", "AdamaxRule", "LionRule", "MuonRule", "NAdamRule", "RAdamRule"),
     *("RMSpropRule", "SGDRule", "adamw_step"),
 ]
 
+Function = Callable[..., None]
+"""Of torch: the step of one of its classes, for lists of tensors (https://docs.pytorch.org/docs/stable/optim.html)."""
+
+
+class _TorchRule:
+    """Update by the function that ``torch_class`` calls for lists of tensors, with lists of one: by the fused kernel where
+    ``fused``, else one tensor at a time.
+
+    ``function`` takes, after parameters and gradients, lists of the states ``lists``; those that ``needs`` names are there
+    where the hyper-parameter is not 0 or False, which must stay as it is. ``kept``: the states that are stored, if not all.
+    """
+
+    torch_class: ClassVar[type[torch.optim.Optimizer]]
+    function: ClassVar[Function]
+    lists: ClassVar[tuple[str, ...]]
+    needs: ClassVar[Mapping[str, str]] = {}
+    kept: ClassVar[tuple[str, ...] | None] = None
+
+    def state_specs(self, param: TensorSpec) -> Mapping[str, TensorSpec]:
+        names = self.lists if self.kept is None else self.kept
+        return {name: param for name in names if name not in self.needs or getattr(self, self.needs[name])}
+
+    def update(self, param: torch.Tensor, grad: torch.Tensor, state: State, step: int) -> None:
+        made: Any = self
+        _call(type(self).function, made, param, grad, [[state[name]] if name in state else [] for name in self.lists], step)
+
+
+def _call(
+    function: Function, rule: UpdateRule, param: torch.Tensor, grad: torch.Tensor, lists: Sequence[list[Any]], step: int
+) -> None:
+    arguments, counts = _arguments(function, rule)  # type: ignore[arg-type]  # a frozen dataclass, which can be hashed
+    steps = [[_before(step, param, arguments.get("fused"))]] if counts else []
+    function([param], [grad], *lists, *steps, **arguments)
+
+
+@lru_cache(1024)
+def _arguments(function: Function, rule: UpdateRule) -> tuple[Mapping[str, Any], bool]:
+    """Return what ``function`` takes of the hyper-parameters of ``rule``, and whether it counts steps."""
+    found, taken = settings_of(rule), _taken(function)
+    found |= {"foreach": False, "amsgrad": found.get("amsgrad", False), "fused": bool(getattr(rule, "fused", False))}
+    if "betas" in found:
+        found |= {"beta1": found["betas"][0], "beta2": found["betas"][1]}
+    return {name: value for name, value in found.items() if name in taken}, "state_steps" in taken
+
+
+@cache
+def _taken(function: Function) -> frozenset[str]:
+    return frozenset(signature(function).parameters)
+
 
 @dataclass(frozen=True)
-class AdamWRule:
+class AdamWRule(_TorchRule):
     """Adam with decoupled weight decay (Loshchilov and Hutter, 2019, https://arxiv.org/abs/1711.05101), by torch's own fused
     kernel: bit-identical to ``torch.optim.AdamW(fused=True)`` wherever a tensor is cut at multiples of 16 elements. (What is
     left over at the end of a tensor, it computes in another way, with other roundings.)"""
@@ -34,20 +85,14 @@ class AdamWRule:
     fused: ClassVar[bool] = True
     torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.AdamW
     torch_names: ClassVar[Mapping[str, str]] = {"m": "exp_avg", "v": "exp_avg_sq"}
-
-    def state_specs(self, param: TensorSpec) -> Mapping[str, TensorSpec]:
-        return {"m": param, "v": param}
-
-    def update(
-        self, param: torch.Tensor, grad: torch.Tensor, state: Mapping[str, torch.Tensor], step: int
-    ) -> None:
-        adamw_step(self, param, grad, state["m"], state["v"], step)
+    function: ClassVar[Function] = staticmethod(adamw)
+    lists: ClassVar[tuple[str, ...]] = ("m", "v", "largest")
+    kept: ClassVar[tuple[str, ...]] = ("m", "v")
 
 
 @dataclass(frozen=True)
-class SGDRule:
-    """Stochastic gradient descent by ``torch.optim.sgd.sgd``: by the fused kernel where ``fused``, else one tensor at a time.
-    torch counts no steps of it. Whether there is a momentum must stay as it is."""
+class SGDRule(_TorchRule):
+    """Stochastic gradient descent. torch counts no steps of it. Whether there is a momentum must stay as it is."""
 
     lr: float = 1e-3
     momentum: float = 0.0
@@ -58,35 +103,22 @@ class SGDRule:
     fused: bool | None = True
 
     torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.SGD
+    function: ClassVar[Function] = staticmethod(sgd.sgd)
+    lists: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
+    needs: ClassVar[Mapping[str, str]] = {"momentum_buffer": "momentum"}
     counts_steps: ClassVar[bool] = False
-
-    def state_specs(self, param: TensorSpec) -> Mapping[str, TensorSpec]:
-        return {"momentum_buffer": param} if self.momentum else {}
 
     def update(self, param: torch.Tensor, grad: torch.Tensor, state: State, step: int) -> None:
         buffers: list[torch.Tensor | None] = [state["momentum_buffer"] if self.momentum and step > 1 else None]
-        sgd.sgd(
-            [param],
-            [grad],
-            buffers,
-            foreach=False,
-            fused=bool(self.fused),
-            weight_decay=self.weight_decay,
-            momentum=self.momentum,
-            lr=self.lr,
-            dampening=self.dampening,
-            nesterov=self.nesterov,
-            maximize=self.maximize,
-        )
+        _call(sgd.sgd, self, param, grad, [buffers], step)
         if self.momentum and step == 1:
             assert buffers[0] is not None
             state["momentum_buffer"].copy_(buffers[0])
 
 
 @dataclass(frozen=True)
-class AdamRule:
-    """Adam (Kingma and Ba, 2015, https://arxiv.org/abs/1412.6980) by ``torch.optim.adam.adam``: by the fused kernel where
-    ``fused``, else one tensor at a time. Whether ``amsgrad`` is set must stay as it is."""
+class AdamRule(_TorchRule):
+    """Adam (Kingma and Ba, 2015, https://arxiv.org/abs/1412.6980). Whether ``amsgrad`` is set must stay as it is."""
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
@@ -100,36 +132,14 @@ class AdamRule:
     optional: ClassVar[tuple[str, ...]] = ("decoupled_weight_decay",)  # torch 2.6 has it not
     torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.Adam
     torch_names: ClassVar[Mapping[str, str]] = {"m": "exp_avg", "v": "exp_avg_sq", "largest": "max_exp_avg_sq"}
-
-    def state_specs(self, param: TensorSpec) -> Mapping[str, TensorSpec]:
-        return {"m": param, "v": param, **({"largest": param} if self.amsgrad else {})}
-
-    def update(self, param: torch.Tensor, grad: torch.Tensor, state: State, step: int) -> None:
-        decoupled: dict[str, Any] = {"decoupled_weight_decay": True} if self.decoupled_weight_decay else {}  # not in torch 2.6
-        adam.adam(
-            [param],
-            [grad],
-            [state["m"]],
-            [state["v"]],
-            [state["largest"]] if self.amsgrad else [],
-            [_before(step, param, self.fused)],
-            foreach=False,
-            fused=bool(self.fused),
-            **decoupled,
-            amsgrad=self.amsgrad,
-            beta1=self.betas[0],
-            beta2=self.betas[1],
-            lr=self.lr,
-            weight_decay=self.weight_decay,
-            eps=self.eps,
-            maximize=self.maximize,
-        )
+    function: ClassVar[Function] = staticmethod(adam.adam)
+    lists: ClassVar[tuple[str, ...]] = ("m", "v", "largest")
+    needs: ClassVar[Mapping[str, str]] = {"largest": "amsgrad"}
 
 
 @dataclass(frozen=True)
-class AdagradRule:
-    """Adagrad (Duchi, Hazan and Singer, 2011, https://jmlr.org/papers/v12/duchi11a.html) by ``torch.optim.adagrad.adagrad``: by
-    the fused kernel where ``fused``, else one tensor at a time."""
+class AdagradRule(_TorchRule):
+    """Adagrad (Duchi, Hazan and Singer, 2011, https://jmlr.org/papers/v12/duchi11a.html)."""
 
     lr: float = 1e-2
     lr_decay: float = 0.0
@@ -140,32 +150,19 @@ class AdagradRule:
     fused: bool | None = True
 
     torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.Adagrad
-
-    def state_specs(self, param: TensorSpec) -> Mapping[str, TensorSpec]:
-        return {"sum": param}
+    function: ClassVar[Function] = staticmethod(adagrad.adagrad)
+    lists: ClassVar[tuple[str, ...]] = ("sum",)
 
     def update(self, param: torch.Tensor, grad: torch.Tensor, state: State, step: int) -> None:
         if step == 1:
             state["sum"].fill_(self.initial_accumulator_value)
-        adagrad.adagrad(
-            [param],
-            [grad],
-            [state["sum"]],
-            [_before(step, param, self.fused)],
-            foreach=False,
-            fused=bool(self.fused),
-            lr=self.lr,
-            weight_decay=self.weight_decay,
-            lr_decay=self.lr_decay,
-            eps=self.eps,
-            maximize=self.maximize,
-        )
+        super().update(param, grad, state, step)
 
 
 @dataclass(frozen=True)
-class RMSpropRule:
-    """RMSprop (Hinton, 2012; centered: Graves, 2013, https://arxiv.org/abs/1308.0850) by ``torch.optim.rmsprop.rmsprop``, one
-    tensor at a time. Whether it is centered, and whether there is a momentum, must stay as they are."""
+class RMSpropRule(_TorchRule):
+    """RMSprop (Hinton, 2012; centered: Graves, 2013, https://arxiv.org/abs/1308.0850). Whether it is centered, and whether
+    there is a momentum, must stay as they are."""
 
     lr: float = 1e-2
     alpha: float = 0.99
@@ -176,35 +173,17 @@ class RMSpropRule:
     maximize: bool = False
 
     torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.RMSprop
-
-    def state_specs(self, param: TensorSpec) -> Mapping[str, TensorSpec]:
-        names = ("square_avg", *(["momentum_buffer"] if self.momentum else []), *(["grad_avg"] if self.centered else []))
-        return dict.fromkeys(names, param)
-
-    def update(self, param: torch.Tensor, grad: torch.Tensor, state: State, step: int) -> None:
-        rmsprop.rmsprop(
-            [param],
-            [grad],
-            [state["square_avg"]],
-            [state["grad_avg"]] if self.centered else [],
-            [state["momentum_buffer"]] if self.momentum else [],
-            [_before(step, param)],
-            foreach=False,
-            maximize=self.maximize,
-            lr=self.lr,
-            alpha=self.alpha,
-            eps=self.eps,
-            weight_decay=self.weight_decay,
-            momentum=self.momentum,
-            centered=self.centered,
-        )
+    function: ClassVar[Function] = staticmethod(rmsprop.rmsprop)
+    lists: ClassVar[tuple[str, ...]] = ("square_avg", "grad_avg", "momentum_buffer")
+    needs: ClassVar[Mapping[str, str]] = {"grad_avg": "centered", "momentum_buffer": "momentum"}
+    kept: ClassVar[tuple[str, ...]] = ("square_avg", "momentum_buffer", "grad_avg")
 
 
 @dataclass(frozen=True)
-class NAdamRule:
-    """NAdam (Dozat, 2016, https://openreview.net/forum?id=OM0jvwB8jIp57ZJjtNEZ) by ``torch.optim.nadam.nadam``, one tensor at a
-    time. ``mu_product`` is computed from the number of the step, so the first of ``betas`` and ``momentum_decay`` must stay as
-    they are. As torch's, it is float64 where that is torch's default dtype, else float32."""
+class NAdamRule(_TorchRule):
+    """NAdam (Dozat, 2016, https://openreview.net/forum?id=OM0jvwB8jIp57ZJjtNEZ). ``mu_product`` is computed from the number of
+    the step, so the first of ``betas`` and ``momentum_decay`` must stay as they are. As torch's, it is float64 where that is
+    torch's default dtype, else float32."""
 
     lr: float = 2e-3
     betas: tuple[float, float] = (0.9, 0.999)
@@ -217,9 +196,9 @@ class NAdamRule:
     torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.NAdam
     torch_names: ClassVar[Mapping[str, str]] = {"m": "exp_avg", "v": "exp_avg_sq"}
     constant: ClassVar[tuple[str, ...]] = ("betas", "momentum_decay")
-
-    def state_specs(self, param: TensorSpec) -> Mapping[str, TensorSpec]:
-        return {"m": param, "v": param}
+    function: ClassVar[Function] = staticmethod(nadam.nadam)
+    lists: ClassVar[tuple[str, ...]] = ("m", "v", "mu_product")
+    kept: ClassVar[tuple[str, ...]] = ("m", "v")
 
     def scalars(self, step: int, dtype: torch.dtype | None = None) -> Mapping[str, torch.Tensor]:
         """Return what torch keeps beside the step, as it is after ``step`` steps of a process in which it has ``dtype``; None:
@@ -227,28 +206,12 @@ class NAdamRule:
         return {"mu_product": _mu_product(self.betas[0], self.momentum_decay, step, dtype or step_dtype(self))}
 
     def update(self, param: torch.Tensor, grad: torch.Tensor, state: State, step: int) -> None:
-        nadam.nadam(
-            [param],
-            [grad],
-            [state["m"]],
-            [state["v"]],
-            [_mu_product(self.betas[0], self.momentum_decay, step - 1, step_dtype(self))],
-            [_before(step, param)],
-            foreach=False,
-            decoupled_weight_decay=self.decoupled_weight_decay,
-            maximize=self.maximize,
-            beta1=self.betas[0],
-            beta2=self.betas[1],
-            lr=self.lr,
-            weight_decay=self.weight_decay,
-            momentum_decay=self.momentum_decay,
-            eps=self.eps,
-        )
+        super().update(param, grad, {**state, **self.scalars(step - 1)}, step)
 
 
 @dataclass(frozen=True)
-class RAdamRule:
-    """RAdam (Liu and others, 2020, https://arxiv.org/abs/1908.03265) by ``torch.optim.radam.radam``, one tensor at a time."""
+class RAdamRule(_TorchRule):
+    """RAdam (Liu and others, 2020, https://arxiv.org/abs/1908.03265)."""
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
@@ -259,31 +222,13 @@ class RAdamRule:
 
     torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.RAdam
     torch_names: ClassVar[Mapping[str, str]] = {"m": "exp_avg", "v": "exp_avg_sq"}
-
-    def state_specs(self, param: TensorSpec) -> Mapping[str, TensorSpec]:
-        return {"m": param, "v": param}
-
-    def update(self, param: torch.Tensor, grad: torch.Tensor, state: State, step: int) -> None:
-        radam.radam(
-            [param],
-            [grad],
-            [state["m"]],
-            [state["v"]],
-            [_before(step, param)],
-            foreach=False,
-            decoupled_weight_decay=self.decoupled_weight_decay,
-            maximize=self.maximize,
-            beta1=self.betas[0],
-            beta2=self.betas[1],
-            lr=self.lr,
-            weight_decay=self.weight_decay,
-            eps=self.eps,
-        )
+    function: ClassVar[Function] = staticmethod(radam.radam)
+    lists: ClassVar[tuple[str, ...]] = ("m", "v")
 
 
 @dataclass(frozen=True)
-class AdamaxRule:
-    """Adamax (Kingma and Ba, 2015, https://arxiv.org/abs/1412.6980) by ``torch.optim.adamax.adamax``, one tensor at a time."""
+class AdamaxRule(_TorchRule):
+    """Adamax (Kingma and Ba, 2015, https://arxiv.org/abs/1412.6980)."""
 
     lr: float = 2e-3
     betas: tuple[float, float] = (0.9, 0.999)
@@ -292,25 +237,8 @@ class AdamaxRule:
     maximize: bool = False
 
     torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.Adamax
-
-    def state_specs(self, param: TensorSpec) -> Mapping[str, TensorSpec]:
-        return {"exp_avg": param, "exp_inf": param}
-
-    def update(self, param: torch.Tensor, grad: torch.Tensor, state: State, step: int) -> None:
-        adamax.adamax(
-            [param],
-            [grad],
-            [state["exp_avg"]],
-            [state["exp_inf"]],
-            [_before(step, param)],
-            foreach=False,
-            maximize=self.maximize,
-            eps=self.eps,
-            beta1=self.betas[0],
-            beta2=self.betas[1],
-            lr=self.lr,
-            weight_decay=self.weight_decay,
-        )
+    function: ClassVar[Function] = staticmethod(adamax.adamax)
+    lists: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_inf")
 
 
 @dataclass(frozen=True)
@@ -406,42 +334,12 @@ class MuonRule:
         param.grad = None
 
 
-class AdamWSettings(Protocol):
-    """Hyper-parameters of a step of AdamW, whatever type its moments have in the store."""
-
-    @property
-    def lr(self) -> float: ...
-    @property
-    def betas(self) -> tuple[float, float]: ...
-    @property
-    def eps(self) -> float: ...
-    @property
-    def weight_decay(self) -> float: ...
-    @property
-    def maximize(self) -> bool: ...
-
-
 def adamw_step(
-    rule: AdamWSettings, param: torch.Tensor, grad: torch.Tensor, m: torch.Tensor, v: torch.Tensor, step: int
+    rule: UpdateRule, param: torch.Tensor, grad: torch.Tensor, m: torch.Tensor, v: torch.Tensor, step: int
 ) -> None:
-    """Make a step of AdamW by torch's fused kernel. The moments ``m`` and ``v`` have the type of ``param``; all three change in
-    place."""
-    adamw(
-        [param],
-        [grad],
-        [m],
-        [v],
-        [],
-        [_before(step, param, fused=True)],
-        fused=True,
-        amsgrad=False,
-        beta1=rule.betas[0],
-        beta2=rule.betas[1],
-        lr=rule.lr,
-        weight_decay=rule.weight_decay,
-        eps=rule.eps,
-        maximize=rule.maximize,
-    )
+    """Make a step of AdamW by torch's fused kernel, with the hyper-parameters of ``rule``. The moments ``m`` and ``v`` have the
+    type of ``param``; all three change in place."""
+    _call(adamw, rule, param, grad, [[m], [v], []], step)
 
 
 def _before(step: int, param: torch.Tensor, fused: bool | None = False) -> torch.Tensor:

@@ -97,7 +97,7 @@ class _Encoded:
                     moment.zero_()
                 elif moment is not decoded:
                     moment.copy_(decoded)
-            adamw_step(self, param[part], grad[part], *wide, step)  # type: ignore[arg-type]  # a dataclass with these fields
+            adamw_step(self, param[part], grad[part], *wide, step)
             self.code.encode([moment.float() for moment in wide], records)
 
     def encoded(self, moments: Sequence[torch.Tensor]) -> torch.Tensor:
