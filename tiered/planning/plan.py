@@ -35,7 +35,7 @@ from tiered.zero.paging.reduction import overlaps
 from tiered.zero.paging.step_trace import LONGEST
 from tiered.zero.paging.units import Limits, ModelPlan, Policy, divide
 from tiered.zero.rules import exact, inexact
-from tiered.zero.rules.forms import kept_by
+from tiered.zero.rules.forms import forms_of
 from tiered.zero.rules.rule import WHOLE, UpdateRule
 
 __all__ = ["Choice", "Memory", "Offloading", "Plan", "Prediction", "Ranks", "plan"]
@@ -258,7 +258,7 @@ class Planner:
     ) -> None:
         self.subject, self.machine, self._rule, self._policy, self.passes = subject, machine, rule, policy, passes
         self._rehearsed = rehearsed
-        self._updates_whole = any(form.block == WHOLE for form in kept_by(rule, torch.float32).values())
+        self._updates_whole = any(form.block == WHOLE for form in forms_of(rule, torch.float32).values())
         self._runs: dict[tuple[object, ...], DryRun] = {}
         self._predicted: dict[tuple[object, ...], Prediction] = {}
         self._measured: dict[str, float] = {}

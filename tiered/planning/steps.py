@@ -18,7 +18,7 @@ from tiered.tensors.specs import TEMPORARY
 from tiered.zero.paging.storage import TensorStore
 from tiered.zero.paging.units import ModelPlan, Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import States
-from tiered.zero.rules.forms import kept_by
+from tiered.zero.rules.forms import forms_of
 from tiered.zero.rules.rule import UpdateRule
 
 __all__ = [
@@ -120,7 +120,7 @@ def _unit_sizes(unit: UnitPlan, key: str, chunk: int, rule: UpdateRule) -> UnitS
     parts = list(unit.parts(0).values())
     states = States(cast(TensorStore, None), key, parts, even_chunks(unit.elements, chunk), kinds)
     for placement in trained:
-        states.use(placement.name, kept_by(rule, states.wide))
+        states.use(placement.name, forms_of(rule, states.wide))
     trained = [part for part in parts if part.parameter.requires_grad and part.dtype.is_floating_point]
     if unit.shares > 1:
         gradient = max((part.offset + part.nbytes for part in trained), default=0)

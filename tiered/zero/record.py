@@ -31,7 +31,7 @@ from tiered.types import LARGEST
 from tiered.zero.paging.units import OLDER_SHARE_STEP, Limits, Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import UPDATED_AT_ONCE, States
 from tiered.zero.rules import exact, inexact
-from tiered.zero.rules.forms import Kept, as_kept
+from tiered.zero.rules.forms import StateForm, form_named
 from tiered.zero.rules.rule import settings_of
 
 __all__ = [
@@ -428,7 +428,7 @@ def _wrong_unit(unit: _Unit, name: str, types: Mapping[str, torch.dtype]) -> Ite
     for parameter, states in used.items():
         for state, kind in states.items():
             wrong = state in ("lo", "master") or not state.isidentifier() or kept.setdefault(state, kind) != kind
-            if wrong or (state in ("m", "v") and _form(kind) not in (Kept(torch.float32), Kept(torch.float64))):
+            if wrong or (state in ("m", "v") and _form(kind) not in (StateForm(torch.float32), StateForm(torch.float64))):
                 yield f"{parameter!r} has a state {state!r:.100} of {kind!r:.100}"
         blocks = {_form(kind).block for kind in states.values()}
         if len(blocks) > 1:
@@ -519,17 +519,17 @@ def states_shown(states: States) -> dict[str, dict[str, str]]:
     return {name: {state: str(form) for state, form in kept.items()} for name, kept in states.used.items()}
 
 
-def states_used(unit: Mapping[str, Any]) -> dict[str, dict[str, Kept]]:
+def states_used(unit: Mapping[str, Any]) -> dict[str, dict[str, StateForm]]:
     """Return what ``states_shown`` returned, of a unit in a record."""
     return {name: {state: _form(kind) for state, kind in kept.items()} for name, kept in unit.get("states", {}).items()}
 
 
-def _form(shown: str) -> Kept:
+def _form(shown: str) -> StateForm:
     """Return a form of a state. Raises ManifestError for what is none."""
     if "," not in shown:
-        return Kept(type_named(shown))
+        return StateForm(type_named(shown))
     try:
-        return as_kept(shown)
+        return form_named(shown)
     except ValueError as error:
         raise ManifestError(f"{shown!r:.100} is no form of a state, as this release knows them") from error
 

@@ -28,7 +28,7 @@ from tiered.zero.paging.units import Limits, ModelPlan, Placement, UnitPlan
 from tiered.zero.paging.update import flat_view, split
 from tiered.zero.record import VERSION
 from tiered.zero.rules.exact import AdamWRule
-from tiered.zero.rules.forms import kept_by
+from tiered.zero.rules.forms import forms_of
 from tiered.zero.rules.rule import UpdateRule, name_of, settings_of, torch_name
 
 __all__ = ["ONE", "Described", "Foreign", "ForeignGroup", "Sound", "put", "record_of", "replace", "take_over"]
@@ -120,7 +120,7 @@ class ForeignSource:
                 rule = self._rules.get(self._known(_whole(placement).name))
                 if rule is not None and type(rule) is not AdamWRule:
                     wide = torch.float64 if placement.stored is torch.float64 else torch.float32
-                    forms = kept_by(rule, wide)
+                    forms = forms_of(rule, wide)
                     known = foreign.parameters.get(self._known(_whole(placement).name))
                     if known is not None and known.steps and not all(form.elementwise for form in forms.values()):
                         raise MisuseError(

@@ -27,7 +27,7 @@ from tiered.zero.paging.units import Limits, ModelPlan, Placement, UnitPlan, eve
 from tiered.zero.paging.update import States
 from tiered.zero.rank_stores import has_commit, newest_set, sets_in
 from tiered.zero.record import plans, refuse_other_tensors, states_shown, states_used, type_named
-from tiered.zero.rules.forms import Kept
+from tiered.zero.rules.forms import StateForm
 from tiered.zero.rules.rule import SMALLEST_BLOCK
 
 __all__ = ["Copies", "Elements", "Source", "opened", "reshard"]
@@ -240,7 +240,7 @@ class Source:
         """Return elements ``begin`` to ``end`` of a parameter in memory order: of itself ("param", as it was stored), "m", "v",
         "master" or "grad". None where there are none of that kind. Raises MisuseError for a state of blocks that are cut."""
         index, pieces = self._home[name], []
-        form = states_used(self.records[0]["units"][index]).get(name, {}).get(kind, Kept(torch.float32))
+        form = states_used(self.records[0]["units"][index]).get(name, {}).get(kind, StateForm(torch.float32))
         for rank in range(self.ranks):
             share = self._parts(index, rank).get(name)
             if share is None:

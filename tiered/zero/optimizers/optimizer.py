@@ -38,7 +38,7 @@ from tiered.zero.paging.unit import Unit
 from tiered.zero.paging.units import SHARE_STEP, Placement, Sliced, UnitPlan
 from tiered.zero.paging.update import Update, flat_view
 from tiered.zero.rules.exact import AdamWRule
-from tiered.zero.rules.forms import Kept, kept_by
+from tiered.zero.rules.forms import StateForm, forms_of
 from tiered.zero.rules.inexact import (
     EARLIER_CODES,
     AdamW4bitRule,
@@ -231,7 +231,7 @@ class Optimizer(TorchOptimizer):
                 kinds = {one.dtype for one in unit.gradients.states}
                 if torch.float64 in kinds and len(kinds) > 1:
                     raise MisuseError(f"unit {unit.plan.name!r} mixes float64 with other element types: use one of them")
-                unit.states.refuse(placement.name, kept_by(rule, unit.states.wide))
+                unit.states.refuse(placement.name, forms_of(rule, unit.states.wide))
                 _refuse_masters(placement.name, placement.stored, rule)
                 _refuse_cut_blocks(placement, unit.plan, rule)
                 _refuse_cut_matrix(pager, unit, placement, rule, self._in_backward)
@@ -298,11 +298,11 @@ class Optimizer(TorchOptimizer):
             for unit in updates:  # the last that can fail, before anything is marked
                 unit.apply_update()  # an earlier update that nothing has asked for yet
                 for placement, update in updates[unit].items():
-                    unit.keep_states(placement, kept_by(update.rule, unit.states.wide))
+                    unit.keep_states(placement, forms_of(update.rule, unit.states.wide))
                 unit.storage.give_up()
             for unit, slices in missed.items():
                 for placement, (update, _) in slices.items():
-                    unit.keep_states(placement, kept_by(update.rule, unit.states.wide))
+                    unit.keep_states(placement, forms_of(update.rule, unit.states.wide))
                 if not all(unit.misses(placement, update.step) for placement, (update, _) in slices.items()):
                     unit.apply_update()
             for pager, agree in asked:
@@ -602,7 +602,7 @@ class Optimizer(TorchOptimizer):
             for _, unit, placement in slices if index in states else ():
                 state = states[index]
                 if placement.sliced is not None:
-                    state = _of_slice(placement, state, kept_by(rules[index], unit.states.wide))
+                    state = _of_slice(placement, state, forms_of(rules[index], unit.states.wide))
                 unit.load_state(placement, state)
                 unit.counted_by[placement] = self._mark
                 loaded[placement] = steps[index]
@@ -689,7 +689,7 @@ class Optimizer(TorchOptimizer):
         for index, group in enumerate(self.param_groups):
             rule = self._rules[index] = made_from(self._rules[index], group)
             for _, unit, placement in self._found(group) if self._resident is None else ():
-                unit.keep_states(placement, kept_by(rule, unit.states.wide))
+                unit.keep_states(placement, forms_of(rule, unit.states.wide))
 
     def rule_name(self, index: int) -> str:
         """Return the name of the rule of a param group."""
@@ -806,7 +806,7 @@ class Optimizer(TorchOptimizer):
             unit.counted_by[placement] = self._mark
 
         rule = self._rule(self._group_of[placement])
-        unit.keep_states(placement, kept_by(rule, unit.states.wide))
+        unit.keep_states(placement, forms_of(rule, unit.states.wide))
         return Update(rule, step, *unit.gradients.factors(placement)), count
 
     def _next_step(self, unit: Unit, placement: Placement) -> int:
@@ -1019,7 +1019,7 @@ def _refuse_masters(name: str, stored: torch.dtype, rule: UpdateRule) -> None:
 
 def _refuse_cut_blocks(placement: Placement, plan: UnitPlan, rule: UpdateRule) -> None:
     """Raise MisuseError where a parameter is divided within blocks for which ``rule`` keeps states."""
-    block = max((form.block for form in kept_by(rule, torch.float32).values()), default=SMALLEST_BLOCK)
+    block = max((form.block for form in forms_of(rule, torch.float32).values()), default=SMALLEST_BLOCK)
     if block in (SMALLEST_BLOCK, WHOLE):
         return
     what = f"{type(rule).__name__} keeps states for blocks of {block} elements, and {placement.name!r} is divided among"
@@ -1034,7 +1034,7 @@ def _refuse_cut_blocks(placement: Placement, plan: UnitPlan, rule: UpdateRule) -
 def _refuse_cut_matrix(pager: Pager, unit: Unit, placement: Placement, rule: UpdateRule, in_backward: bool) -> None:
     """Raise MisuseError where ``rule`` updates whole parameters and one is no matrix, or is divided; CapacityError where there
     is not enough memory for one."""
-    states = kept_by(rule, unit.states.wide)
+    states = forms_of(rule, unit.states.wide)
     if not any(form.block == WHOLE for form in states.values()):
         return
     matrices = getattr(rule, "granularity", "") == "matrix"
@@ -1068,7 +1068,9 @@ def _refuse_cut_matrix(pager: Pager, unit: Unit, placement: Placement, rule: Upd
     refuse_little_room(pager.store, f"updating {placement.name!r} as a whole", largest=beside)
 
 
-def _of_slice(placement: Placement, state: Mapping[str, torch.Tensor], forms: Mapping[str, Kept]) -> dict[str, torch.Tensor]:
+def _of_slice(
+    placement: Placement, state: Mapping[str, torch.Tensor], forms: Mapping[str, StateForm]
+) -> dict[str, torch.Tensor]:
     """Return of a parameter's state that of one slice."""
     assert placement.sliced is not None
     begin = placement.sliced.element(placement.number)
@@ -1107,7 +1109,7 @@ def _refuse_places(update: str, store: TieredStore | None, divided: tuple[object
 def _torch_names(rule: UpdateRule, shape: torch.Size | None = None) -> dict[str, str]:
     """Return the names of a rule's states in the store, by what torch calls them: of all, or of those that a parameter of this
     shape has."""
-    forms = kept_by(rule, torch.float32)
+    forms = forms_of(rule, torch.float32)
     kept = [name for name, form in forms.items() if shape is None or form.count(max(1, shape.numel()), shape)]
     return {torch_name(rule, name): name for name in kept}
 
@@ -1115,7 +1117,7 @@ def _torch_names(rule: UpdateRule, shape: torch.Size | None = None) -> dict[str,
 def _changed(before: UpdateRule, rule: UpdateRule) -> str:
     """Return, in words, why ``rule`` cannot follow ``before``: it keeps other states, or computes these otherwise. Empty where
     it can."""
-    old, new = list(kept_by(before, torch.float32)), list(kept_by(rule, torch.float32))
+    old, new = list(forms_of(before, torch.float32)), list(forms_of(rule, torch.float32))
     if old != new:
         return (
             f"the hyper-parameters of a param group were changed, and {type(rule).__name__} now keeps {new} and kept {old}: "
@@ -1177,7 +1179,7 @@ def _refuse_state(name: str, shape: torch.Size, found: Mapping[str, Any], rule: 
     """Raise MisuseError unless ``found`` is what ``state_dict`` gives for a parameter of that shape."""
     _refuse_lacking(repr(name), shape, found, rule, of)
     _refuse_forms(repr(name), shape, found, rule)
-    whole = [torch_name(rule, kept) for kept, form in kept_by(rule, torch.float32).items() if form.elementwise]
+    whole = [torch_name(rule, kept) for kept, form in forms_of(rule, torch.float32).items() if form.elementwise]
     for key in (*whole, "master"):
         value = found.get(key)
         if key in found and not (isinstance(value, torch.Tensor) and value.shape == shape):
@@ -1193,7 +1195,7 @@ def _beside_states(rule: UpdateRule) -> set[str]:
 def _refuse_forms(name: str, shape: torch.Size, found: Mapping[str, Any], rule: UpdateRule) -> None:
     """Raise MisuseError for states of another type than ``rule`` keeps, and for those of blocks, or of rows and columns, of
     another size than a parameter of that shape has."""
-    for key, form in ((torch_name(rule, name), form) for name, form in kept_by(rule, torch.float32).items()):
+    for key, form in ((torch_name(rule, name), form) for name, form in forms_of(rule, torch.float32).items()):
         value = found.get(key)
         if value is None:
             continue

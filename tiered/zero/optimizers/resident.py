@@ -29,7 +29,7 @@ from tiered.zero.paging.update import Pending, States, Update
 from tiered.zero.rank_stores import shared_json
 from tiered.zero.record import MOST, MOST_STEPS, refuse_other_states
 from tiered.zero.rules.exact import AdamWRule
-from tiered.zero.rules.forms import Kept, kept_by
+from tiered.zero.rules.forms import StateForm, forms_of
 from tiered.zero.rules.inexact import EARLIER_CODES, are_earlier_codes
 from tiered.zero.rules.rule import SMALLEST_BLOCK, WHOLE, UpdateRule, constants_of, name_of, terms_of
 
@@ -43,7 +43,7 @@ STEP = 16
 computes what is left over at the end of a tensor."""
 AHEAD = 2
 """Rounds whose states are asked for before they are needed."""
-ELEMENTWISE = Kept(torch.float32)
+ELEMENTWISE = StateForm(torch.float32)
 NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
@@ -140,7 +140,7 @@ class Round:
     def keep(self, rule: UpdateRule) -> None:
         """Have the parameters of all ranks keep what ``rule`` keeps."""
         for name in {segment.name for mine in self.segments for segment in mine}:
-            self.states.use(name, kept_by(rule, self.states.wide))
+            self.states.use(name, forms_of(rule, self.states.wide))
 
     def concerns(self, locals_: Mapping[LocalShard, object]) -> bool:
         return any(segment.local in locals_ for mine in self.segments for segment in mine)
@@ -334,7 +334,7 @@ class Resident:
             "parameters": [local.describe() for local in locals_],
         }
         if not isinstance(rule, AdamWRule):
-            kept = {name: f"torch.{form}" for name, form in kept_by(rule, torch.float32).items()}
+            kept = {name: f"torch.{form}" for name, form in forms_of(rule, torch.float32).items()}
             layout["rule"] = {"name": name_of(rule), "states": kept}
             if constants_of(rule):  # what states were computed with
                 layout["rule"]["constants"] = json.loads(json.dumps(constants_of(rule)))
@@ -547,7 +547,7 @@ class Resident:
     def _refuse_small_pool(self, local: LocalShard, rule: UpdateRule) -> None:
         """Raise CapacityError where the states of a parameter, and its master, do not fit the store's memory."""
         wide = torch.float64 if local.dtype is torch.float64 else torch.float32
-        forms = [*kept_by(rule, wide).values(), *([ELEMENTWISE] if local.dtype is torch.float16 else [])]
+        forms = [*forms_of(rule, wide).values(), *([ELEMENTWISE] if local.dtype is torch.float16 else [])]
         needed = sum(form.dtype.itemsize * form.count(local.numel, local.shape) for form in forms)
         needed += 2 * local.numel if local.dtype is torch.bfloat16 else 0
         needed = -(-needed // 4096) * 4096
@@ -593,7 +593,7 @@ class Resident:
                 local.bind()
                 if not local.numel:
                     empty = States(in_dram(self.store, self.owner), "", [], 1, {local.dtype})
-                    empty.use(local.name, kept_by(self._rules[local.group], empty.wide))
+                    empty.use(local.name, forms_of(self._rules[local.group], empty.wide))
                     found[local] = dict(empty.blank(Segment.made(local, 0, 0, 0)))
             for here in self._rounds:
                 if here.concerns(found):
@@ -606,7 +606,7 @@ class Resident:
     def _shaped(self, local: LocalShard, flat: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return states in the shape of their parameter, but for those that have another number of elements."""
         wide = torch.float64 if local.dtype is torch.float64 else torch.float32
-        forms = kept_by(self._rules[local.group], wide)
+        forms = forms_of(self._rules[local.group], wide)
         return {
             name: local.like(value)
             if forms.get(name, ELEMENTWISE).elementwise
@@ -622,7 +622,7 @@ class Resident:
             for local, state in given.items():
                 local.bind()
                 wide = torch.float64 if local.dtype is torch.float64 else torch.float32
-                forms = kept_by(self._rules[local.group], wide)
+                forms = forms_of(self._rules[local.group], wide)
                 flat[local] = {
                     name: local.flat(value, wide) if name not in forms or forms[name].elementwise else value.flatten()
                     for name, value in state.items()
@@ -669,12 +669,12 @@ def _up(elements: int, step: int) -> int:
 
 def _step(rule: UpdateRule) -> int:
     """Return the elements at multiples of which parameters are cut."""
-    return max((form.block for form in kept_by(rule, torch.float32).values()), default=SMALLEST_BLOCK)
+    return max((form.block for form in forms_of(rule, torch.float32).values()), default=SMALLEST_BLOCK)
 
 
 def _of_whole(rule: UpdateRule) -> bool:
     """Return whether a rule updates whole parameters."""
-    return any(form.block == WHOLE for form in kept_by(rule, torch.float32).values())
+    return any(form.block == WHOLE for form in forms_of(rule, torch.float32).values())
 
 
 def _refuse_cut(local: LocalShard, rule: UpdateRule) -> None:

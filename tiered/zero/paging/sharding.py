@@ -25,7 +25,7 @@ from tiered.zero.paging.gradients import Arriving, LocalGradients, UnitGradients
 from tiered.zero.paging.storage import AllGathered, CheckpointRecord, Local, ParameterStorage, Replicated, TensorStore, in_dram
 from tiered.zero.paging.units import Placement, UnitPlan
 from tiered.zero.rank_stores import BEGUN, META, number_of, said_in, shared_json
-from tiered.zero.rules.forms import Kept
+from tiered.zero.rules.forms import StateForm
 
 __all__ = ["Partition", "Sharded", "Stage", "Stage1", "Stage2", "Stage3", "Unsharded"]
 
@@ -204,10 +204,10 @@ class Partition(Protocol):
         ...
 
     def whole(
-        self, plan: UnitPlan, placement: Placement, part: torch.Tensor, what: str, form: Kept | None = None
+        self, plan: UnitPlan, placement: Placement, part: torch.Tensor, what: str, form: StateForm | None = None
     ) -> torch.Tensor:
         """Return all of a parameter, or of a tensor like it, of which this rank has ``part``: in the parameter's shape and
-        strides, in host memory, as ``part``. Of a state of ``form``: as ``Kept.shaped`` gives it."""
+        strides, in host memory, as ``part``. Of a state of ``form``: as ``StateForm.shaped`` gives it."""
         ...
 
 
@@ -275,7 +275,7 @@ class Unsharded:
         return store.commit(self.noted(store, meta))
 
     def whole(
-        self, plan: UnitPlan, placement: Placement, part: torch.Tensor, what: str, form: Kept | None = None
+        self, plan: UnitPlan, placement: Placement, part: torch.Tensor, what: str, form: StateForm | None = None
     ) -> torch.Tensor:
         return part
 
@@ -417,10 +417,10 @@ class Sharded:
             raise CommitError(f"{_lost(fine)}, which says why, {what}")
 
     def whole(
-        self, plan: UnitPlan, placement: Placement, part: torch.Tensor, what: str, form: Kept | None = None
+        self, plan: UnitPlan, placement: Placement, part: torch.Tensor, what: str, form: StateForm | None = None
     ) -> torch.Tensor:
         shares = [plan.parts(rank).get(placement) for rank in range(self.shares)]
-        form = form or Kept(part.dtype)
+        form = form or StateForm(part.dtype)
         sizes = [0 if share is None else form.count(share.numel, placement.shape) for share in shares]
         padded = torch.zeros(max(sizes, default=0), dtype=part.dtype, device="cpu")
         padded[: part.numel()] = part.reshape(-1)

@@ -41,7 +41,7 @@ from tiered.zero.paging.tensors.parameters import give, paged_class
 from tiered.zero.paging.tensors.stored import no_copy
 from tiered.zero.paging.units import Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import Pending, States, Update
-from tiered.zero.rules.forms import Kept, kept_by
+from tiered.zero.rules.forms import StateForm, forms_of
 from tiered.zero.rules.rule import WHOLE, UpdateRule, terms_of
 
 __all__ = ["BackwardUpdates", "DevicePlaceholder", "Placeholder", "Stepper", "Unit"]
@@ -736,7 +736,7 @@ class Unit:
         with self._checkpoint.applying():
             self.forget_gradients()
 
-    def keep_states(self, placement: Placement, states: Mapping[str, Kept]) -> None:
+    def keep_states(self, placement: Placement, states: Mapping[str, StateForm]) -> None:
         """Have a parameter keep ``states``: forms by name. A pending update that was made for others is applied first. Raises
         what that raises, and what ``States.use`` raises."""
         if dict(self.states.states_of(placement)) != dict(states):
@@ -785,10 +785,10 @@ class Unit:
 
 def _of_whole(rule: UpdateRule) -> bool:
     """Return whether a rule updates whole parameters."""
-    return any(form.block == WHOLE for form in kept_by(rule, torch.float32).values())
+    return any(form.block == WHOLE for form in forms_of(rule, torch.float32).values())
 
 
-def _cut(part: Placement, value: torch.Tensor, form: Kept | None) -> torch.Tensor:
+def _cut(part: Placement, value: torch.Tensor, form: StateForm | None) -> torch.Tensor:
     """Return of a state of a whole parameter what belongs to ``part``."""
     if form is None or form.elementwise:
         return part.cut(value)

@@ -27,7 +27,7 @@ from tiered.zero.collectives import Term
 from tiered.zero.paging.saved_tensors import without_grad
 from tiered.zero.paging.storage import TensorStore
 from tiered.zero.paging.units import Placement
-from tiered.zero.rules.forms import Kept
+from tiered.zero.rules.forms import StateForm
 from tiered.zero.rules.rule import SMALLEST_BLOCK, WHOLE, UpdateRule, chance_of, rounds_by_chance
 
 __all__ = ["Chunk", "Missed", "Pending", "States", "Update", "all_finite", "flat_view", "join", "split"]
@@ -63,7 +63,7 @@ UPDATED_AT_ONCE = 1 << 18
 """Elements that are updated at a time: all buffers of one piece stay in the processor's cache."""
 
 
-_MASTER = Kept(torch.float32)
+_MASTER = StateForm(torch.float32)
 _NARROW = {torch.bfloat16: "lo", torch.float16: "master"}
 """What is kept of a master, beside the moments."""
 _OF_LO = "lo.value"
@@ -191,7 +191,7 @@ class _Piece(NamedTuple):
 
     placement: Placement
     elements: range
-    forms: Mapping[str, Kept]
+    forms: Mapping[str, StateForm]
     spans: Mapping[str, tuple[int, slice]]
 
 
@@ -224,7 +224,7 @@ class States:
         placements: Sequence[Placement],
         chunk_elements: int,
         kinds: Collection[torch.dtype] = (),
-        used: Mapping[str, Mapping[str, Kept]] | None = None,
+        used: Mapping[str, Mapping[str, StateForm]] | None = None,
     ) -> None:
         self.store, self.key, self.chunk_elements = store, key, chunk_elements
         self._placements = placements
@@ -233,14 +233,14 @@ class States:
         kinds = kinds or {placement.stored for placement in placements}
         self.wide = torch.float64 if torch.float64 in kinds else torch.float32
         """The type that updates are computed in."""
-        self._masters: dict[str, Kept] = {}
+        self._masters: dict[str, StateForm] = {}
         if torch.bfloat16 in kinds:
-            self._masters["lo"] = Kept(torch.int16)
+            self._masters["lo"] = StateForm(torch.int16)
         if torch.float16 in kinds:
-            self._masters["master"] = Kept(torch.float32)
-        self._usual: dict[str, Kept] = {"m": Kept(self.wide), "v": Kept(self.wide)}
-        self.used: dict[str, dict[str, Kept]] = {}
-        self._before: dict[tuple[int, int, int], dict[Placement, int]] = {}
+            self._masters["master"] = StateForm(torch.float32)
+        self._usual: dict[str, StateForm] = {"m": StateForm(self.wide), "v": StateForm(self.wide)}
+        self.used: dict[str, dict[str, StateForm]] = {}
+        self._before: dict[tuple[int, str, int, int], dict[Placement, int]] = {}
         self._planned: tuple[tuple[Placement, ...], list[Chunk]] | None = None
         self.gather: Callable[[Placement, torch.Tensor, str], torch.Tensor] | None = None
         """Returns all of a parameter, or of a tensor like it, of which ranks have parts; all call it together."""
@@ -251,14 +251,14 @@ class States:
         """Have an update begin with the values that bf16 parameters have, where somebody else wrote to them since the last one.
         So ``lo`` is kept with the values that it belongs to. (Who writes to paged parameters makes their masters stale.)"""
         if "lo" in self._masters:
-            self._masters[_OF_LO] = Kept(torch.int16)
+            self._masters[_OF_LO] = StateForm(torch.int16)
             self._planned = None
 
     def may_lack(self, key: str) -> bool:
         """Return whether an earlier release did not write the tensor of this key."""
         return _kind(key) == _OF_LO
 
-    def use(self, name: str, states: Mapping[str, Kept]) -> None:
+    def use(self, name: str, states: Mapping[str, StateForm]) -> None:
         """Have the parameter of this name keep ``states``: forms by name. Raises what ``refuse`` raises."""
         self.refuse(name, states)
         self._planned = None
@@ -267,7 +267,7 @@ class States:
         else:
             self.used[name] = dict(states)
 
-    def refuse(self, name: str, states: Mapping[str, Kept]) -> None:
+    def refuse(self, name: str, states: Mapping[str, StateForm]) -> None:
         """Raise MisuseError where the parameter of this name cannot keep ``states``, because another one keeps a state of that
         name and another form."""
         present = {kind: form for other, kept in self.used.items() if other != name for kind, form in kept.items()}
@@ -281,16 +281,16 @@ class States:
                     "the state another name"
                 )
 
-    def states_of(self, placement: Placement) -> Mapping[str, Kept]:
+    def states_of(self, placement: Placement) -> Mapping[str, StateForm]:
         """Return the states that a parameter keeps, without its master: forms by name, in the order of their keys."""
         return self.used.get(placement.name, self._usual)
 
-    def _stored_of(self, placement: Placement) -> dict[str, Kept]:
+    def _stored_of(self, placement: Placement) -> dict[str, StateForm]:
         """Return the states of which a parameter has any values."""
         states, shape = self.states_of(placement), placement.full_shape
         return {name: form for name, form in states.items() if form.count(placement.numel, shape)}
 
-    def _masters_of(self, placement: Placement) -> dict[str, Kept]:
+    def _masters_of(self, placement: Placement) -> dict[str, StateForm]:
         """Return the forms of what is kept of a parameter's master, if it has one."""
         without = any(form.unmastered for form in self.states_of(placement).values())
         return {} if without else self._masters
@@ -300,7 +300,7 @@ class States:
         """Return whether all parameters keep the same states."""
         return all(self.states_of(placement) == self.states_of(self._placements[0]) for placement in self._placements)
 
-    def form_of(self, key: str) -> Kept:
+    def form_of(self, key: str) -> StateForm:
         """Return the form of the tensor of this key, which ``chunks`` returned."""
         kind = _kind(key)
         everything = [self._masters, *self.used.values(), self._usual]
@@ -313,7 +313,7 @@ class States:
 
     def chunks(self, placements: Iterable[Placement]) -> list[tuple[int, list[str]]]:
         """Return the chunks that ``placements`` lie in, in order: index and keys."""
-        found: dict[int, tuple[dict[str, Kept], dict[str, Kept]]] = {}
+        found: dict[int, tuple[dict[str, StateForm], dict[str, StateForm]]] = {}
         for placement in placements:
             if not placement.numel:
                 continue
@@ -362,7 +362,7 @@ class States:
         start, stop = (min(max(0, -(-at // block) * block), placement.numel) for at in (begin, begin + self.chunk_elements))
         return range(start, stop)
 
-    def _span(self, placement: Placement, index: int, form: Kept, elements: range) -> slice:
+    def _span(self, placement: Placement, index: int, form: StateForm, elements: range) -> slice:
         """Return where in chunk number ``index`` the values of these elements of a parameter are. ``elements`` begin where a
         block does."""
         if form.elementwise:
@@ -372,10 +372,10 @@ class States:
         first = self._values_before(index, form)[placement]
         return slice(first + span.start, first + span.stop)
 
-    def _values_before(self, index: int, form: Kept) -> Mapping[Placement, int]:
+    def _values_before(self, index: int, form: StateForm) -> Mapping[Placement, int]:
         """Return for each parameter how many values the parameters before it have in a chunk, if all have a state of this form,
         less those of its own that are in chunks before."""
-        key = index, form.block, form.values
+        key = index, form.per, form.block, form.values
         if key not in self._before:
             count, found = 0, {}
             for placement in self._placements:
@@ -385,7 +385,7 @@ class States:
             self._before[key] = found
         return self._before[key]
 
-    def needed(self, placement: Placement, states: Mapping[str, Kept]) -> int:
+    def needed(self, placement: Placement, states: Mapping[str, StateForm]) -> int:
         """Return the bytes of the largest chunk that a parameter lies in, if it keeps ``states`` and is updated as a whole."""
         elements = max(self.chunk_elements, placement.element % self.chunk_elements + placement.numel)
         masters = {} if any(form.unmastered for form in states.values()) else self._masters
@@ -606,7 +606,7 @@ class States:
         grad: torch.Tensor,
         moments: dict[str, torch.Tensor],
         scratch: _Scratch,
-        matrix: tuple[Placement, Mapping[str, Kept]] | None,
+        matrix: tuple[Placement, Mapping[str, StateForm]] | None,
     ) -> torch.Tensor:
         """Make the step of ``update``, and the missed ones that follow. ``matrix``: the parameter whose shape all are given,
         and the forms of its states. Returns what was updated: ``param``, or all of a parameter of which this rank has a part.
@@ -764,7 +764,7 @@ def _steps(
     grad: torch.Tensor,
     moments: dict[str, torch.Tensor],
     scratch: _Scratch,
-    matrix: tuple[Placement, Mapping[str, Kept]] | None,
+    matrix: tuple[Placement, Mapping[str, StateForm]] | None,
 ) -> None:
     """Make the step of ``update``, and the missed ones that follow. ``matrix``: the parameter whose shape all are given, and
     the forms of its states."""

@@ -20,16 +20,13 @@ from torch.optim.optimizer import Optimizer as TorchOptimizer
 from tiered import MisuseError, TensorSpec
 
 __all__ = [
-    *("COLUMNS", "LARGEST_BLOCK", "ROWS", "SMALLEST_BLOCK", "State", "VECTOR", "WHOLE"),
+    *("LARGEST_BLOCK", "SMALLEST_BLOCK", "State", "WHOLE"),
     *("UpdateRule", "block_of", "chance_of", "constants_of", "made_from", "name_of", "rounds_by_chance", "settings_of"),
     *("scalar_dtype", "step_dtype", "step_within", "stores_step", "terms_of", "torch_name"),
 ]
 
 WHOLE, SMALLEST_BLOCK, LARGEST_BLOCK = 0, 16, 1024
 """Elements: parameters are cut at multiples of the second anyway, and a chunk of states has at least as many as the third."""
-ROWS, COLUMNS, VECTOR = -1, -2, -3
-"""Values of a whole parameter: one for each row (of all dimensions but the last), one for each column (of all but the last
-but one), neither for a parameter of fewer than two dimensions; one for each element of such a parameter, none for others."""
 
 State = Mapping[str, torch.Tensor]
 
