@@ -6,8 +6,11 @@ An import counts wherever it stands: at the top, inside a function, under ``TYPE
 from __future__ import annotations
 
 import ast
+import io
+import re
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from functools import cache
@@ -155,6 +158,9 @@ LONG_OR_SHORT: dict[str, str] = {
     "zero.optimizers.optimizer": "the steps of an optimizer on paged parameters",
 }
 LONG, SHORT = 600, 60
+
+# Tokens without comments and docstrings. A rise stands here with the idea that it bought; a fall lowers the number.
+TOTALS = {"tiered": 466_818, "bench": 123_233, "libaio_ext": 6_870}
 
 # Compiled, without a Python file.
 EXTENSIONS = {"io._aio": "io", "packing._unpack": "packing", "tables._rows": "tables"}
@@ -317,6 +323,27 @@ def made_by_default(source: str) -> list[str]:
     return found
 
 
+NO_CODE = {
+    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER),
+}
+
+
+def tokens_of(source: str) -> int:
+    """How many tokens Python code has, without comments, docstrings and other strings that stand alone."""
+    alone = {
+        (node.lineno, node.col_offset)
+        for node in nodes(source)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    }
+    found = tokenize.generate_tokens(io.StringIO(source).readline)
+    return sum(one.type not in NO_CODE and not (one.type == tokenize.STRING and one.start in alone) for one in found)
+
+
+def tokens_of_c(source: str) -> int:
+    code = re.sub(r"/\*.*?\*/|//[^\n]*", "", source, flags=re.DOTALL)
+    return len(re.findall(r'"(?:\\.|[^"\\])*"|\w+|[^\w\s]', code))
+
+
 SOURCES = sorted((ROOT / "tiered").rglob("*.py"))
 MODULES = {module_of(path, ROOT / "tiered") for path in SOURCES}
 
@@ -475,3 +502,29 @@ def test_the_check_finds_what_is_wrong(module: str, source: str, complaint: str)
 )
 def test_the_check_lets_pass_what_is_right(module: str, source: str) -> None:
     assert violations(source + LINES, module, MODULES) == ([], set())
+
+
+@pytest.mark.parametrize("part", TOTALS)
+def test_the_house_grows_by_ideas_only(part: str) -> None:
+    python = sum(tokens_of(path.read_text()) for path in (ROOT / part).rglob("*.py"))
+    c = sum(tokens_of_c(path.read_text()) for path in (ROOT / part).rglob("*.[ch]"))
+    found = python if part != "libaio_ext" else c
+    assert found <= TOTALS[part], "say in TOTALS what it bought"
+    assert found > 0.99 * TOTALS[part], f"lower its number in TOTALS to {found}"
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ('"""Doc."""\n', 0),
+        ("# comment\n\nx = 1  # more\n", 3),
+        ('def f() -> None:\n    """Doc."""\n    return\n', 8),
+        ('x = "said"\n', 3),
+    ],
+)
+def test_what_counts_as_a_token(source: str, count: int) -> None:
+    assert tokens_of(source) == count
+
+
+def test_what_counts_as_a_token_of_c() -> None:
+    assert tokens_of_c('/* no\n */ int x = f("a b"); // no\n') == 8
