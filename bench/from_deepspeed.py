@@ -3,9 +3,9 @@
     python -m bench.from_deepspeed --deepspeed /path/to/python [--rounds 3] [--steps 20] [--width 256] [--dram 4MiB]
         [--out FILE]
 
-``--deepspeed``: a Python that has DeepSpeed 0.19.8 (``tests/zero/deepspeed/make_theirs.py`` says how to install it). Its
-script is the example with its two lines changed back: the import, and the call of ``initialize``. Both run on the CPU, in one
-process, with one thread each, from the same configuration file. Seconds are those between two losses, without the first four.
+``--deepspeed``: a Python that has DeepSpeed 0.19.8 (``tests/integrations/deepspeed/make_theirs.py`` says how to install it).
+Its script is the example with its two lines changed back: the import, and the call of ``initialize``. Both run on the CPU, in
+one process, with one thread each, from the same configuration file. Seconds are those between two losses, without the first 4.
 Memory is the peak of what is resident (``getrusage``); bytes are what the process read from and wrote to the disk
 (/proc/PID/io), of which what stays in the page cache is not read.
 """

@@ -1,4 +1,4 @@
-"""Writes the tables of keys in docs/from_deepspeed.md from ``tiered.zero.deepspeed.table``: ``python
+"""Writes the tables of keys in docs/from_deepspeed.md from ``tiered.integrations.deepspeed.table``: ``python
 docs/make_deepspeed_keys.py``; ``--check`` says whether the page is out of date."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-from tiered.zero.deepspeed.table import ALIASES, KEYS, Key, Verdict
+from tiered.integrations.deepspeed.table import ALIASES, KEYS, Key, Verdict
 
 PAGE = Path(__file__).resolve().parent / "from_deepspeed.md"
 BEGIN, END = "<!-- made by docs/make_deepspeed_keys.py -->", "<!-- up to here -->"

@@ -100,7 +100,7 @@ def definition(module: str, name: str) -> Definition:
     for node in tree.body:
         if isinstance(node, Definition) and node.name == name:
             return node
-    for node in tree.body:
+    for node in ast.walk(tree):  # also under TYPE_CHECKING, of what is imported on first use
         if isinstance(node, ast.ImportFrom) and node.module and any(alias.name == name for alias in node.names):
             return definition(node.module, name)
     raise SystemExit(f"{module} has no {name}")

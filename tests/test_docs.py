@@ -244,7 +244,7 @@ def test_pictures_have_colours_for_light_and_dark_pages_and_load_nothing() -> No
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
 SMALL = {
     "data_loader": ["--samples", "32", "--workers", "1"],
-    "deepspeed_cifar": None,  # tests/zero/deepspeed/test_examples.py
+    "deepspeed_cifar": None,  # tests/integrations/deepspeed/test_examples.py
     "deepspeed_gpt": None,
     "expert_weights": ["--experts", "8", "--dram", "2MiB", "--batches", "4"],
     "fine_tune": None,  # it needs a package with a model's weights, and minutes

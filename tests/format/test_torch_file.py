@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.zero.deepspeed.shared import BEFORE, unpacked
+from tests.integrations.deepspeed.shared import BEFORE, unpacked
 from tiered import TieredError, TorchFileError
 from tiered.format.foreign.pickled import Instance, Name, unpickled
 from tiered.format.foreign.torch_file import StoredTensor, TorchFile
-from tiered.zero.deepspeed.saved import INERT, Saved, plain, tensor_of
+from tiered.integrations.deepspeed.saved import INERT, Saved, plain, tensor_of
 
 RAN: list[str] = []
 """What a hostile file appends to, if it can."""
@@ -161,7 +161,7 @@ def doubled(times: int) -> Any:
 
 
 def test_shared_parts_do_not_multiply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tiered.zero.deepspeed.saved.MOST_VALUES", 1000)
+    monkeypatch.setattr("tiered.integrations.deepspeed.saved.MOST_VALUES", 1000)
     with TorchFile(saved({"x": doubled(12)}, tmp_path / "a.pt")) as file, pytest.raises(ValueError, match="a million values"):
         plain(file.value)
     with pytest.raises(TorchFileError, match="one value so often"):

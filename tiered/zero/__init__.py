@@ -1,13 +1,18 @@
-"""ZeRO-Infinity on a ``TieredStore``: parameters and optimizer states paged around each layer's forward and backward."""
+"""ZeRO-Infinity on a ``TieredStore``: parameters and optimizer states paged around each layer's forward and backward.
+
+The names of DeepSpeed's (``initialize``, ``Engine``, ...) are imported on first use, from ``tiered.integrations.deepspeed``.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from tiered.tuning.adaptive import AutoPlan, AutoPlanStatistics
 from tiered.zero.build.construct import Construction, ConstructionStatistics, init
 from tiered.zero.checkpoint.checkpoint import commit, commit_async, resume, rollback
 from tiered.zero.checkpoint.dcp import Committed, load_dcp
 from tiered.zero.checkpoint.safetensors import export
-from tiered.zero.deepspeed.engine import Engine
-from tiered.zero.deepspeed.initialize import Init, initialize
-from tiered.zero.deepspeed.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from tiered.zero.optimizers.elementwise import Elementwise
 from tiered.zero.optimizers.named import (
     SGD,
@@ -52,6 +57,11 @@ from tiered.zero.rules.inexact import (
     MuonBFloat16Rule,
 )
 from tiered.zero.rules.rule import UpdateRule
+
+if TYPE_CHECKING:
+    from tiered.integrations.deepspeed.engine import Engine
+    from tiered.integrations.deepspeed.initialize import Init, initialize
+    from tiered.integrations.deepspeed.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 __all__ = [
     "SGD",
@@ -124,5 +134,25 @@ __all__ = [
     "rollback",
     "statistics",
 ]
+
+_DEEPSPEED = {
+    "Engine": "engine",
+    **dict.fromkeys(("Init", "initialize"), "initialize"),
+    **dict.fromkeys(("LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"), "schedules"),
+}
+"""Where the names of DeepSpeed's are: in a package above this one, whose files import from here."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _DEEPSPEED:
+        raise AttributeError(f"module 'tiered.zero' has no attribute {name!r}")
+    found = getattr(import_module(f"tiered.integrations.deepspeed.{_DEEPSPEED[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 keep_out(__name__.partition(".")[0])

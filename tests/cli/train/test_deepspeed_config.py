@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.zero.deepspeed.documented import DOCUMENTED, SHAPES
+from tests.integrations.deepspeed.documented import DOCUMENTED, SHAPES
 from tiered.cli.main import main
 
 

@@ -17,8 +17,8 @@ from tiered_outcomes import engaged
 from tiered_places import is_paged
 
 from tiered import MisuseError, zero
-from tiered.zero.deepspeed import schedules
-from tiered.zero.deepspeed.config import read as config_of
+from tiered.integrations.deepspeed import schedules
+from tiered.integrations.deepspeed.config import read as config_of
 
 _made = itertools.count()
 

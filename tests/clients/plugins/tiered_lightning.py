@@ -15,8 +15,8 @@ from tiered_outcomes import engaged
 from tiered_places import close, follow, store
 
 from tiered import zero
+from tiered.integrations.deepspeed import optimizers
 from tiered.integrations.lightning import TieredStrategy
-from tiered.zero.deepspeed import optimizers
 
 
 class Strategy(TieredStrategy):

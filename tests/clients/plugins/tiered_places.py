@@ -12,7 +12,7 @@ from tiered_outcomes import engaged
 from torch import nn
 
 from tiered import TieredStore, UncommittedWarning, zero
-from tiered.zero.deepspeed import optimizers
+from tiered.integrations.deepspeed import optimizers
 
 _stores: dict[int, tuple[str, TieredStore]] = {}
 """By process, because some suites fork: the test that a store is for, and the store."""

@@ -172,9 +172,9 @@ def _checkpoint(parsed: argparse.Namespace, store: TieredStore, stop: StopReques
     """Put a checkpoint of DeepSpeed's into the store and commit. Returns what to tell."""
     from tiered.cli.output import counted
     from tiered.errors import shown
+    from tiered.integrations.deepspeed.importing import import_saved
+    from tiered.integrations.deepspeed.saved import Saved, tag_of
     from tiered.types import format_size
-    from tiered.zero.deepspeed.importing import import_saved
-    from tiered.zero.deepspeed.saved import Saved, tag_of
     from tiered.zero.paging.storage import model_named
 
     def advanced(done: int, total: int) -> None:

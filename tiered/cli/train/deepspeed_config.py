@@ -41,8 +41,8 @@ def add_parser(commands: Commands) -> None:
 
 def _run(parsed: argparse.Namespace, given: list[str]) -> int:
     from tiered.cli.output import refuse_unwritable, write_report
-    from tiered.zero.deepspeed.config import examined, told
-    from tiered.zero.deepspeed.table import Verdict
+    from tiered.integrations.deepspeed.config import examined, told
+    from tiered.integrations.deepspeed.table import Verdict
 
     refuse_unwritable(parsed.json)
     rows, batches = examined(parsed.config, parsed.ranks)

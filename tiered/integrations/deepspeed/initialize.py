@@ -18,17 +18,17 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from tiered import MisuseError, TieredStore
 from tiered.errors import ManifestError
+from tiered.integrations.deepspeed import optimizers
+from tiered.integrations.deepspeed.config import Config, Place, place_of, told
+from tiered.integrations.deepspeed.engine import NARROW, Engine
+from tiered.integrations.deepspeed.schedules import scheduler_of
+from tiered.integrations.deepspeed.tags import BUDGET, budget_of
 from tiered.store.at_rest import listing
 from tiered.system import headroom
 from tiered.types import format_size
 from tiered.zero.build.construct import init
 from tiered.zero.build.staging import find
 from tiered.zero.collectives import Ranks, Term
-from tiered.zero.deepspeed import optimizers
-from tiered.zero.deepspeed.config import Config, Place, place_of, told
-from tiered.zero.deepspeed.engine import NARROW, Engine
-from tiered.zero.deepspeed.schedules import scheduler_of
-from tiered.zero.deepspeed.tags import BUDGET, budget_of
 from tiered.zero.optimizers.optimizer import Optimizer
 from tiered.zero.page import page
 from tiered.zero.paging.pager import owner_of

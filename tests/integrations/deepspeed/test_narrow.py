@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.zero.deepspeed.training import Net, batch, engine_of, equal, made, plain, train
+from tests.integrations.deepspeed.training import Net, batch, engine_of, equal, made, plain, train
 from tiered import MisuseError, TieredError, TieredStore, zero
-from tiered.zero.deepspeed.config import LossScaling
-from tiered.zero.deepspeed.loss_scale import LossScale
+from tiered.integrations.deepspeed.config import LossScaling
+from tiered.integrations.deepspeed.loss_scale import LossScale
 
 FP16: dict[str, Any] = {"enabled": True, "initial_scale_power": 8, "hysteresis": 2, "loss_scale_window": 2}
 ONE_PASS: dict[str, Any] = {"gradient_accumulation_steps": 1}

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from tests.zero.deepspeed.training import batch, engine_of, equal, made
+from tests.integrations.deepspeed.training import batch, engine_of, equal, made
 from tests.zero.ranks import on_ranks
 from tiered import RankError, zero
 
@@ -131,7 +131,7 @@ def shared(rank: int, folder: Path) -> dict[str, Any]:
     """What ranks divide, and what they have to agree on."""
     found: dict[str, Any] = {}
     data = TensorDataset(torch.arange(10))
-    from tests.zero.deepspeed.training import config_for
+    from tests.integrations.deepspeed.training import config_for
 
     config = config_for(folder, zero_optimization={"stage": 3})
     other = {**config, "gradient_clipping": 0.25 * (1 + rank)}

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from tests.zero.deepspeed.documented import SHAPES
-from tests.zero.deepspeed.training import Net, batch, config_for, engine_of, equal, made, plain, train
+from tests.integrations.deepspeed.documented import SHAPES
+from tests.integrations.deepspeed.training import Net, batch, config_for, engine_of, equal, made, plain, train
 from tiered import MisuseError, TieredStore, zero
-from tiered.zero.deepspeed.questions import QUESTIONS
+from tiered.integrations.deepspeed.questions import QUESTIONS
 
 Made = Callable[[Any], torch.optim.Optimizer]
 

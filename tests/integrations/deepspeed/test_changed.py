@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.zero.deepspeed.shared import BEFORE, CASES, Small, batch, config_of, groups_of, unpacked
+from tests.integrations.deepspeed.shared import BEFORE, CASES, Small, batch, config_of, groups_of, unpacked
 from tiered import TorchFileError, zero
 from tiered.cli.main import main
 from tiered.format.foreign.pickled import unpickled
 from tiered.format.foreign.torch_file import TorchFile
-from tiered.zero.deepspeed.importing import SCHEDULED
-from tiered.zero.deepspeed.saved import INERT, Saved, plain
+from tiered.integrations.deepspeed.importing import SCHEDULED
+from tiered.integrations.deepspeed.saved import INERT, Saved, plain
 
 MANY = 20_000
 STAND_INS = ("deepspeed.runtime.fp16.loss_scaler.LossScaler", "deepspeed.utils.tensor_fragment.fragment_address")

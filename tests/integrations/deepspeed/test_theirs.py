@@ -18,10 +18,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from tests.format.test_torch_file import rewritten
-from tests.zero.deepspeed.shared import AFTER, BEFORE, CASES, Case, Small, batch, config_of, groups_of, unpacked
+from tests.integrations.deepspeed.shared import AFTER, BEFORE, CASES, Case, Small, batch, config_of, groups_of, unpacked
 from tiered import MisuseError, TieredStore, TorchFileError, zero
 from tiered.cli.main import main
-from tiered.zero.deepspeed.saved import Saved, tag_of
+from tiered.integrations.deepspeed.saved import Saved, tag_of
 
 ROUNDING = {"fp32": 1e-6, "bf16": 2e-2, "fp16": 2e-3}
 """By how much losses may differ: of fp32 a few last bits, of narrow types one rounding of the loss's logits."""

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tiered.zero.deepspeed.table import AUTO
+from tiered.integrations.deepspeed.table import AUTO
 
 __all__ = ["QUESTIONS", "answer", "lacking"]
 

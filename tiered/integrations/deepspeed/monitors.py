@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from tiered import MisuseError, TieredStore
+from tiered.integrations.deepspeed.config import FlopsProfile, Log, Reports
 from tiered.types import format_size
-from tiered.zero.deepspeed.config import FlopsProfile, Log, Reports
 
 __all__ = ["Event", "Monitors"]
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tiered import MisuseError, zero
-from tiered.zero.deepspeed.config import Maker, examined
-from tiered.zero.deepspeed.schedules import SCHEDULES, scheduler_of
+from tiered.integrations.deepspeed.config import Maker, examined
+from tiered.integrations.deepspeed.schedules import SCHEDULES, scheduler_of
 
 STEPS = (0, 1, 2, 4, 7, 9, 13, 18, 29)
 """After how many steps of the scheduler the rates below hold."""

@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer
 
 from tiered import MisuseError
 from tiered.errors import expect_type
-from tiered.zero.deepspeed.config import Maker
+from tiered.integrations.deepspeed.config import Maker
 
 __all__ = ["SCHEDULES", "LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "scheduler_of"]
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tiered import MisuseError
-from tiered.zero.deepspeed.config import Maker
+from tiered.integrations.deepspeed.config import Maker
 from tiered.zero.optimizers import named
 from tiered.zero.optimizers.elementwise import Elementwise
 from tiered.zero.optimizers.optimizer import AdamW, Optimizer

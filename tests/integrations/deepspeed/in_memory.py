@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from tiered.zero.deepspeed.schedules import SCHEDULES
+from tiered.integrations.deepspeed.schedules import SCHEDULES
 
 __all__ = ["Plain", "initialize"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.zero.deepspeed.training import Net, batch, engine_of, train
+from tests.integrations.deepspeed.training import Net, batch, engine_of, train
 from tiered import MisuseError, zero
 
 
@@ -155,8 +155,8 @@ def test_counting_ends_with_an_exception(tmp_path: Path) -> None:
 
 def test_only_the_first_rank_says_something(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from tiered import TieredStore
-    from tiered.zero.deepspeed.config import Log, Reports
-    from tiered.zero.deepspeed.monitors import Monitors
+    from tiered.integrations.deepspeed.config import Log, Reports
+    from tiered.integrations.deepspeed.monitors import Monitors
 
     with TieredStore.open(None, dram="1MiB") as store:
         reports = Reports(steps=1, wall_clock=True, memory=True, csv=Log(True, str(tmp_path), "other"))

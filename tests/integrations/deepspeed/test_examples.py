@@ -42,7 +42,7 @@ def test_it_trains_as_the_same_script_in_memory(tmp_path: Path, name: str) -> No
     small = ["--pictures", "96", "--epochs", "1"] if name.endswith("cifar") else ["--steps", "4", "--width", "64"]
     plain = tmp_path / "plain.py"
     plain.write_text(
-        script.read_text().replace("from tiered import zero", "from tests.zero.deepspeed import in_memory as zero")
+        script.read_text().replace("from tiered import zero", "from tests.integrations.deepspeed import in_memory as zero")
     )
     paged = losses(script, tmp_path, config, *small)
     assert paged == losses(plain, tmp_path, config, *small)

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from tests import programs
-from tests.zero.deepspeed.training import batch, config_for, engine_of, equal, made, plain, train
+from tests.integrations.deepspeed.training import batch, config_for, engine_of, equal, made, plain, train
 from tiered import MisuseError, TieredStore, TorchFileError, verify, zero
-from tiered.zero.deepspeed.tags import FILE, LATEST
+from tiered.integrations.deepspeed.tags import FILE, LATEST
 
 SCHEDULE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 20, "warmup_num_steps": 4, "warmup_min_ratio": 0.1}}
 
@@ -65,8 +65,8 @@ def test_it_goes_on_in_a_new_engine(tmp_path: Path, saved_after: int) -> None:
 
 PROGRAM = """
 import os, signal, sys
-from tests.zero.deepspeed.test_checkpoints import SCHEDULE
-from tests.zero.deepspeed.training import engine_of, made, train
+from tests.integrations.deepspeed.test_checkpoints import SCHEDULE
+from tests.integrations.deepspeed.training import engine_of, made, train
 from pathlib import Path
 import warnings
 

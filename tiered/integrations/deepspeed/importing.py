@@ -15,11 +15,11 @@ import torch
 from tiered import MisuseError, TieredStore
 from tiered.errors import TorchFileError, quoted
 from tiered.format.foreign.pickled import Instance
+from tiered.integrations.deepspeed.saved import Saved, SavedGroup
 from tiered.zero.checkpoint import checkpoint
 from tiered.zero.checkpoint.foreign import ONE, ForeignGroup, put, record_of, replace, take_over
 from tiered.zero.checkpoint.loaders import Stateful
 from tiered.zero.checkpoint.reshard import Source, opened
-from tiered.zero.deepspeed.saved import Saved, SavedGroup
 from tiered.zero.optimizers.optimizer import Optimizer
 from tiered.zero.paging.pager import name_of, pager_of
 from tiered.zero.rules.exact import AdagradRule, AdamRule, AdamWRule, LionRule, SGDRule

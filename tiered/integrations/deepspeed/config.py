@@ -18,7 +18,7 @@ from typing import Any
 
 from tiered.errors import MisuseError, shown
 from tiered.format.foreign.documents import text_of
-from tiered.zero.deepspeed.table import AUTO, SECTION, Judged, Verdict, find, judged, number_of, said
+from tiered.integrations.deepspeed.table import AUTO, SECTION, Judged, Verdict, find, judged, number_of, said
 
 __all__ = [
     "Config",

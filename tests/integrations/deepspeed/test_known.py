@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.zero.deepspeed.test_config import ARGUMENTS
+from tests.integrations.deepspeed.test_config import ARGUMENTS
 from tiered import MisuseError, zero
-from tiered.zero.deepspeed.config import Config
+from tiered.integrations.deepspeed.config import Config
 
 KNOWN: list[dict[str, Any]] = json.loads((Path(__file__).parent / "known.json").read_text())
 RUN = [known for known in KNOWN if not known["refused"]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from tiered import MisuseError, TieredError
-from tiered.zero.deepspeed.config import LossScaling
+from tiered.integrations.deepspeed.config import LossScaling
 
 __all__ = ["LossScale"]
 

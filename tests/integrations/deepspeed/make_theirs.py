@@ -1,6 +1,6 @@
 """Have DeepSpeed write the checkpoints in ``theirs/``, and the losses of its training after them.
 
-    DS_ACCELERATOR=cpu python -m tests.zero.deepspeed.make_theirs [NAME ...]
+    DS_ACCELERATOR=cpu python -m tests.integrations.deepspeed.make_theirs [NAME ...]
 
 It runs with DeepSpeed 0.19.8 in the environment (pip install --no-build-isolation deepspeed==0.19.8 hjson ninja py-cpuinfo
 einops msgpack), whose operations are compiled at their first use. On NVMe DeepSpeed puts only what has 1 MiB or more; for a
@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import NoReturn
 
-from tests.zero.deepspeed.shared import AFTER, BEFORE, CASES, FOLDER, Small, batch, config_of, groups_of
+from tests.integrations.deepspeed.shared import AFTER, BEFORE, CASES, FOLDER, Small, batch, config_of, groups_of
 
 
 def train(name: str, out: Path) -> NoReturn:
@@ -69,7 +69,7 @@ def pack(name: str) -> None:
         out = Path(folder)
         (out / "nvme").mkdir()
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={CASES[name].ranks}"]
-        subprocess.run([*launch, "-m", "tests.zero.deepspeed.make_theirs", "--train", name, folder], check=True)
+        subprocess.run([*launch, "-m", "tests.integrations.deepspeed.make_theirs", "--train", name, folder], check=True)
         for script in out.rglob("zero_to_*.py"):
             script.unlink()
         with tarfile.open(FOLDER / f"{name}.tar.xz", "w:xz") as archive:

@@ -2,7 +2,7 @@
 
 These tests run where ``TIERED_DEEPSPEED`` names a Python that has DeepSpeed 0.19.8 (``make_theirs.py`` says how to install it):
 
-    TIERED_DEEPSPEED=/path/to/python pytest -m soak tests/zero/deepspeed/test_real.py
+    TIERED_DEEPSPEED=/path/to/python pytest -m soak tests/integrations/deepspeed/test_real.py
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.zero.deepspeed.shared import BEFORE, CASES, unpacked
-from tests.zero.deepspeed.test_theirs import ROUNDING, close, engine_of, losses_of
+from tests.integrations.deepspeed.shared import BEFORE, CASES, unpacked
+from tests.integrations.deepspeed.test_theirs import ROUNDING, close, engine_of, losses_of
 from tiered.cli.main import main
 
 PYTHON = os.environ.get("TIERED_DEEPSPEED", "")
@@ -30,8 +30,8 @@ ROOT = Path(__file__).parents[3]
 READS = """
 import json, sys, os, torch, deepspeed, torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from tests.zero.deepspeed.make_theirs import leave
-from tests.zero.deepspeed.shared import AFTER, BEFORE, CASES, Small, batch, config_of, groups_of
+from tests.integrations.deepspeed.make_theirs import leave
+from tests.integrations.deepspeed.shared import AFTER, BEFORE, CASES, Small, batch, config_of, groups_of
 name, folder, stage, out = sys.argv[1:5]
 case = CASES[name]
 config = {**config_of(case), "checkpoint": {"load_universal": True}}
@@ -98,7 +98,7 @@ def test_deepspeed_reads_a_universal_export(name: str, stage: int, tmp_path: Pat
 @pytest.mark.parametrize("name", ["stage2-fp32", "stage3-fp32", "stage3-nvme"])
 def test_what_deepspeed_writes_now(name: str, tmp_path: Path) -> None:
     """A checkpoint that DeepSpeed writes in this test, on NVMe with its own limit of 1 MiB lowered."""
-    made = "import sys; from pathlib import Path; from tests.zero.deepspeed.make_theirs import train; "
+    made = "import sys; from pathlib import Path; from tests.integrations.deepspeed.make_theirs import train; "
     made += f"Path({str(tmp_path / 'nvme')!r}).mkdir(exist_ok=True); train({name!r}, Path({str(tmp_path)!r}))"
     (tmp_path / "makes.py").write_text(made)
     launch = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(tmp_path / "makes.py")]

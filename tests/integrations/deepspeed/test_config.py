@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from tests.zero.deepspeed.documented import DOCUMENTED, SHAPES, paths_of
+from tests.integrations.deepspeed.documented import DOCUMENTED, SHAPES, paths_of
 from tiered import MisuseError
 from tiered.errors import WIDEST
-from tiered.zero.deepspeed.config import Config, batch_sizes, examined, read
-from tiered.zero.deepspeed.table import ALIASES, KEYS, Verdict, find, judged
+from tiered.integrations.deepspeed.config import Config, batch_sizes, examined, read
+from tiered.integrations.deepspeed.table import ALIASES, KEYS, Verdict, find, judged
 
 ROOT = Path(__file__).resolve().parents[3]
 ARGUMENTS = SimpleNamespace(

@@ -18,17 +18,17 @@ from torch.utils.data import DataLoader
 
 from tiered import MisuseError, RankError, TieredStore
 from tiered.errors import expect_type, shown
+from tiered.integrations.deepspeed import tags
+from tiered.integrations.deepspeed.config import Config
+from tiered.integrations.deepspeed.importing import load_imported, load_saved
+from tiered.integrations.deepspeed.loss_scale import LossScale
+from tiered.integrations.deepspeed.monitors import Event, Monitors
+from tiered.integrations.deepspeed.questions import QUESTIONS, answer, lacking
+from tiered.integrations.deepspeed.saved import Saved, is_saved
 from tiered.zero.checkpoint import checkpoint
 from tiered.zero.checkpoint import safetensors as weights
 from tiered.zero.checkpoint.loaders import Stateful
 from tiered.zero.collectives import Ranks
-from tiered.zero.deepspeed import tags
-from tiered.zero.deepspeed.config import Config
-from tiered.zero.deepspeed.importing import load_imported, load_saved
-from tiered.zero.deepspeed.loss_scale import LossScale
-from tiered.zero.deepspeed.monitors import Event, Monitors
-from tiered.zero.deepspeed.questions import QUESTIONS, answer, lacking
-from tiered.zero.deepspeed.saved import Saved, is_saved
 from tiered.zero.optimizers.optimizer import Optimizer
 from tiered.zero.page import no_sync, offload, onload
 from tiered.zero.rank_stores import has_commit, shared_json

@@ -37,9 +37,9 @@ from tiered.errors import MisuseError, TorchFileError, quoted, shown
 from tiered.format.foreign.documents import text_of
 from tiered.format.foreign.pickled import Instance, Name, as_dict, as_list, as_text, sizes_of
 from tiered.format.foreign.torch_file import ELEMENTS, StoredTensor, TorchFile
+from tiered.integrations.deepspeed.tags import LATEST, MOST_TEXT
 from tiered.types import format_size
 from tiered.zero.checkpoint.foreign import Described, Sound
-from tiered.zero.deepspeed.tags import LATEST, MOST_TEXT
 
 __all__ = ["INERT", "Counters", "Saved", "SavedGroup", "is_saved", "plain", "tag_of"]
 
