@@ -9,18 +9,11 @@ import re
 import sys
 from pathlib import Path
 
-from tiered.integrations.deepspeed.table import ALIASES, KEYS, Key, Verdict
+from tiered.integrations.deepspeed.table import ALIASES, GROUPS, Key, Verdict
 
 PAGE = Path(__file__).resolve().parent / "from_deepspeed.md"
 BEGIN, END = "<!-- made by docs/make_deepspeed_keys.py -->", "<!-- up to here -->"
 
-GROUPS = (
-    ("Batch sizes, optimizer, scheduler", ("train_", "gradient_acc", "managed_", "optimizer", "scheduler")),
-    ("Types", ("fp16", "bf16", "amp", "torch_autocast", "gradient_clipping", "data_types")),
-    ("ZeRO and offloading", ("zero_", "aio")),
-    ("The store", ("tiered",)),
-    ("Everything else", ("",)),
-)
 TITLES = {
     Verdict.HONOURED: ("Honoured", "what it does here"),
     Verdict.UNNEEDED: ("Not needed", "why not"),
@@ -32,8 +25,7 @@ def row(key: Key) -> str:
     why = re.sub(r'"\w+": \{[^}]*\}', r"`\g<0>`", key.why)
     if key.allowed:
         values = ", ".join(f"`{json.dumps(value)}`" for value in key.allowed)
-        otherwise = key.otherwise.removeprefix(f"{key.why}; ")
-        why += f" ({values}; other values are refused: {otherwise})" if otherwise != "true or false" else ""
+        why += f" ({values}; other values are refused: {key.otherwise.removeprefix(f'{key.why}; ')})"
     if key.verdict is Verdict.REFUSED:
         harmless = [f"`{json.dumps(value)}`" for value in key.off if value != {}]
         harmless += [f"`{key.switch.removeprefix('*.')}` that is false"] if key.switch else []
@@ -44,10 +36,8 @@ def row(key: Key) -> str:
 
 def made() -> str:
     """Return the tables: each group of keys, in it each verdict."""
-    left, parts = list(KEYS), []
-    for title, beginnings in GROUPS:
-        mine = [key for key in left if key.path.startswith(beginnings)]
-        left = [key for key in left if key not in mine]
+    parts = []
+    for title, mine in GROUPS.items():
         parts.append(f"### {title}")
         for verdict, (name, column) in TITLES.items():
             rows = [row(key) for key in mine if key.verdict is verdict]

@@ -125,7 +125,8 @@ def test_the_wheel_has_the_package_alone(wheel: Path) -> None:
         (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
         fields = Parser().parsestr(archive.read(metadata).decode())
     assert {name.partition("/")[0] for name in names} == {"tiered", metadata.partition("/")[0]}
-    assert {"tiered/py.typed", "tiered/data/shakespeare.txt", metadata.replace("METADATA", "licenses/LICENSE")} <= set(names)
+    data = {"tiered/py.typed", "tiered/data/shakespeare.txt", "tiered/integrations/deepspeed/keys.json"}
+    assert {*data, metadata.replace("METADATA", "licenses/LICENSE")} <= set(names)
     assert {path.relative_to(ROOT).as_posix() for path in (ROOT / "tiered").rglob("*.py")} <= set(names)
     assert {name for name in names if name.endswith(".so")} == {
         module.replace(".", "/") + sysconfig.get_config_var("EXT_SUFFIX") for module in extensions()

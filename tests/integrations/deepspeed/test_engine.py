@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 from tests.integrations.deepspeed.documented import SHAPES
 from tests.integrations.deepspeed.training import Net, batch, config_for, engine_of, equal, made, plain, train
 from tiered import MisuseError, TieredStore, zero
-from tiered.integrations.deepspeed.questions import QUESTIONS
+from tiered.integrations.deepspeed.table import QUESTIONS
 
 Made = Callable[[Any], torch.optim.Optimizer]
 

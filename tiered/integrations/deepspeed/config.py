@@ -18,7 +18,18 @@ from typing import Any
 
 from tiered.errors import MisuseError, shown
 from tiered.format.foreign.documents import text_of
-from tiered.integrations.deepspeed.table import AUTO, SECTION, Judged, Verdict, find, judged, number_of, said
+from tiered.integrations.deepspeed.table import (
+    AUTO,
+    SECTION,
+    Judged,
+    Verdict,
+    canonical,
+    find,
+    judged,
+    number_of,
+    said,
+    value_at,
+)
 
 __all__ = [
     "Config",
@@ -40,14 +51,6 @@ FOLDER = "tiered-store"
 TYPES = {"fp32": "fp32", "float32": "fp32", "torch.float32": "fp32", "float": "fp32"}
 TYPES |= {"fp16": "fp16", "float16": "fp16", "torch.float16": "fp16", "half": "fp16"}
 TYPES |= {"bf16": "bf16", "bfloat16": "bf16", "torch.bfloat16": "bf16"}
-REFUSED_OPTIMIZERS = {
-    **dict.fromkeys(
-        ("onebitadam", "zerooneadam", "onebitlamb"), "it sends gradients in one bit, and ranks send them exactly: take AdamW"
-    ),
-    **dict.fromkeys(("lamb", "fusedlamb"), "it scales each step by the norm of a whole parameter, of which there is no rule"),
-    **dict.fromkeys(("muadam", "muadamw", "musgd"), "it needs the package mup: set a learning rate for each param group"),
-}
-"""Optimizers of DeepSpeed's that ``tiered.zero`` has no like of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,8 +320,7 @@ def _filled(
     def fill(section: dict[str, Any], above: str) -> dict[str, Any]:
         found = {}
         for name, value in section.items():
-            path = f"{above}{name}"
-            path = "bf16" + path[len("bfloat16") :] if path.startswith("bfloat16") else path
+            path = canonical(f"{above}{name}")
             if isinstance(value, dict):
                 found[name] = fill(value, f"{path}.")
             elif value != AUTO:
@@ -356,28 +358,26 @@ def _problem(path: str, value: Any, values: Mapping[str, Any]) -> tuple[Verdict,
     if value is None:
         return None  # as without the key
     dtype = _dtype(values)
-    if path in ("bf16.enabled", "bfloat16.enabled") and value is True and _at(values, "fp16.enabled") is True:
+    if canonical(path) == "bf16.enabled" and value is True and value_at(values, "fp16.enabled") is True:
         return Verdict.REFUSED, "fp16 is enabled, too: enable one of them"
     if path == "torch_autocast.enabled" and value is True and dtype != "fp32":
         return Verdict.REFUSED, f"{dtype} is enabled, too, and the model is converted to it: enable one of them"
     if path in ("communication_data_type", "data_types.grad_accum_dtype", "data_types.param_dtype", "data_types.buffer_dtype"):
         return _type_problem(path, value, dtype, values)
-    if path == "optimizer.type" and isinstance(value, str) and value.lower() in REFUSED_OPTIMIZERS:
-        return Verdict.REFUSED, REFUSED_OPTIMIZERS[value.lower()]
     if path.startswith("optimizer.params.") and value is True:
-        kind, adam = str(_at(values, "optimizer.type")).lower(), _at(values, "optimizer.params.adam_w_mode", True)
+        kind, adam = str(value_at(values, "optimizer.type")).lower(), value_at(values, "optimizer.params.adam_w_mode", True)
         if path.endswith(".amsgrad") and (kind == "adamw" or (kind == "adam" and adam)):
             return Verdict.REFUSED, "the largest second moments are kept by Adam with adam_w_mode false, not by AdamW"
-    if path == "optimizer.params.adam_w_mode" and value is False and str(_at(values, "optimizer.type")).lower() == "muon":
+    if path == "optimizer.params.adam_w_mode" and value is False and str(value_at(values, "optimizer.type")).lower() == "muon":
         return Verdict.REFUSED, "what is no matrix is updated by AdamW beside Muon: leave adam_w_mode out"
     if path.startswith("zero_optimization.offload_") and path.endswith(".device") and value == "nvme":
-        folder = _at(values, path.removesuffix("device") + "nvme_path")
-        if not folder and not _at(values, f"{SECTION}.path"):
+        folder = value_at(values, path.removesuffix("device") + "nvme_path")
+        if not folder and not value_at(values, f"{SECTION}.path"):
             return Verdict.REFUSED, "it says no nvme_path beside it: write the folder on the drive"
     if path == "zero_optimization.offload_optimizer.nvme_path":
-        other = _at(values, "zero_optimization.offload_param.nvme_path")
-        both = all(_at(values, f"zero_optimization.offload_{what}.device") == "nvme" for what in ("param", "optimizer"))
-        if both and other and os.path.normpath(other) != os.path.normpath(value) and not _at(values, f"{SECTION}.path"):
+        other = value_at(values, "zero_optimization.offload_param.nvme_path")
+        both = all(value_at(values, f"zero_optimization.offload_{what}.device") == "nvme" for what in ("param", "optimizer"))
+        if both and other and os.path.normpath(other) != os.path.normpath(value) and not value_at(values, f"{SECTION}.path"):
             return Verdict.REFUSED, (
                 "parameters and states are in one store: name one folder, or several drives with "
                 '"tiered": {"path": ..., "paths": [...]}'
@@ -390,7 +390,7 @@ def _type_problem(path: str, value: Any, dtype: str, values: Mapping[str, Any]) 
         return Verdict.REFUSED, f"there are fp32, fp16 and bf16, not {value!r:.40}"
     if path == "data_types.buffer_dtype" or TYPES[value] == dtype:
         return None
-    if path == "data_types.grad_accum_dtype" and _at(values, "gradient_accumulation_steps", 1) == 1:
+    if path == "data_types.grad_accum_dtype" and value_at(values, "gradient_accumulation_steps", 1) == 1:
         return Verdict.UNNEEDED, "gradients of one pass are not added up"
     what = {
         "communication_data_type": "gradients are sent in the type of the parameters",
@@ -400,20 +400,10 @@ def _type_problem(path: str, value: Any, dtype: str, values: Mapping[str, Any]) 
     return Verdict.REFUSED, f"{what}, which is {dtype}: write that, or leave it out"
 
 
-def _at(values: Mapping[str, Any], path: str, otherwise: Any = None) -> Any:
-    """Return the value of a key, or ``otherwise``."""
-    found: Any = values
-    for name in path.split("."):
-        if not isinstance(found, Mapping) or name not in found:
-            return otherwise
-        found = found[name]
-    return found
-
-
 def _dtype(values: Mapping[str, Any]) -> str:
-    if _at(values, "fp16.enabled") is True:
+    if value_at(values, "fp16.enabled") is True:
         return "fp16"
-    return "bf16" if True in (_at(values, "bf16.enabled"), _at(values, "bfloat16.enabled")) else "fp32"
+    return "bf16" if True in (value_at(values, "bf16.enabled"), value_at(values, "bfloat16.enabled")) else "fp32"
 
 
 def batch_sizes(values: Mapping[str, Any], ranks: int) -> tuple[int, int, int]:
@@ -456,7 +446,7 @@ def _count(values: Mapping[str, Any], name: str) -> int | None:
 
 def _made(rows: tuple[Judged, ...], values: Mapping[str, Any], sizes: tuple[int, int, int]) -> Config:
     def get(path: str, otherwise: Any) -> Any:
-        value = _at(values, path)
+        value = value_at(values, path)
         return otherwise if value is None else value
 
     def section(path: str, kind: Any, **converted: Callable[[Any], Any]) -> Any:
@@ -526,8 +516,8 @@ def _place(values: Mapping[str, Any]) -> Place:
     own: Mapping[str, Any] = values.get(SECTION) or {}
     offloaded = {}
     for what, old in (("param", "cpu_offload_param"), ("optimizer", "cpu_offload")):
-        section = _at(values, f"zero_optimization.offload_{what}") or {}
-        device = section.get("device") or ("cpu" if _at(values, f"zero_optimization.{old}") else "none")
+        section = value_at(values, f"zero_optimization.offload_{what}") or {}
+        device = section.get("device") or ("cpu" if value_at(values, f"zero_optimization.{old}") else "none")
         offloaded[what] = device, section.get("nvme_path")
     folders = [folder for device, folder in offloaded.values() if device == "nvme" and folder]
     path = own.get("path") or (os.path.join(os.path.expanduser(folders[0]), "tiered") if folders else FOLDER)

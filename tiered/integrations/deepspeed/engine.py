@@ -23,8 +23,9 @@ from tiered.integrations.deepspeed.config import Config
 from tiered.integrations.deepspeed.importing import load_imported, load_saved
 from tiered.integrations.deepspeed.loss_scale import LossScale
 from tiered.integrations.deepspeed.monitors import Event, Monitors
-from tiered.integrations.deepspeed.questions import QUESTIONS, answer, lacking
+from tiered.integrations.deepspeed.questions import answer, lacking
 from tiered.integrations.deepspeed.saved import Saved, is_saved
+from tiered.integrations.deepspeed.table import QUESTIONS
 from tiered.zero.checkpoint import checkpoint
 from tiered.zero.checkpoint import safetensors as weights
 from tiered.zero.checkpoint.loaders import Stateful
@@ -119,7 +120,7 @@ class Engine(nn.Module):
             return getattr(module, name)
         except AttributeError as error:
             if name in QUESTIONS and "_config" in self.__dict__:
-                return partial(answer, self._config.values, name)
+                return partial(answer, self._config, name)
             if name.startswith("__"):
                 raise
             raise AttributeError(lacking(name, type(module).__name__), name=name, obj=self) from error
