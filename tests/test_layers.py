@@ -58,7 +58,9 @@ TREE: dict[str, tuple[str, ...]] = {
     "zero.paging.tensors": (
         *("compiling", "functions", "sources", "stored", "parameters", "copies", "states", "sliced", "gradients", "patches"),
     ),
-    "zero.optimizers": ("resident_shard", "belonging", "resident", "optimizer", "named", "elementwise"),
+    "zero.optimizers": (
+        *("loaded", "updates", "paged", "resident_shard", "belonging", "resident", "optimizer", "named", "elementwise"),
+    ),
     "zero.build": ("staging", "construct", "deferred"),
     "zero.checkpoint": ("weights", "loaders", "beside", "checkpoint", "reshard", "safetensors", "foreign", "exports", "dcp"),
     "integrations": ("saves", "kept", "importing", "deepspeed", "transformers", "axolotl", "accelerate", "lightning"),
@@ -161,7 +163,8 @@ LONG_OR_SHORT: dict[str, str] = {
 LONG, SHORT = 600, 60
 
 # Tokens without comments and docstrings. A rise stands here with the idea that it bought; a fall lowers the number.
-TOTALS = {"tiered": 464_197, "bench": 123_233, "libaio_ext": 6_870}
+# + 1,700: an optimizer of paged parameters and one of parameters in memory are two classes, not sixteen branches.
+TOTALS = {"tiered": 465_950, "bench": 123_233, "libaio_ext": 6_870}
 
 # Compiled, without a Python file.
 EXTENSIONS = {"io._aio": "io", "packing._unpack": "packing", "tables._rows": "tables"}

@@ -197,7 +197,7 @@ def test_two_optimizers_cannot_take_turns(store: TieredStore, update: str) -> No
     def step(optimizer: zero.AdamW) -> None:
         for parameter in model.parameters():  # the last claim counts
             _, unit, placement = placement_of(parameter)
-            unit.claim(placement, optimizer._update_now if update == "in_backward" else None)
+            unit.claim(placement, optimizer._paged.update_now if update == "in_backward" else None)
         optimizer.zero_grad()
         model(torch.ones(2, 16)).square().sum().backward()
         optimizer.step()

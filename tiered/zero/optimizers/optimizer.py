@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -21,38 +20,26 @@ import torch.distributed as dist
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 from torch.optim.optimizer import ParamsT, register_optimizer_step_pre_hook
 
-from tiered import CapacityError, TieredError, TieredStore
+from tiered import TieredError, TieredStore
 from tiered.errors import MisuseError, listed
-from tiered.system import compiler, refuse_little_room
 from tiered.zero.collectives import Agree, Ranks, Term
-from tiered.zero.intent import decide
-from tiered.zero.optimizers.resident import Resident
-from tiered.zero.paging.pager import Pager, name_of, owner_of, placement_of, placements_of
-from tiered.zero.paging.saved_tensors import without_grad
+from tiered.zero.optimizers.loaded import beside_states, refuse_scalars, refuse_state, torch_names
+from tiered.zero.optimizers.paged import HALF_LOADED, PagedUpdates, pagers_of
+from tiered.zero.optimizers.resident import ResidentUpdates
+from tiered.zero.optimizers.updates import Updates
+from tiered.zero.paging.pager import Pager, placements_of
 from tiered.zero.paging.sharding import Stage, Stage1
-from tiered.zero.paging.storage import host
 from tiered.zero.paging.tensors.compiling import traced
-from tiered.zero.paging.tensors.gradients import is_spent, whole_norms
 from tiered.zero.paging.tensors.states import StateView
-from tiered.zero.paging.unit import Unit
-from tiered.zero.paging.units import SHARE_STEP, Placement, Sliced, UnitPlan
-from tiered.zero.paging.update import Update, flat_view
+from tiered.zero.paging.units import Placement
+from tiered.zero.paging.update import flat_view
 from tiered.zero.rules.exact import AdamWRule
-from tiered.zero.rules.forms import StateForm, forms_of
-from tiered.zero.rules.inexact import (
-    EARLIER_CODES,
-    AdamW4bitRule,
-    AdamW8bitRule,
-    AdamWBFloat16RoundedRule,
-    AdamWBFloat16Rule,
-)
+from tiered.zero.rules.forms import forms_of
+from tiered.zero.rules.inexact import AdamWBFloat16RoundedRule, AdamWBFloat16Rule
 from tiered.zero.rules.rule import (
-    SMALLEST_BLOCK,
-    WHOLE,
     UpdateRule,
     constants_of,
     made_from,
-    rounds_by_chance,
     settings_of,
     step_dtype,
     stores_step,
@@ -62,11 +49,6 @@ from tiered.zero.rules.rule import (
 from tiered.zero.rules.rule import name_of as rule_name
 
 __all__ = ["AdamW", "GradScaler", "Optimizer", "refuse_betas", "refuse_others", "refuse_out_of_range", "stride_of"]
-
-MIXED = (
-    "some of these parameters are paged and others are not: make an optimizer for each kind, with store= for those that stay "
-    "in memory"
-)
 
 REFUSED = {
     "fused": "fused=False: parameters are updated by torch's fused kernel, whose bits these are: take zero.Adam with "
@@ -78,13 +60,6 @@ REFUSED = {
     "differentiable": "differentiable=True: a graph of the update would keep all parameters: leave differentiable= out",
 }
 """Why there is no such update as these arguments of ``torch.optim.AdamW`` ask for."""
-LOGGED = 256
-"""After so many steps the rules of those are forgotten that no slice of a parameter has yet to make."""
-HALF_LOADED = (
-    "an exception struck optimizer.load_state_dict, and some parameters have the states that it was given and others have not: "
-    "call it again, or zero.rollback"
-)
-
 NAMED = (
     *("SGD", "Adam", "AdamW", "Adafactor", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Lion", "Muon", "AdamW8bit"),
     "AdamW4bit",
@@ -136,28 +111,21 @@ class Optimizer(TorchOptimizer):
         """Initialise. ``rule``: of param groups that have none; ``defaults``: hyper-parameters, and what else torch's class has
         in its param groups."""
         self._in_backward = update == "in_backward"
-        self._group_of: dict[Placement, int] = {}
-        self._missed: dict[Sliced, dict[int, UpdateRule]] = {}
-        """The rules of the steps that slices may have yet to make, by number."""
         self._default_rule = rule
         self._rules: list[UpdateRule] = []
         """By param group: its rule, with the hyper-parameters that it had when the group was added or loaded."""
-        given: Any = params
-        if store is None:
-            given = _listed(params)
-            _refuse_little_room(given)
-        self.steps: dict[Placement, int] = {}
-        """How many each parameter has had."""
-        self._mark = object()
-        """Stands for this optimizer in units."""
+        given: Any = _listed(params) if store is None else params
         ranks = None if store is None else _ranks(*share)
+        self._updates: Updates
+        if store is None:
+            self._updates = PagedUpdates(self, given, in_backward=self._in_backward)
         with self._agreeing("make this optimizer", given if store is None else (), ranks):
-            self._resident = None if store is None else Resident(store, name, existing, ranks)
+            if store is not None:
+                self._updates = ResidentUpdates(self, store, name, existing, ranks)
             self._made = False
             super().__init__(_listed(given), defaults)
             self._made = True
-        if self._resident is not None:
-            self._show(self._resident.write())
+        self._show(self._updates.write())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Called by copy and pickle."""
@@ -172,11 +140,9 @@ class Optimizer(TorchOptimizer):
             self._add_group(param_group)
             return
         (param_group,) = _listed([param_group])
-        ranks = None if self._resident is None else self._resident.ranks
-        with self._agreeing("add this param group", [param_group], ranks):
+        with self._agreeing("add this param group", [param_group], self._updates.ranks):
             self._add_group(param_group)
-        if self._resident is not None:
-            self._show(self._resident.write())
+        self._show(self._updates.write())
 
     @contextmanager
     def _agreeing(self, what: str, params: Sequence[Any], ranks: Ranks | None) -> Iterator[None]:
@@ -185,7 +151,7 @@ class Optimizer(TorchOptimizer):
             asked: list[tuple[Pager | None, Agree]] = []
             if ranks is not None:
                 asked.append((None, stack.enter_context(ranks.agreeing(what))))
-            asked += [(pager, stack.enter_context(pager.partition.agreeing(what))) for pager in _pagers_of(params)]
+            asked += [(pager, stack.enter_context(pager.partition.agreeing(what))) for pager in pagers_of(params)]
             yield
             for pager, agree in asked:
                 agree(self.terms(pager))
@@ -193,15 +159,13 @@ class Optimizer(TorchOptimizer):
     def terms(self, pager: Pager | None) -> Iterator[Term]:
         """Yield what all ranks need alike of this optimizer, as far as it updates the model of ``pager`` (None: any)."""
         yield "update=", "'in_backward'" if self._in_backward else "'on_fetch'"
-        yield "existing=", "None" if self._resident is None else self._resident.existing
+        yield "existing=", self._updates.existing
         for index, group in enumerate(self.param_groups):
             yield from terms_of(self._rules[index], f"param group {index}")
             for number, parameter in enumerate(group["params"]):
-                whose = f"parameter {number} of param group {index}"
-                if self._resident is not None:
-                    yield whose, f"{parameter.dtype} of shape {tuple(parameter.shape)}, strides {tuple(parameter.stride())}"
-                elif owner_of(parameter) is pager:
-                    yield whose, repr(name_of(parameter))
+                said = self._updates.term_of(parameter, pager)
+                if said is not None:
+                    yield f"parameter {number} of param group {index}", said
 
     def _add_group(self, param_group: dict[str, Any]) -> None:
         self._refuse_group(param_group)
@@ -219,29 +183,12 @@ class Optimizer(TorchOptimizer):
                 del group[key]
         rule = made_from(rule, group)
         try:
-            self._refuse_mixed()
-            if self._resident is not None:
-                for name, parameter in zip(self._names(group), group["params"], strict=True):
-                    _refuse_masters(name, parameter.dtype, rule)
-                self._resident.add(group["params"], self._names(group), rule)
-                self._rules.append(rule)
-                return
-            for pager, unit, placement in self._found(group):
-                unit.plan.refuse_writing()
-                kinds = {one.dtype for one in unit.gradients.states}
-                if torch.float64 in kinds and len(kinds) > 1:
-                    raise MisuseError(f"unit {unit.plan.name!r} mixes float64 with other element types: use one of them")
-                unit.states.refuse(placement.name, forms_of(rule, unit.states.wide))
-                _refuse_masters(placement.name, placement.stored, rule)
-                _refuse_cut_blocks(placement, unit.plan, rule)
-                _refuse_cut_matrix(pager, unit, placement, rule, self._in_backward)
+            self._updates.refuse_mixed()
+            self._updates.add(self._names(group), rule)
         except TieredError:
             self.param_groups.pop()
             raise
         self._rules.append(rule)
-        for _, unit, placement in self._found(group):
-            self._group_of[placement] = len(self.param_groups) - 1
-            unit.claim(placement, self._update_now if self._in_backward else None)
 
     # -- stepping ----------------------------------------------------------------------------------------------------------
 
@@ -259,102 +206,8 @@ class Optimizer(TorchOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._resident is not None:
-            with torch.no_grad():
-                self._show(self._resident.step([self._rule(index) for index in range(len(self.param_groups))]))
-            return loss
-        for pager in self.pagers():
-            pager.reset()
-            pager.gradient_sync.synchronise()
-            pager.gradient_sync.refresh()
-        with without_grad():
-            self._step()
+        self._show(self._updates.step())
         return loss
-
-    def _step(self) -> None:
-        updates: dict[Unit, dict[Placement, Update]] = {}
-        missed: dict[Unit, dict[Placement, tuple[Update, dict[int, UpdateRule]]]] = {}
-        deeds: list[Callable[[], object]] = []
-        steps: dict[Placement, int] = {}
-        with ExitStack() as agreeing:  # of several ranks all make the step, or none
-            asked = [(p, agreeing.enter_context(p.partition.agreeing("make this step"))) for p in self.pagers()]
-            for index, group in enumerate(self.param_groups):
-                rule = self._rule(index)
-                for parameter in group["params"]:
-                    found = placements_of(parameter)
-                    for _, unit, placement in found:
-                        unit.gradients.refuse_interrupted(placement)
-                        deeds.append(partial(unit.gradients.close_step, placement))
-                        if unit.gradients.has(placement):
-                            unit.gradients.refuse_infinite(placement)
-                            unit.gradients.close()
-                            step = steps[placement] = self._next_step(unit, placement)
-                            update = Update(rule, step, *unit.gradients.factors(placement))
-                            updates.setdefault(unit, {})[placement] = update
-                    if len(found) > 1:
-                        self._miss(found, rule, steps, missed)
-            for unit in updates:
-                updates[unit] |= {placement: update for placement, (update, _) in missed.pop(unit, {}).items()}
-            for unit in updates:  # the last that can fail, before anything is marked
-                unit.apply_update()  # an earlier update that nothing has asked for yet
-                for placement, update in updates[unit].items():
-                    unit.keep_states(placement, forms_of(update.rule, unit.states.wide))
-                unit.storage.give_up()
-            for unit, slices in missed.items():
-                for placement, (update, _) in slices.items():
-                    unit.keep_states(placement, forms_of(update.rule, unit.states.wide))
-                if not all(unit.misses(placement, update.step) for placement, (update, _) in slices.items()):
-                    unit.apply_update()
-            for pager, agree in asked:
-                agree(self._terms_of_step(pager, updates))
-        deeds.append(partial(self.steps.update, steps))
-        deeds += [partial(unit.counted_by.update, dict.fromkeys(changed, self._mark)) for unit, changed in updates.items()]
-        deeds += [partial(unit.counted_by.update, dict.fromkeys(slices, self._mark)) for unit, slices in missed.items()]
-        deeds += [unit.defer_update(changed) for unit, changed in updates.items()]
-        deeds += [unit.defer_missed(slices) for unit, slices in missed.items()]
-        deeds += [pager.intent.all_updated for pager in self.pagers()]
-        self._decide(deeds)
-        for trace in dict.fromkeys(pager.step_trace for pager in self.pagers()):
-            trace.step_ended()
-
-    def _terms_of_step(self, pager: Pager, updates: Mapping[Unit, Mapping[Placement, Update]]) -> Iterator[Term]:
-        """Yield what all ranks need alike of a step so that the updates of their shares are one step."""
-        for index, group in enumerate(self.param_groups):
-            if any(owner_of(parameter) is pager for parameter in group["params"]):
-                yield from terms_of(self._rule(index), f"param group {index}")
-        units = set(pager.units)
-        for unit, here in updates.items():
-            for placement, update in here.items() if unit in units else ():
-                yield from update.terms(placement.name)
-
-    def _miss(
-        self,
-        slices: Sequence[tuple[Pager, Unit, Placement]],
-        rule: UpdateRule,
-        steps: dict[Placement, int],
-        missed: dict[Unit, dict[Placement, tuple[Update, dict[int, UpdateRule]]]],
-    ) -> None:
-        """Add to ``missed``, and to ``steps``, a step with a gradient of zero of each slice of a parameter that has none, where
-        another slice has one."""
-        spent = [placement for _, unit, placement in slices if unit.gradients.is_spent(placement)]
-        made = {steps[p] for _, _, p in slices if p in steps} | {self.steps[p] for p in spent}
-        if not made:
-            return
-        step = max(made)
-        sliced = slices[0][2].sliced
-        assert sliced is not None
-        log = self._missed.setdefault(sliced, {})
-        last = log.get(step - 1)
-        log[step] = last if last == rule else rule  # one object for many steps, where the rule stays the same
-        for _, unit, placement in slices:
-            if placement in steps or placement in spent:
-                continue
-            steps[placement] = step
-            missed.setdefault(unit, {})[placement] = Update(rule, step, graded=False), log
-        if step % LOGGED == 0:
-            oldest = min(unit.waiting_since(placement, step) for _, unit, placement in slices)
-            for number in [number for number in log if number < oldest]:
-                del log[number]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; with ``set_to_none=False`` they become zeros (hence an update follows), as in torch.
@@ -362,33 +215,7 @@ class Optimizer(TorchOptimizer):
         After an exception in forward or backward nothing is held any more, and all is as before that step (with
         ``update="in_backward"``, where units may have been updated by then, ``zero.rollback`` does that).
         """
-        if self._resident is not None:
-            super().zero_grad(set_to_none)
-            return
-        for pager in self.pagers():
-            pager.intent.refuse()
-            if not pager.computing:
-                pager.reset()  # what an exception left held
-                if not set_to_none:
-                    pager.gradient_sync.synchronise()  # zeros take the place of all that is on its way
-        units: dict[Unit, list[Placement]] = {}
-        deeds: list[Callable[[], object]] = []
-        for _, unit, placement in self._all():
-            if set_to_none or is_spent(placement.parameter.grad):
-                deeds.append(partial(unit.gradients.forget, placement))
-            elif placement.parameter.grad is not None or unit.gradients.was_added_to(placement):
-                units.setdefault(unit, []).append(placement)
-        self._decide(deeds)
-        if set_to_none:
-            for unit in self._units():  # also of one that no parameter shows, when an exception struck as it was stored
-                unit.forget_gradients()
-        else:
-            for unit, placements in units.items():
-                unit.apply_update()
-                for placement in placements:
-                    zero = torch.zeros((), dtype=placement.dtype, device="cpu")
-                    unit.gradients.zero(placement, zero.expand(placement.shape))
-                unit.gradients.close()
+        self._updates.zero_grad(set_to_none)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -399,61 +226,16 @@ class Optimizer(TorchOptimizer):
         The norm of each whole gradient, then the norm of these in ``model.parameters()`` order; the factor is applied when
         the update is. Raises RuntimeError for a norm that is not finite when ``error_if_nonfinite``.
         """
-        if self._resident is not None:
-            return torch.nn.utils.clip_grad_norm_(self._parameters(), max_norm, norm_type, error_if_nonfinite)
-        self._refuse_in_backward("clip_grad_norm_")
-        order = float(norm_type)
-        for pager in self.pagers():
-            pager.reset()
-            pager.gradient_sync.synchronise()
-        graded = self._graded()
-        if not graded:
-            return torch.tensor(0.0, dtype=torch.get_default_dtype(), device="cpu")  # as torch does
-        graded.sort(key=lambda found: found[2].index)
-        device = graded[0][2].parameter.device
-        norms = torch.stack(whole_norms(graded, order, listed=device.type != "cpu"))  # what torch takes on a device
-        total: torch.Tensor = host(torch.linalg.vector_norm(norms.to(device), order))
-        if error_if_nonfinite and not bool(torch.isfinite(total)):
-            raise RuntimeError(f"The total norm of order {norm_type} of the gradients is not finite: {total.item()}")
-        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        deeds = [unit.gradients.scaled(placement, factor) for _, unit, placement in graded]
-        self._decide(deeds)
-        return total
-
-    def _graded(self) -> list[tuple[Pager, Unit, Placement]]:
-        """Return the parameters that have a gradient. Raises InterruptedStep where one is not right."""
-        found = list(self._all())
-        for _, unit, placement in found:
-            unit.gradients.refuse_interrupted(placement)
-        return [one for one in found if one[2].parameter.grad is not None]
+        return self._updates.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
     def grad(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return a copy of the gradient of ``parameter``, of its shape and dtype, or None when it has none. Raises MisuseError
         for a parameter that is not paged, where there is no store."""
-        if self._resident is not None:
-            return None if parameter.grad is None else parameter.grad.detach().clone()
-        found = placements_of(parameter)
-        pager = found[0][0]
-        pager.start()
-        if not pager.computing:
-            pager.gradient_sync.synchronise()
-        gradients = [unit.gradient(placement) for _, unit, placement in found]
-        if len(gradients) == 1 or all(gradient is None for gradient in gradients):
-            return gradients[0]
-        whole = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-        for (_, _, placement), gradient in zip(found, gradients, strict=True):
-            if gradient is not None:
-                whole[_at(placement)].copy_(gradient)
-        return whole
+        return self._updates.grad(parameter)
 
     def flush(self) -> None:
         """Apply every pending update now. Raises what the store raises."""
-        if self._resident is not None:
-            return  # none waits
-        for pager in self.pagers():
-            pager.start_anew()
-        for unit in self._units():
-            unit.apply_update()
+        self._updates.flush()
 
     # -- state -------------------------------------------------------------------------------------------------------------
 
@@ -461,50 +243,21 @@ class Optimizer(TorchOptimizer):
     def state(self) -> Any:
         """States by parameter, as torch has them: copies, read when they are asked for, whose writes raise MisuseError. With
         ``store=`` the step counts alone. All ranks read together."""
-        if self._resident is not None:
-            return self.__dict__["state"]
-        return StateView(self._named, self._state_names, self._state_of)
+        return self._updates.state(self.__dict__.get("state"))
 
     @state.setter
     def state(self, states: Any) -> None:
         if isinstance(states, StateView):
             return
-        if self._made and self._resident is None:
-            raise MisuseError("optimizer.state is in the store: use load_state_dict, or make a new optimizer for new states")
+        if self._made:
+            self._updates.refuse_states()
         self.__dict__["state"] = states
 
-    def _named(self) -> Iterator[tuple[torch.Tensor, str]]:
-        return ((parameter, parameter.__dict__["_tiered"].name) for parameter in self._parameters())
-
-    def _state_names(self, parameter: torch.Tensor) -> tuple[str, ...]:
-        if not self._steps_of(parameter):
-            return ()
-        rule = self._rules[self._group_number(parameter)]
-        narrow = placements_of(parameter)[0][2].stored in (torch.bfloat16, torch.float16)
-        master = narrow and not rounds_by_chance(rule)
-        return (*self._counts(rule, 1), *_torch_names(rule, parameter.shape), *(["master"] if master else []))
-
-    def _state_of(self, parameter: torch.Tensor, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        rule = self._rules[self._group_number(parameter)]
-        found = self._counts(rule, self._steps_of(parameter))
-        if names != ("step",):
-            for pager in dict.fromkeys(pager for pager, _, _ in placements_of(parameter)):
-                pager.start_anew()
-            kept = self._copies_of(parameter)
-            found |= {torch_name(rule, name): value.to(parameter.device) for name, value in kept.items()}
-        return found
-
     @staticmethod
-    def _counts(rule: UpdateRule, step: int) -> dict[str, torch.Tensor]:
+    def scalars(rule: UpdateRule, step: int) -> dict[str, torch.Tensor]:
         """Return the scalars of a state that has had ``step`` steps, as torch's class has them."""
         found = {"step": torch.tensor(float(step), dtype=step_dtype(rule), device="cpu")} if stores_step(rule) else {}
         return {**found, **(rule.scalars(step) if hasattr(rule, "scalars") else {})}
-
-    def _group_number(self, parameter: torch.Tensor) -> int:
-        for number, group in enumerate(self.param_groups):
-            if any(one is parameter for one in group["params"]):
-                return number
-        raise MisuseError("this parameter is in none of the optimizer's param_groups")
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies in the form of torch's class: of AdamW step, exp_avg and exp_avg_sq per parameter; and the param
@@ -515,9 +268,9 @@ class Optimizer(TorchOptimizer):
         packed = super().state_dict()  # reads no states
         state = {}
         rules = [rule for rule, group in zip(self._rules, self.param_groups, strict=True) for _ in group["params"]]
-        for index, (rule, (step, kept)) in enumerate(zip(rules, self._kept(), strict=True)):
+        for index, (rule, (step, kept)) in enumerate(zip(rules, self._updates.kept(), strict=True)):
             if step:
-                found = {**self._counts(rule, step), **{torch_name(rule, name): value for name, value in kept.items()}}
+                found = {**self.scalars(rule, step), **{torch_name(rule, name): value for name, value in kept.items()}}
                 if found:
                     state[index] = found
         packed["state"] = state
@@ -539,8 +292,7 @@ class Optimizer(TorchOptimizer):
             )
         state_dict = self._completed(state_dict)
         rules = self._loaded(state_dict)
-        pagers = [] if self._resident is not None else list(self.pagers())
-        for pager in pagers:
+        for pager in self.pagers():
             if pager.intent.spoiled == HALF_LOADED:  # this call takes its place
                 pager.intent.spoil(None)
         self.flush()
@@ -553,7 +305,7 @@ class Optimizer(TorchOptimizer):
         for index, rule in enumerate(rules):
             if index in moments and hasattr(rule, "encoded"):
                 moments[index] = self._encoded(index, rule, moments[index])
-        ours = [_torch_names(rule) | {"master": "master"} for rule in rules]
+        ours = [torch_names(rule) | {"master": "master"} for rule in rules]
         states = {
             index: {ours[index][name]: value for name, value in found.items() if name in ours[index]}
             for index, found in moments.items()
@@ -562,53 +314,18 @@ class Optimizer(TorchOptimizer):
         lacking = [
             index
             for index, found in states.items()
-            if ours[index].keys() - {"master"} and not moments[index].keys() - _beside_states(rules[index])
+            if ours[index].keys() - {"master"} and not moments[index].keys() - beside_states(rules[index])
         ]
         for index in lacking:  # torch has a state of SGD without a momentum before the first step
             del states[index], moments[index]
         for index, found in moments.items():
             if index < len(rules):
-                self._refuse_scalars(rules[index], found)
-        if self._resident is not None:
-            for index, found in moments.items():
-                if index < len(rules):
-                    shape = self._resident.locals[index].shape
-                    _refuse_lacking(f"parameter {index}", shape, found, rules[index], type(self).__name__)
-                    _refuse_forms(f"parameter {index}", shape, found, rules[index])
-            steps = {index: int(found.get("step", 1)) for index, found in moments.items()}
-            for local, rule in zip(self._resident.locals, rules, strict=False):
-                self._follow(local.group, rule)
-            super().load_state_dict({**state_dict, "state": {}})
-            self.adopt()
-            self._show(self._resident.load(states, steps))
-            return
-        parameters = list(self._parameters())
-        for index, found in moments.items():
-            if index < len(parameters):
-                _refuse_state(name_of(parameters[index]), parameters[index].shape, found, rules[index], type(self).__name__)
+                refuse_scalars(rules[index], found)
         steps = {index: int(found.get("step", 1)) for index, found in moments.items()}
-        for pager in pagers:
-            pager.intent.spoil(HALF_LOADED)
-        try:
+        with self._updates.loading(moments, rules):
             super().load_state_dict({**state_dict, "state": {}})
-        except ValueError:  # other param groups: nothing has changed
-            for pager in pagers:
-                pager.intent.spoil(None)
-            raise
         self.adopt()
-        loaded = {}
-        for index, parameter in enumerate(parameters):
-            slices = placements_of(parameter)
-            for _, unit, placement in slices if index in states else ():
-                state = states[index]
-                if placement.sliced is not None:
-                    state = _of_slice(placement, state, forms_of(rules[index], unit.states.wide))
-                unit.load_state(placement, state)
-                unit.counted_by[placement] = self._mark
-                loaded[placement] = steps[index]
-        self.steps = loaded
-        for pager in pagers:
-            pager.intent.spoil(None)
+        self._show(self._updates.load(states, steps, rules))
 
     def _encoded(self, index: int, rule: Any, found: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state of parameter number ``index`` with its moments as ``rule`` encodes them, where they are floats, as
@@ -621,7 +338,7 @@ class Optimizer(TorchOptimizer):
         for name in rule.decoded:
             value: Any = found.get(name)
             if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
-                _refuse_state(f"parameter {index}", parameter.shape, found, AdamWRule(0, (0, 0), 0, 0, False), "AdamW")
+                refuse_state(f"parameter {index}", parameter.shape, found, AdamWRule(0, (0, 0), 0, 0, False), "AdamW")
             flat = torch.empty_strided(parameter.shape, stride_of(parameter), dtype=torch.float32, device="cpu").copy_(value)
             moments.append(flat_view(flat))
         made[torch_name(rule, rule.state)] = rule.encoded(moments)
@@ -662,34 +379,11 @@ class Optimizer(TorchOptimizer):
             rules += [made_from(rule, group)] * len(here["params"])
         return rules
 
-    @staticmethod
-    def _refuse_scalars(rule: UpdateRule, found: Mapping[str, Any]) -> None:
-        """Raise MisuseError where the number of steps is none, or a state has other scalars than those that follow from it."""
-        step = found.get("step", 1)
-        try:
-            number = float(step)
-        except (TypeError, ValueError, RuntimeError):  # no number, or a tensor that has not one
-            number = -1.0
-        if not (0 <= number < 2**53 and number.is_integer()):
-            raise MisuseError(f"'step' of this state is {step!r:.100}: it is how many steps were made")
-        if not hasattr(rule, "scalars"):
-            return
-        wide, short = (rule.scalars(int(number), dtype) for dtype in (torch.float64, torch.float32))  # of whatever default
-        for name in wide.keys() & found.keys():
-            right = [float(value) for value in (short[name], wide[name], wide[name].float())]
-            if float(found[name]) not in right:
-                raise MisuseError(
-                    f"{name!r} of this state is {float(found[name])!r}, and by its param group it is {right[0]!r} after so "
-                    f"many steps: {', '.join(getattr(rule, 'constant', ()))} were changed while it was trained, with which "
-                    f"{type(rule).__name__} cannot go on"
-                )
-
     def adopt(self) -> None:
         """Have the parameters keep the states that the rules of their param groups keep, after these were loaded."""
         for index, group in enumerate(self.param_groups):
             rule = self._rules[index] = made_from(self._rules[index], group)
-            for _, unit, placement in self._found(group) if self._resident is None else ():
-                unit.keep_states(placement, forms_of(rule, unit.states.wide))
+            self._updates.keep(group, rule)
 
     def rule_name(self, index: int) -> str:
         """Return the name of the rule of a param group."""
@@ -703,26 +397,22 @@ class Optimizer(TorchOptimizer):
         """Return the names of a param group's hyper-parameters."""
         return settings_of(self._rules[index])
 
-    def _rule(self, index: int) -> UpdateRule:
-        """Return the rule of a param group, frozen. Raises MisuseError where it keeps other states than it did."""
+    def rule(self, index: int) -> UpdateRule:
+        """Return the rule of a param group with the hyper-parameters of now, frozen. Raises MisuseError where it keeps other
+        states than it did."""
         rule = made_from(self._rules[index], self.param_groups[index])
-        self._follow(index, rule)
+        self.follow(index, rule)
         return rule
 
-    def _follow(self, index: int, rule: UpdateRule) -> None:
+    def follow(self, index: int, rule: UpdateRule) -> None:
         """Have a param group that has made no step keep what ``rule`` keeps: a scheduler may set a momentum before the first
         one. Raises MisuseError where it has made one and ``rule`` keeps other states."""
         before = self._rules[index]
         if rule == before or not _changed(before, rule):
             return
-        if self._resident is not None:
-            stepped = self._resident.stepped(index)
-        else:
-            stepped = any(self.steps.get(p) for _, _, p in self._found(self.param_groups[index]))
-        if stepped:
+        if self._updates.stepped(index):
             raise MisuseError(_changed(before, rule))
-        if self._resident is not None:
-            self._resident.follow(index, rule)
+        self._updates.follow(index, rule)
         self._rules[index] = rule
 
     def _hyper_parameters(self, rule: UpdateRule) -> dict[str, Any]:
@@ -740,52 +430,40 @@ class Optimizer(TorchOptimizer):
     @property
     def resident(self) -> bool:
         """Return whether the parameters stay in memory, and only their states are in a store."""
-        return self._resident is not None
+        return self._updates.resident
 
-    def _kept(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        """Yield for each parameter in turn how many steps it has had, and copies of its states."""
-        if self._resident is not None:
-            yield from zip(self._resident.steps(), self._resident.copies(), strict=True)
-            return
-        self.flush()
-        for parameter in self._parameters():
-            yield self._steps_of(parameter), self._copies_of(parameter)
+    @property
+    def steps(self) -> dict[Placement, int]:
+        """Return how many steps each paged parameter has had."""
+        return self._updates.steps
 
-    def _steps_of(self, parameter: torch.Tensor) -> int:
-        found = placements_of(parameter)
-        for _, unit, placement in found:
-            self._refuse_turns(unit, placement)
-        return max(self.steps.get(placement, 0) for _, _, placement in found)
+    @steps.setter
+    def steps(self, steps: dict[Placement, int]) -> None:
+        self._updates.steps = steps
 
-    def _copies_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        slices = placements_of(parameter)
-        if not parameter.numel():  # nothing of it is in the store
-            _, unit, placement = slices[0]
-            forms, blank = unit.states.states_of(placement), unit.states.blank(placement) if placement in self.steps else {}
-            whole = {name for name in blank if name not in forms or forms[name].elementwise}
-            return {name: copy.reshape(parameter.shape) if name in whole else copy for name, copy in blank.items()}
-        copies = [unit.state_copies(placement) for _, unit, placement in slices if placement in self.steps]
-        if len(slices) == 1 or not copies:
-            return copies[0] if copies else {}
-        join = torch.stack if isinstance(_at(slices[0][2]), int) else torch.cat
-        forms = slices[0][1].states.states_of(slices[0][2])
-        blocked = {name for name, form in forms.items() if not form.elementwise}
-        return {name: (torch.cat if name in blocked else join)([copy[name] for copy in copies]) for name in copies[0]}
+    def pagers(self) -> Sequence[Pager]:
+        """Return the pagers of the models whose parameters these are."""
+        return self._updates.pagers()
+
+    def refuse_turns(self) -> None:
+        """Raise MisuseError where another optimizer has made a step since this one did."""
+        self._paged.refuse_turns()
+
+    def unscale(self, factor: torch.Tensor) -> list[bool]:
+        """Multiply all gradients by ``factor`` (0-d) when they are used; return for each whether it was finite before."""
+        return self._paged.unscale(factor)
+
+    @property
+    def _paged(self) -> PagedUpdates:
+        assert isinstance(self._updates, PagedUpdates), "these parameters are in memory"
+        return self._updates
 
     def _show(self, steps: Sequence[int]) -> None:
         """Set ``state`` as torch does, because torch.distributed.checkpoint takes an optimizer without any for a fresh one, and
-        makes a step with it."""
-        for parameter, step in zip(self._parameters(), steps, strict=True):
+        makes a step with it. ``steps``: of each parameter, or of none."""
+        for parameter, step in zip(self._parameters(), steps, strict=False):
             if step:
                 self.state[parameter] = {"step": torch.tensor(float(step), dtype=torch.float32, device="cpu")}
-
-    def _refuse_mixed(self) -> None:
-        paged = [hasattr(parameter, "_tiered") for parameter in self._parameters()]
-        if self._resident is not None and any(paged):
-            both = "these parameters are paged, and their states are kept beside them: leave store= out"
-            raise MisuseError(both if all(paged) else MIXED)
-        if self._resident is None and any(paged) and not all(paged):
-            raise MisuseError(MIXED)
 
     def _names(self, group: dict[str, Any]) -> list[str]:
         """Return how errors name each parameter of ``group``, the last one."""
@@ -796,79 +474,9 @@ class Optimizer(TorchOptimizer):
             for index, parameter in enumerate(group["params"])
         ]
 
-    def _update_now(self, placement: Placement) -> tuple[Update, Callable[[], None]]:
-        """Return the next step of a parameter whose gradient is complete within backward, and what counts it."""
-        _, unit, _ = placement_of(placement.parameter)
-        step = self._next_step(unit, placement)
-
-        def count() -> None:
-            self.steps[placement] = step
-            unit.counted_by[placement] = self._mark
-
-        rule = self._rule(self._group_of[placement])
-        unit.keep_states(placement, forms_of(rule, unit.states.wide))
-        return Update(rule, step, *unit.gradients.factors(placement)), count
-
-    def _next_step(self, unit: Unit, placement: Placement) -> int:
-        """Return the number of a parameter's next step."""
-        self._refuse_turns(unit, placement)
-        return self.steps.get(placement, 0) + 1
-
-    def refuse_turns(self) -> None:
-        """Raise MisuseError where another optimizer has made a step since this one did."""
-        for _, unit, placement in self._all():
-            self._refuse_turns(unit, placement)
-
-    def _refuse_turns(self, unit: Unit, placement: Placement) -> None:
-        """Raise MisuseError where this optimizer made a step of a parameter, and then another one did."""
-        if self.steps.get(placement) and unit.counted_by.get(placement, self._mark) is not self._mark:
-            raise MisuseError(
-                f"another optimizer has updated {placement.name!r} since this one did, and its moments took the place of this "
-                "one's: two optimizers cannot take turns on a paged parameter; use one, or load_state_dict into this one"
-            )
-
-    def unscale(self, factor: torch.Tensor) -> list[bool]:
-        """Multiply all gradients by ``factor`` (0-d) when they are used; return for each whether it was finite before."""
-        self._refuse_in_backward("GradScaler")
-        for pager in self.pagers():
-            pager.reset()
-            pager.gradient_sync.synchronise()
-        found = [unit.gradients.unscaled(placement, factor) for _, unit, placement in self._graded()]
-        self._decide([unscale for _, unscale in found])
-        return [finite for finite, _ in found]
-
-    def _refuse_in_backward(self, what: str) -> None:
-        """Raise MisuseError where the gradients are gone when ``step()`` is called."""
-        if self._in_backward:
-            raise MisuseError(
-                f'{what} needs all gradients before the first update, and this optimizer updates during backward: make it with '
-                'update="on_fetch"'
-            )
-
-    def _decide(self, deeds: Sequence[Callable[[], object]]) -> None:
-        for pager in self.pagers():
-            pager.checkpoint.note()
-        decide([pager.intent for pager in self.pagers()], deeds)
-
     def _parameters(self) -> Iterable[torch.nn.Parameter]:
         for group in self.param_groups:
             yield from group["params"]
-
-    def _units(self) -> Iterable[Unit]:
-        return dict.fromkeys(unit for _, unit, _ in self._all())
-
-    def pagers(self) -> Iterable[Pager]:
-        """Return the pagers of the models whose parameters these are."""
-        return dict.fromkeys(owner_of(parameter) for parameter in self._parameters())
-
-    def _found(self, group: Mapping[str, Any]) -> Iterator[tuple[Pager, Unit, Placement]]:
-        """Yield where each parameter of ``group`` is; of one that is sliced, where each slice is."""
-        for parameter in group["params"]:
-            yield from placements_of(parameter)
-
-    def _all(self) -> Iterator[tuple[Pager, Unit, Placement]]:
-        for group in self.param_groups:
-            yield from self._found(group)
 
 
 class AdamW(Optimizer):
@@ -1008,86 +616,6 @@ def stride_of(parameter: torch.Tensor) -> tuple[int, ...]:
     return torch.empty(parameter.shape, dtype=torch.uint8, device="meta").stride()
 
 
-def _refuse_masters(name: str, stored: torch.dtype, rule: UpdateRule) -> None:
-    """Raise MisuseError where ``rule`` rounds by chance what is not bf16."""
-    if rounds_by_chance(rule) and stored is not torch.bfloat16:
-        raise MisuseError(
-            f"{type(rule).__name__} rounds bfloat16 parameters by chance, and {name!r} is {stored}: give it a param group with "
-            "another rule"
-        )
-
-
-def _refuse_cut_blocks(placement: Placement, plan: UnitPlan, rule: UpdateRule) -> None:
-    """Raise MisuseError where a parameter is divided within blocks for which ``rule`` keeps states."""
-    block = max((form.block for form in forms_of(rule, torch.float32).values()), default=SMALLEST_BLOCK)
-    if block in (SMALLEST_BLOCK, WHOLE):
-        return
-    what = f"{type(rule).__name__} keeps states for blocks of {block} elements, and {placement.name!r} is divided among"
-    mend = "take zero.AdamW for it, with moments=torch.bfloat16 where its states are to be smaller"
-    if plan.shares > 1 and plan.step % block:
-        why = "as earlier releases did and as very many ranks with little memory do, " if plan.step < SHARE_STEP else ""
-        raise MisuseError(f"{what} ranks at multiples of {plan.step} elements, {why}which may be within a block: {mend}")
-    if placement.sliced is not None and placement.numel % block and placement.number < len(placement.sliced.slices) - 1:
-        raise MisuseError(f"{what} slices of {placement.numel} elements, each of which ends within a block: {mend}")
-
-
-def _refuse_cut_matrix(pager: Pager, unit: Unit, placement: Placement, rule: UpdateRule, in_backward: bool) -> None:
-    """Raise MisuseError where ``rule`` updates whole parameters and one is no matrix, or is divided; CapacityError where there
-    is not enough memory for one."""
-    states = forms_of(rule, unit.states.wide)
-    if not any(form.block == WHOLE for form in states.values()):
-        return
-    matrices = getattr(rule, "granularity", "") == "matrix"
-    what = f"{type(rule).__name__} updates whole {'matrices' if matrices else 'parameters'}, and {placement.name!r}"
-    if placement.sliced is not None:
-        raise MisuseError(f"{what} is divided into slices: give it a param group with another rule, or more dram= to the store")
-    if matrices and len(placement.shape) != 2:
-        raise MisuseError(f"{what} has the shape {tuple(placement.shape)}: give it a param group with another rule")
-    cut = placement in unit.plan.cut
-    if cut and in_backward:
-        raise MisuseError(
-            f"{what} is divided among ranks, which gather it for its update in one order: make the optimizer with "
-            'update="on_fetch"'
-        )
-    tiers = [tier for tier in pager.store.statistics().tiers if tier.name in ("dram", pager.update_tier)]
-    smallest = min(tiers, key=lambda tier: tier.capacity)
-    pool, name = smallest.capacity, smallest.name
-    part = unit.parts.get(placement)
-    own = 0 if part is None else unit.states.needed(part, states)
-    needed = -(-(3 * unit.plan.nbytes + own) // 4096) * 4096
-    if pool < needed:
-        raise CapacityError(
-            f"{what} of shape {tuple(placement.shape)} has to be in memory with its unit, the gradients and its states: that "
-            f"takes {needed:,} bytes of {name.upper()}, and the store has {pool:,}: open it with {name}={needed}, or give the "
-            "parameter another rule"
-        )
-    beside = int(getattr(rule, "workspace", 0)) * placement.numel
-    if cut:  # what is gathered, one tensor at a time, and what becomes of it
-        gathered = [unit.states.wide.itemsize] * 2 + [form.dtype.itemsize for form in states.values() if form.elementwise]
-        beside += (sum(gathered) + unit.plan.shares * max(gathered)) * placement.numel
-    refuse_little_room(pager.store, f"updating {placement.name!r} as a whole", largest=beside)
-
-
-def _of_slice(
-    placement: Placement, state: Mapping[str, torch.Tensor], forms: Mapping[str, StateForm]
-) -> dict[str, torch.Tensor]:
-    """Return of a parameter's state that of one slice."""
-    assert placement.sliced is not None
-    begin = placement.sliced.element(placement.number)
-    return {
-        name: value[_at(placement)]
-        if name not in forms or forms[name].elementwise
-        else value[forms[name].span(begin, begin + placement.numel, placement.shape)]
-        for name, value in state.items()
-    }
-
-
-def _at(placement: Placement) -> int | slice:
-    """Return the index of a slice in its parameter."""
-    assert placement.sliced is not None
-    return placement.sliced.at(placement.number)
-
-
 class _Share(NamedTuple):
     """Who has a share of the states of parameters that stay in memory."""
 
@@ -1104,14 +632,6 @@ def _refuse_places(update: str, store: TieredStore | None, divided: tuple[object
         raise MisuseError("update='in_backward' is for paged parameters: leave it or store= out")
     if store is None and divided != (None, None, None, "optimizer", "refuse"):
         raise MisuseError("name, existing, stage, group and timeout go with store=; a paged model was given them by page")
-
-
-def _torch_names(rule: UpdateRule, shape: torch.Size | None = None) -> dict[str, str]:
-    """Return the names of a rule's states in the store, by what torch calls them: of all, or of those that a parameter of this
-    shape has."""
-    forms = forms_of(rule, torch.float32)
-    kept = [name for name, form in forms.items() if shape is None or form.count(max(1, shape.numel()), shape)]
-    return {torch_name(rule, name): name for name in kept}
 
 
 def _changed(before: UpdateRule, rule: UpdateRule) -> str:
@@ -1175,52 +695,6 @@ def _for_a_trainer(optimizer: TorchOptimizer) -> str:
     )
 
 
-def _refuse_state(name: str, shape: torch.Size, found: Mapping[str, Any], rule: UpdateRule, of: str) -> None:
-    """Raise MisuseError unless ``found`` is what ``state_dict`` gives for a parameter of that shape."""
-    _refuse_lacking(repr(name), shape, found, rule, of)
-    _refuse_forms(repr(name), shape, found, rule)
-    whole = [torch_name(rule, kept) for kept, form in forms_of(rule, torch.float32).items() if form.elementwise]
-    for key in (*whole, "master"):
-        value = found.get(key)
-        if key in found and not (isinstance(value, torch.Tensor) and value.shape == shape):
-            what = f"has shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"is {type(value).__name__}"
-            raise MisuseError(f"{key!r} of {name!r} {what}, and the parameter has shape {tuple(shape)}")
-
-
-def _beside_states(rule: UpdateRule) -> set[str]:
-    """Return what a state may have where torch has no state yet: of SGD without a momentum before the first step."""
-    return {"master"} if stores_step(rule) else {"master", "step"}
-
-
-def _refuse_forms(name: str, shape: torch.Size, found: Mapping[str, Any], rule: UpdateRule) -> None:
-    """Raise MisuseError for states of another type than ``rule`` keeps, and for those of blocks, or of rows and columns, of
-    another size than a parameter of that shape has."""
-    for key, form in ((torch_name(rule, name), form) for name, form in forms_of(rule, torch.float32).items()):
-        value = found.get(key)
-        if value is None:
-            continue
-        if not isinstance(value, torch.Tensor):
-            raise MisuseError(f"{key!r} of {name} is {type(value).__name__}: a tensor is expected")
-        fits = value.dtype.is_floating_point if form.dtype.is_floating_point else value.dtype is form.dtype
-        if not fits or value.layout is not torch.strided or value.is_meta:
-            kind = "a float" if form.dtype.is_floating_point else str(form.dtype)
-            raise MisuseError(f"{key!r} of {name} is {value.dtype}, {value.layout}, on {value.device}: {kind} is expected")
-        if not form.elementwise and value.shape != form.fitting(shape):
-            due = f"the parameter has shape {tuple(shape)}, for which it has {tuple(form.fitting(shape))}"
-            raise MisuseError(f"{key!r} of {name} has shape {tuple(value.shape)}, and {due}")
-
-
-def _refuse_lacking(name: str, shape: torch.Size, found: Mapping[str, Any], rule: UpdateRule, of: str) -> None:
-    """Raise MisuseError where ``found`` has not all that ``rule`` keeps of a parameter."""
-    for key in (*(["step"] if stores_step(rule) else []), *_torch_names(rule, shape)):
-        if key in (AdamW8bitRule.state, AdamW4bitRule.state) and key not in found and "exp_avg_codes" in found:
-            raise MisuseError(f"the state of {name} has the moments in {EARLIER_CODES}")
-        if key not in found:
-            coded = key in AdamW8bitRule.decoded and {AdamW8bitRule.state, AdamW4bitRule.state} & found.keys()
-            method = "float_state_dict()" if coded else f"state_dict() of an {of}"
-            raise MisuseError(f"the state of {name} has no {key!r}: give what {method} returns")
-
-
 def _listed(params: Any) -> list[Any]:
     """Return parameters, or param groups, as a list, also where an iterator gives those of a group. Raises MisuseError for what
     is neither, and for one tensor, which torch refuses, too."""
@@ -1232,27 +706,6 @@ def _listed(params: Any) -> list[Any]:
             one = {**one, "params": list(one["params"])}
         found.append(one)
     return found
-
-
-def _pagers_of(params: Sequence[Any]) -> list[Pager]:
-    """Return the pagers of paged parameters: of those, by name or alone, or of param groups."""
-    groups = [group.get("params") for group in params if isinstance(group, dict)]
-    given = [parameter for group in groups if isinstance(group, list | tuple) for parameter in group] if groups else params
-    given = [*given, *(group for group in groups if isinstance(group, torch.Tensor))]
-    alone = (one[1] if isinstance(one, tuple) and len(one) > 1 else one for one in given)
-    paged = (parameter for parameter in alone if isinstance(parameter, torch.Tensor) and hasattr(parameter, "_tiered"))
-    return list(dict.fromkeys(owner_of(parameter) for parameter in paged))
-
-
-def _refuse_little_room(params: Sequence[Any]) -> None:
-    """Raise CapacityError where a memory cgroup leaves no room for the gradients of paged parameters, which are whole in
-    ordinary memory before they are stored: one at a time, or two of one that several modules share."""
-    for pager in _pagers_of(params):
-        named = [parameter for _, parameter in pager.model.named_parameters(remove_duplicate=False)]
-        uses = Counter(id(parameter) for parameter in named)
-        gradients = [p.nbytes * min(max(uses[id(p.parameter)], 1), 2) for p in pager.placements if p.parameter.requires_grad]
-        largest = max(gradients, default=0)
-        refuse_little_room(pager.store, "training this model", largest=largest, more=compiler())
 
 
 def _ranks(stage: Stage | None, group: dist.ProcessGroup | None, timeout: float | None) -> Ranks | None:

@@ -18,11 +18,16 @@ from typing import Annotated, Any
 import msgspec
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import Optimizer as TorchOptimizer
 
 from tiered import CapacityError, ManifestError, MisuseError, Owner, TieredStore
 from tiered.zero.collectives import Ranks, Under
 from tiered.zero.optimizers.belonging import Belonging
+from tiered.zero.optimizers.loaded import refuse_forms, refuse_lacking
+from tiered.zero.optimizers.paged import MIXED, refuse_masters
 from tiered.zero.optimizers.resident_shard import LocalShard
+from tiered.zero.optimizers.updates import Optimizing, Updates
+from tiered.zero.paging.pager import Pager
 from tiered.zero.paging.storage import TensorStore, host, in_dram
 from tiered.zero.paging.units import Limits, Placement
 from tiered.zero.paging.update import Pending, States, Update
@@ -33,7 +38,7 @@ from tiered.zero.rules.forms import StateForm, forms_of
 from tiered.zero.rules.inexact import EARLIER_CODES, are_earlier_codes
 from tiered.zero.rules.rule import SMALLEST_BLOCK, WHOLE, UpdateRule, constants_of, name_of, terms_of
 
-__all__ = ["Resident"]
+__all__ = ["ResidentUpdates"]
 
 VERSION = 1
 ROUND = 8 << 20
@@ -235,17 +240,23 @@ class Round:
         kept[form.span(segment.begin, segment.end, shape)] = value
 
 
-class Resident:
-    """States of one optimizer's parameters, under ``name``; ``ranks``: who has a share of each (None: this process has all).
+class ResidentUpdates(Updates):
+    """Updates of parameters that stay in memory, with states under ``name``. ``ranks``: who has a share of each (None: this
+    process has all).
 
     ``NAME/steps`` says how many steps each parameter has had. While a step is under way it is not there, so that neither a
     commit nor a step goes on from one that was interrupted. It is what counts: after ``store.rollback()`` it is the older one.
     """
 
-    def __init__(self, store: TieredStore, name: str, existing: str, ranks: Ranks | None) -> None:
+    def __init__(
+        self, optimizer: Optimizing, store: TieredStore, name: str, existing: str, ranks: Ranks | None
+    ) -> None:
+        super().__init__(optimizer)
         if existing not in ("refuse", "overwrite", "resume"):
             raise MisuseError(f"existing is 'refuse', 'overwrite' or 'resume', not {existing!r}")
         self.store, self.name, self.ranks, self._resume = store, name, ranks, existing == "resume"
+        going_on = "'resume'" if self._resume else "'refuse' or 'overwrite'"
+        self.existing = f"{going_on}, as {name!r}"
         self.locals: list[LocalShard] = []
         self._rounds: list[Round] = []
         self._layouts: list[bytes] = []
@@ -273,11 +284,6 @@ class Resident:
             )
 
     @property
-    def existing(self) -> str:
-        """Return whether it goes on with states that there were, as ranks compare it, and its name."""
-        return f"'resume', as {self.name!r}" if self._resume else f"'refuse' or 'overwrite', as {self.name!r}"
-
-    @property
     def _size(self) -> int:
         return 1 if self.ranks is None else self.ranks.size
 
@@ -291,10 +297,20 @@ class Resident:
 
     # -- parameters --------------------------------------------------------------------------------------------------------
 
-    def add(self, parameters: Sequence[torch.nn.Parameter], names: Sequence[str], rule: UpdateRule) -> None:
-        """Add a param group, which ``rule`` updates. Changes nothing in the store, and nothing here where it raises
-        MisuseError."""
+    def refuse_mixed(self) -> None:
+        paged = [hasattr(parameter, "_tiered") for parameter in self.parameters]
+        if any(paged):
+            both = "these parameters are paged, and their states are kept beside them: leave store= out"
+            raise MisuseError(both if all(paged) else MIXED)
+
+    def term_of(self, parameter: torch.Tensor, pager: Pager | None) -> str | None:
+        return f"{parameter.dtype} of shape {tuple(parameter.shape)}, strides {tuple(parameter.stride())}"
+
+    def add(self, names: Sequence[str], rule: UpdateRule) -> None:
         group = len(self._layouts)
+        parameters = self.groups[group]["params"]
+        for name, parameter in zip(names, parameters, strict=True):
+            refuse_masters(name, parameter.dtype, rule)
         fresh = [LocalShard(parameter, name, group) for parameter, name in zip(parameters, names, strict=True)]
         for local in fresh:
             if local.divided and self.ranks is not None:
@@ -341,7 +357,6 @@ class Resident:
         return layout
 
     def follow(self, group: int, rule: UpdateRule) -> None:
-        """Have a param group that has made no step keep what ``rule``, of the same type, keeps."""
         mine = [local for local in self.locals if local.group == group]
         limit = json.loads(self._layouts[group])["limit"]
         self._rules[group], self._layouts[group] = rule, json.dumps(self._layout(mine, limit, rule)).encode()
@@ -350,10 +365,9 @@ class Resident:
                 one.keep(rule)
 
     def stepped(self, group: int) -> bool:
-        """Return whether a parameter of a group has made a step, or may have: in one that was interrupted."""
-        if self._key not in self.store:
+        if self._key not in self.store:  # in a step that was interrupted
             return True
-        return any(step for local, step in zip(self.locals, self.steps(), strict=True) if local.group == group)
+        return any(step for local, step in zip(self.locals, self.counts(), strict=True) if local.group == group)
 
     def _write_layout(self, group: int) -> None:
         """Write what a later process compares of a param group, where it is not in the store."""
@@ -391,7 +405,7 @@ class Resident:
         return rounds
 
     def write(self) -> list[int]:
-        """Write what was added to the store; return ``steps``. Raises MisuseError where the ranks' stores differ in these."""
+        """Write what was added to the store; return ``counts``. Raises MisuseError where the ranks' stores differ in these."""
         self._compare_shards()
         fresh = not self._written and not self._resume
         counted = torch.zeros(0, dtype=torch.int64, device="cpu") if fresh else self._counted()
@@ -438,7 +452,7 @@ class Resident:
 
     # -- stepping ----------------------------------------------------------------------------------------------------------
 
-    def steps(self) -> list[int]:
+    def counts(self) -> list[int]:
         """Return how many steps each parameter has had. Raises MisuseError after a step that was interrupted."""
         found = [int(step) for step in self._counted()]
         if len(found) != len(self.locals):
@@ -462,8 +476,10 @@ class Resident:
             raise ManifestError(f"{self._key!r} is damaged: step counts go from 0 to {MOST_STEPS}")
         return found
 
-    def step(self, rules: Sequence[UpdateRule]) -> list[int]:
-        """Update all parameters that have a gradient; ``rules``: by param group. Returns ``steps``. All ranks call it."""
+    @torch.no_grad()
+    def step(self) -> list[int]:
+        """Update all parameters that have a gradient. Returns ``counts``. All ranks call it."""
+        rules = [self.optimizer.rule(index) for index in range(len(self.groups))]
         steps = self._agreed_steps(rules)
         self._refuse_different()
         updates = {
@@ -490,7 +506,7 @@ class Resident:
         return steps
 
     def _agreed_steps(self, rules: Sequence[UpdateRule]) -> list[int]:
-        """Return ``steps``, once all ranks that have shares are about to make the same step."""
+        """Return ``counts``, once all ranks that have shares are about to make the same step."""
         if self.ranks is None:
             return self._fitting_steps()
         with self.ranks.agreeing("make this step") as agree:
@@ -501,8 +517,8 @@ class Resident:
         return steps
 
     def _fitting_steps(self) -> list[int]:
-        """Return ``steps``. Raises MisuseError where the states belong to other values than the parameters have."""
-        steps = self.steps()
+        """Return ``counts``. Raises MisuseError where the states belong to other values than the parameters have."""
+        steps = self.counts()
         problem = self._belonging.problem(self.locals, steps)
         if problem:
             raise MisuseError(problem)
@@ -575,7 +591,31 @@ class Resident:
                 under = here, *here.gather(self.ranks, updates)
         _finish(under, updates)
 
+    def zero_grad(self, set_to_none: bool) -> None:
+        optimizer: Any = self.optimizer
+        TorchOptimizer.zero_grad(optimizer, set_to_none)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
+        return torch.nn.utils.clip_grad_norm_(self.parameters, max_norm, norm_type, error_if_nonfinite)
+
+    def grad(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        return None if parameter.grad is None else parameter.grad.detach().clone()
+
     # -- state -------------------------------------------------------------------------------------------------------------
+
+    def kept(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+        yield from zip(self.counts(), self.copies(), strict=True)
+
+    @contextmanager
+    def loading(self, states: Mapping[int, Mapping[str, Any]], rules: Sequence[UpdateRule]) -> Iterator[None]:
+        for index, found in states.items():
+            if index < len(rules):
+                shape = self.locals[index].shape
+                refuse_lacking(f"parameter {index}", shape, found, rules[index], type(self.optimizer).__name__)
+                refuse_forms(f"parameter {index}", shape, found, rules[index])
+        for local, rule in zip(self.locals, rules, strict=False):
+            self.optimizer.follow(local.group, rule)
+        yield
 
     def copies(self) -> list[dict[str, torch.Tensor]]:
         """Return for each parameter its states and, for bf16 and fp16, ``master``, all like it; nothing for one without a
@@ -614,8 +654,9 @@ class Resident:
             for name, value in flat.items()
         }
 
-    def load(self, states: Mapping[int, Mapping[str, torch.Tensor]], steps: Mapping[int, int]) -> list[int]:
-        """Load what ``copies`` returned, by the parameters' numbers; those that are missing begin anew. Return ``steps``."""
+    def load(
+        self, states: Mapping[int, Mapping[str, torch.Tensor]], steps: Mapping[int, int], rules: Sequence[UpdateRule]
+    ) -> list[int]:
         given = {self.locals[index]: state for index, state in states.items()}
         flat: dict[LocalShard, dict[str, torch.Tensor]] = {}
         try:
