@@ -354,7 +354,26 @@ def test_what_cannot_be(maker: Maker, says: str) -> None:
 
 
 def test_whole_numbers_may_be_written_as_floats() -> None:
-    scheduler: Any = scheduler_of(Maker("WarmupLR", {"warmup_num_steps": 1e1}), optimizer_of())
-    assert scheduler.warmup_num_steps == 10
-    none: Any = scheduler_of(Maker("WarmupLR", {"warmup_num_steps": 0}), optimizer_of())
-    assert none.warmup_num_steps == 2, "as one step is"
+    def of(steps: float) -> list[list[float]]:
+        return rates_of(lambda optimizer: scheduler_of(Maker("WarmupLR", {"warmup_num_steps": steps}), optimizer), {}, 13)
+
+    assert of(1e1) == rates_of(zero.WarmupLR, {"warmup_num_steps": 10}, 13)
+    assert of(0) == of(1) == of(2), "a warm-up has two steps"
+    assert of(0) != of(3)
+
+
+def test_a_state_says_where_and_the_constructor_which_way() -> None:
+    """As DeepSpeed's, and torch's LambdaLR. Another warm-up in the configuration is another one from the next step on."""
+    optimizer, other = optimizer_of(), optimizer_of()
+    scheduler: Any = zero.WarmupLR(optimizer, warmup_num_steps=4, warmup_type="linear")
+    optimizer.step()
+    scheduler.step()
+    scheduler.step()
+    state = {**scheduler.state_dict(), "warmup_num_steps": 4, "min_lrs": [0.0, 0.0]}  # as it was written once
+    again: Any = zero.WarmupLR(other, warmup_num_steps=10, warmup_type="linear")
+    again.load_state_dict(state)
+    assert again.last_batch_iteration == 1
+    assert not [name for name, value in state.items() if callable(value)]
+    other.step()
+    again.step()
+    assert again.get_last_lr() == [0.5 * 2 / 10, 0.25 * 2 / 10]

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -21,17 +22,22 @@ from tiered.integrations.deepspeed.config import Maker
 
 __all__ = ["SCHEDULES", "LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "scheduler_of"]
 
-SCHEDULED = "a schedule is for a torch.optim.Optimizer"
 Rates = float | Sequence[float]
+"""One number, or one for each param group."""
+Share = Callable[[int], float]
+"""How far a schedule is from its lower rates (0) to its upper ones (1) in an iteration; -1: before the first."""
+Formula = Callable[[int], list[float]]
+"""What each param group has in an iteration; -1: before the first."""
 
 
 class _Schedule(LRScheduler):
     """Scheduler whose rates are a formula of the iteration."""
 
-    def __init__(self, optimizer: Optimizer, last_batch_iteration: int) -> None:
+    def __init__(self, optimizer: Optimizer, rates: Formula, last_batch_iteration: int) -> None:
         if last_batch_iteration != -1:
             for group in optimizer.param_groups:
                 group.setdefault("initial_lr", group["lr"])
+        self._rates = rates
         super().__init__(optimizer, last_batch_iteration)
 
     @property
@@ -47,11 +53,11 @@ class _Schedule(LRScheduler):
 
     def get_lr(self) -> list[float | torch.Tensor]:
         """Return the learning rate of each param group in the present iteration."""
-        return list(self.rates(self.last_batch_iteration))
+        return [*self._rates(self.last_batch_iteration)]
 
-    def rates(self, iteration: int) -> Sequence[float]:
-        """Return the learning rate of each param group in ``iteration``; -1: before the first."""
-        raise NotImplementedError
+    def state_dict(self) -> dict[str, Any]:
+        """Return what ``load_state_dict`` takes: where the schedule is. Its formula is that of the constructor."""
+        return {name: value for name, value in super().state_dict().items() if not callable(value)}
 
 
 class WarmupLR(_Schedule):
@@ -72,25 +78,14 @@ class WarmupLR(_Schedule):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        expect_type(optimizer, Optimizer, SCHEDULED)
-        if warmup_max_lr is None:
-            warmup_max_lr = [float(group["lr"]) for group in optimizer.param_groups]
-        self.min_lrs = _each(optimizer, warmup_min_lr, "warmup_min_lr")
-        self.max_lrs = _each(optimizer, warmup_max_lr, "warmup_max_lr")
-        self.warmup_num_steps, self.warmup_type = _warmup(warmup_num_steps, warmup_type), warmup_type
-        super().__init__(optimizer, last_batch_iteration)
-
-    def rates(self, iteration: int) -> Sequence[float]:
-        if iteration < 0:
-            return self.min_lrs
-        risen = self._risen(iteration)
-        return [least + (most - least) * risen for least, most in zip(self.min_lrs, self.max_lrs, strict=True)]
-
-    def _risen(self, iteration: int) -> float:
-        return _risen(iteration, self.warmup_num_steps, self.warmup_type) if iteration < self.warmup_num_steps else 1.0
+        low = _each(optimizer, warmup_min_lr, "warmup_min_lr")
+        given = warmup_max_lr if warmup_max_lr is not None else [float(group["lr"]) for group in optimizer.param_groups]
+        high = _each(optimizer, given, "warmup_max_lr")
+        share = _risen(_steps(warmup_num_steps), warmup_type, then=lambda iteration: 1.0)
+        super().__init__(optimizer, _between(low, high, share), last_batch_iteration)
 
 
-class WarmupDecayLR(WarmupLR):
+class WarmupDecayLR(_Schedule):
     """``WarmupLR``, then a linear decay to 0 at ``total_num_steps``: g is (total - i) / (total - n) from n on, at least 0."""
 
     def __init__(
@@ -103,13 +98,11 @@ class WarmupDecayLR(WarmupLR):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        self.total_num_steps = total_num_steps
-        super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
-
-    def _risen(self, iteration: int) -> float:
-        if iteration < self.warmup_num_steps:
-            return super()._risen(iteration)
-        return max(0.0, (self.total_num_steps - iteration) / max(1.0, self.total_num_steps - self.warmup_num_steps))
+        low, high = _each(optimizer, warmup_min_lr, "warmup_min_lr"), _each(optimizer, warmup_max_lr, "warmup_max_lr")
+        steps = _steps(warmup_num_steps)
+        falling = max(1.0, total_num_steps - steps)
+        share = _risen(steps, warmup_type, then=lambda iteration: max(0.0, (total_num_steps - iteration) / falling))
+        super().__init__(optimizer, _between(low, high, share), last_batch_iteration)
 
 
 class WarmupCosineLR(_Schedule):
@@ -126,23 +119,22 @@ class WarmupCosineLR(_Schedule):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        expect_type(optimizer, Optimizer, SCHEDULED)
-        self.total_num_steps, self.warmup_min_ratio, self.cos_min_ratio = total_num_steps, warmup_min_ratio, cos_min_ratio
-        self.warmup_num_steps, self.warmup_type = _warmup(warmup_num_steps, warmup_type), warmup_type
-        super().__init__(optimizer, last_batch_iteration)
+        high = [float(group.get("initial_lr", group["lr"])) for group in _groups(optimizer)]
+        low, steps = [0.0] * len(high), _steps(warmup_num_steps)
+        falling = max(1, total_num_steps - steps)
 
-    def rates(self, iteration: int) -> Sequence[float]:
-        return [float(rate) * self._ratio(iteration) for rate in self.base_lrs]
+        def fallen(iteration: int) -> float:
+            progress = min(1.0, (iteration - steps + 1) / falling)
+            return max(0.0, cos_min_ratio + (1.0 - cos_min_ratio) * ((1 + math.cos(math.pi * progress)) / 2))
 
-    def _ratio(self, iteration: int) -> float:
-        if iteration < 0:
-            return 0.0
-        if iteration < self.warmup_num_steps:
-            risen = _risen(iteration, self.warmup_num_steps, self.warmup_type)
-            return self.warmup_min_ratio + risen * (1.0 - self.warmup_min_ratio)
-        falling = max(1, self.total_num_steps - self.warmup_num_steps)
-        progress = min(1.0, (iteration - self.warmup_num_steps + 1) / falling)
-        return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * ((1 + math.cos(math.pi * progress)) / 2))
+        risen = _risen(steps, warmup_type, then=fallen)
+
+        def share(iteration: int) -> float:
+            if not 0 <= iteration < steps:
+                return risen(iteration)
+            return warmup_min_ratio + risen(iteration) * (1.0 - warmup_min_ratio)
+
+        super().__init__(optimizer, _between(low, high, share), last_batch_iteration)
 
 
 class LRRangeTest(_Schedule):
@@ -158,21 +150,16 @@ class LRRangeTest(_Schedule):
         lr_range_test_staircase: bool = False,
         last_batch_iteration: int = -1,
     ) -> None:
-        expect_type(optimizer, Optimizer, SCHEDULED)
+        low = _each(optimizer, lr_range_test_min_lr, "lr_range_test_min_lr")
         if lr_range_test_step_size < 1:
             raise MisuseError(f"lr_range_test_step_size is {lr_range_test_step_size}: it is at least 1")
-        self.min_lrs = _each(optimizer, lr_range_test_min_lr, "lr_range_test_min_lr")
-        self.step_size, self.step_rate, self.staircase = (
-            lr_range_test_step_size,
-            lr_range_test_step_rate,
-            lr_range_test_staircase,
-        )
-        super().__init__(optimizer, last_batch_iteration)
 
-    def rates(self, iteration: int) -> Sequence[float]:
-        intervals = (iteration + 1) / self.step_size
-        grown = 1 + self.step_rate * (math.floor(intervals) if self.staircase else intervals)
-        return [least * grown for least in self.min_lrs]
+        def rates(iteration: int) -> list[float]:
+            intervals = (iteration + 1) / lr_range_test_step_size
+            grown = 1 + lr_range_test_step_rate * (math.floor(intervals) if lr_range_test_staircase else intervals)
+            return [least * grown for least in low]
+
+        super().__init__(optimizer, rates, last_batch_iteration)
 
 
 class OneCycle(_Schedule):
@@ -202,61 +189,37 @@ class OneCycle(_Schedule):
         decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
     ) -> None:
-        expect_type(optimizer, Optimizer, SCHEDULED)
-        self.min_lrs = _each(optimizer, cycle_min_lr, "cycle_min_lr")
-        self.max_lrs = _each(optimizer, cycle_max_lr, "cycle_max_lr")
-        self.decay_lr_rate = decay_lr_rate
-        self.first = float(cycle_first_step_size)
-        self.second = self.first if cycle_second_step_size is None else float(cycle_second_step_size)
-        if self.first <= 0 or self.second < 0:
+        low, high = _each(optimizer, cycle_min_lr, "cycle_min_lr"), _each(optimizer, cycle_max_lr, "cycle_max_lr")
+        least, most = _each(optimizer, cycle_min_mom, "cycle_min_mom"), _each(optimizer, cycle_max_mom, "cycle_max_mom")
+        first = float(cycle_first_step_size)
+        second = first if cycle_second_step_size is None else float(cycle_second_step_size)
+        if first <= 0 or second < 0:
             raise MisuseError("cycle_first_step_size is a number of steps above 0, cycle_second_step_size one from 0 on")
         stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
-        self.first_stairs, self.second_stairs = cycle_first_stair_count, stairs
-        self.decay_step_size, self.decay_mom_rate = decay_step_size, decay_mom_rate
-        self.min_moms = _each(optimizer, cycle_min_mom, "cycle_min_mom")
-        self.max_moms = _each(optimizer, cycle_max_mom, "cycle_max_mom")
-        self.momentum = cycle_momentum and all("betas" in group for group in optimizer.param_groups)
-        super().__init__(optimizer, last_batch_iteration)
+        whole, height = first + second, _height(first, second, cycle_first_stair_count, stairs)
+        up, down = _between(low, high, height), _between(most, least, height)
+
+        def decay(iteration: int, rate: float) -> float:
+            return 1 + rate * ((iteration - whole + 1) / decay_step_size) if decay_step_size else 1.0
+
+        def rates(iteration: int) -> list[float]:
+            return up(iteration) if iteration < whole else [one / decay(iteration, decay_lr_rate) for one in low]
+
+        def betas(iteration: int) -> list[float]:
+            if iteration < 0:
+                return least  # as DeepSpeed begins
+            return down(iteration) if iteration < whole else [one * decay(iteration, decay_mom_rate) for one in most]
+
+        has_betas = cycle_momentum and all("betas" in group for group in optimizer.param_groups)
+        self._betas = betas if has_betas else None
+        super().__init__(optimizer, rates, last_batch_iteration)
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Set the rates and betas of the next iteration, or of the one with this number."""
         super().step(last_batch_iteration)
-        if self.momentum:
-            betas = self.first_betas(self.last_batch_iteration)
-            for group, first in zip(self.optimizer.param_groups, betas, strict=True):
+        if self._betas is not None:
+            for group, first in zip(self.optimizer.param_groups, self._betas(self.last_batch_iteration), strict=True):
                 group["betas"] = (first, 0.99)
-
-    def rates(self, iteration: int) -> Sequence[float]:
-        if iteration < self.first + self.second:
-            height = self._height(iteration)
-            return [least + (most - least) * height for least, most in zip(self.min_lrs, self.max_lrs, strict=True)]
-        return [least / self._decayed(iteration, self.decay_lr_rate) for least in self.min_lrs]
-
-    def first_betas(self, iteration: int) -> Sequence[float]:
-        """Return the first of the betas of each param group in ``iteration``."""
-        if iteration < 0:
-            return self.min_moms  # as DeepSpeed begins
-        if iteration < self.first + self.second:
-            height = self._height(iteration)
-            return [most - (most - least) * height for least, most in zip(self.min_moms, self.max_moms, strict=True)]
-        return [most * self._decayed(iteration, self.decay_mom_rate) for most in self.max_moms]
-
-    def _decayed(self, iteration: int, rate: float) -> float:
-        if not self.decay_step_size:
-            return 1.0
-        return 1 + rate * ((iteration - (self.first + self.second) + 1) / self.decay_step_size)
-
-    def _height(self, iteration: int) -> float:
-        """Return how far the cycle is from its bottom, from 0 to 1."""
-        whole = self.first + self.second
-        at, ratio = iteration + 1, self.first / whole
-        x = 1.0 + at / whole - math.floor(1 + at / whole)
-        height, stairs = (x / ratio, self.first_stairs) if x <= ratio else ((x - 1) / (ratio - 1), self.second_stairs)
-        if stairs > 0:  # from the whole number, as rounding could put a boundary one stair lower
-            within = at % whole
-            position = within * stairs / self.first if within <= self.first else (whole - within) * stairs / self.second
-            height = math.floor(position) / stairs
-        return height
 
 
 SCHEDULES: dict[str, type[LRScheduler]] = {
@@ -279,9 +242,14 @@ def scheduler_of(maker: Maker, optimizer: Optimizer) -> LRScheduler:
         raise MisuseError(f"scheduler.params of {maker.kind}: {error}") from error
 
 
+def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    expect_type(optimizer, Optimizer, "a schedule is for a torch.optim.Optimizer")
+    return optimizer.param_groups
+
+
 def _each(optimizer: Optimizer, given: Rates, name: str) -> list[float]:
     """Return one number for each param group."""
-    count = len(optimizer.param_groups)
+    count = len(_groups(optimizer))
     if isinstance(given, Sequence):
         if len(given) != count:
             raise MisuseError(f"{name} has {len(given)} numbers, and the optimizer {count} param groups: give one for each")
@@ -289,14 +257,51 @@ def _each(optimizer: Optimizer, given: Rates, name: str) -> list[float]:
     return [float(given)] * count
 
 
-def _warmup(steps: int, kind: str) -> int:
-    if type(steps) is not int or steps < 0:
-        raise MisuseError(f"warmup_num_steps is {steps!r}: it is a whole number from 0 on")
+def _between(low: Sequence[float], high: Sequence[float], share: Share) -> Formula:
+    """Return the formula of rates that go from ``low`` to ``high`` as ``share`` goes from 0 to 1."""
+
+    def rates(iteration: int) -> list[float]:
+        done = share(iteration)
+        return [least + (most - least) * done for least, most in zip(low, high, strict=True)]
+
+    return rates
+
+
+def _steps(given: int) -> int:
+    """Return how many steps a warm-up has: at least 2."""
+    if type(given) is not int or given < 0:
+        raise MisuseError(f"warmup_num_steps is {given!r}: it is a whole number from 0 on")
+    return max(2, given)
+
+
+def _risen(steps: int, kind: str, *, then: Share) -> Share:
+    """Return which share of a warm-up is done, and what comes ``then``."""
     if kind not in ("log", "linear"):
         raise MisuseError(f"warmup_type is 'log' or 'linear', not {kind!r}")
-    return max(2, steps)
+
+    def share(iteration: int) -> float:
+        if iteration >= steps:
+            return then(iteration)
+        if iteration < 0:
+            return 0.0
+        return 1.0 / math.log(steps) * math.log(iteration + 1) if kind == "log" else iteration / steps
+
+    return share
 
 
-def _risen(iteration: int, steps: int, kind: str) -> float:
-    """Return which share of a warm-up is done."""
-    return 1.0 / math.log(steps) * math.log(iteration + 1) if kind == "log" else iteration / steps
+def _height(first: float, second: float, first_stairs: int, second_stairs: int) -> Share:
+    """Return how far a cycle of ``first`` steps up and ``second`` steps down is from its bottom."""
+    whole = first + second
+    ratio = first / whole
+
+    def share(iteration: int) -> float:
+        at = iteration + 1
+        x = 1.0 + at / whole - math.floor(1 + at / whole)
+        height, stairs = (x / ratio, first_stairs) if x <= ratio else ((x - 1) / (ratio - 1), second_stairs)
+        if stairs > 0:  # from the whole number, as rounding could put a boundary one stair lower
+            within = at % whole
+            position = within * stairs / first if within <= first else (whole - within) * stairs / second
+            height = math.floor(position) / stairs
+        return height
+
+    return share
