@@ -34,7 +34,7 @@ from tiered.zero.optimizers.optimizer import Optimizer
 from tiered.zero.page import no_sync, offload, onload
 from tiered.zero.rank_stores import has_commit, shared_json
 
-__all__ = ["Engine"]
+__all__ = ["NARROW", "Engine", "several"]
 
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 COUNTERS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")
@@ -99,7 +99,7 @@ class Engine(nn.Module):
         self._accumulation_steps, self._train_batch_size = config.accumulation_steps, config.train_batch_size
         self._micro_batch_size = config.micro_batch_size
         self._scale = LossScale(config.fp16)
-        self._ranks = Ranks.of(None) if _several() else None
+        self._ranks = Ranks.of(None) if several() else None
         self._monitors = Monitors(config.reports, store, first=self.global_rank == 0)
         self._boundary: bool | None = None
         self._syncing, self._applied = True, False
@@ -274,12 +274,12 @@ class Engine(nn.Module):
     @property
     def global_rank(self) -> int:
         """Return the number of this process."""
-        return dist.get_rank() if _several() else 0
+        return dist.get_rank() if several() else 0
 
     @property
     def world_size(self) -> int:
         """Return the number of processes."""
-        return dist.get_world_size() if _several() else 1
+        return dist.get_world_size() if several() else 1
 
     def train_batch_size(self) -> int:
         """Return the samples of a step, of all ranks together."""
@@ -622,7 +622,8 @@ def _packed(optimizer: Optimizer) -> list[dict[str, Any]]:
     return found
 
 
-def _several() -> bool:
+def several() -> bool:
+    """Return whether there are several ranks."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 

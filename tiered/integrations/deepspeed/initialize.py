@@ -20,7 +20,7 @@ from tiered import MisuseError, TieredStore
 from tiered.errors import ManifestError
 from tiered.integrations.deepspeed import optimizers
 from tiered.integrations.deepspeed.config import Config, Place, place_of, told
-from tiered.integrations.deepspeed.engine import NARROW, Engine
+from tiered.integrations.deepspeed.engine import NARROW, Engine, several
 from tiered.integrations.deepspeed.schedules import scheduler_of
 from tiered.integrations.deepspeed.tags import BUDGET, budget_of
 from tiered.store.at_rest import listing
@@ -89,7 +89,7 @@ def initialize(
         raise MisuseError("mpu= and mesh_param= are for model parallelism, which there is not: leave them out")
     _join(dist_init_required, distributed_port)
     given = _given(args, config if config is not None else config_params)
-    ranks, rank = (dist.get_world_size(), dist.get_rank()) if _several() else (1, 0)
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if several() else (1, 0)
     samples = len(training_data) if training_data is not None and hasattr(training_data, "__len__") else None
     epochs = getattr(args, "num_train_epochs", None)
 
@@ -172,10 +172,6 @@ def _join(required: bool | None, port: int) -> None:
         dist.init_process_group("gloo")
 
 
-def _several() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
 # The store
 
 
@@ -232,7 +228,7 @@ def _opened(place: Place, needed: int | None) -> TieredStore:
 def _budget_before(folder: Path) -> int | None:
     """Return the memory budget of the last checkpoint in a folder, because the model was divided by it; None where there is
     none, or where it would not fit."""
-    if _several():
+    if several():
         folder = folder_of(folder, dist.get_rank(), dist.get_world_size())
     if not has_commit(folder):
         return None
@@ -290,8 +286,7 @@ def _optimizer(
     if isinstance(given, torch.optim.Optimizer):
         return optimizers.converted(given, groups, model)
     if given is not None:
-        there = dict(model.named_parameters())
-        found = [{**group, "params": [there[name] for name in group["params"]]} for group in groups]
+        found = optimizers.resolved(groups, model)
         plain = len(found) == 1 and found[0].keys() == {"params"}
         made = given(found[0]["params"] if plain else found)
         optimizers.refuse_other(made)

@@ -11,21 +11,27 @@ from torch import nn
 
 from tiered import MisuseError
 from tiered.integrations.deepspeed.config import Maker
+from tiered.integrations.deepspeed.table import KEYS, Verdict
 from tiered.zero.optimizers import named
 from tiered.zero.optimizers.elementwise import Elementwise
 from tiered.zero.optimizers.optimizer import AdamW, Optimizer
 
-__all__ = ["Groups", "converted", "groups_of", "made", "refuse_other"]
+__all__ = ["Groups", "converted", "groups_of", "made", "refuse_other", "resolved"]
 
 Groups = list[dict[str, Any]]
 """Param groups: under "params" the names of parameters."""
 ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-"""Defaults of DeepSpeed's FusedAdam and DeepSpeedCPUAdam."""
-LION = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}
-"""Defaults of DeepSpeed's FusedLion and DeepSpeedCPULion."""
-MUON = {"lr": 1e-3, "momentum": 0.95, "weight_decay": 0.0, "betas": (0.9, 0.999), "eps": 1e-8}
-DROPPED = ("torch_adam", "set_grad_none", "fp32_optimizer_states", "foreach", "fused", "ns_method", "bias_correction")
-"""Arguments that make no difference here, as the table says."""
+USUAL: dict[str, dict[str, Any]] = {
+    "adam": ADAM,
+    "adamw": ADAM,
+    "lion": {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0},
+    "muon": {"lr": 1e-3, "momentum": 0.95, "weight_decay": 0.0, "betas": (0.9, 0.999), "eps": 1e-8},
+}
+"""Defaults of DeepSpeed's optimizers, where they are not torch's."""
+_PARAMS = "optimizer.params."
+DROPPED = {key.path.removeprefix(_PARAMS) for key in KEYS if key.path.startswith(_PARAMS) and key.verdict is Verdict.UNNEEDED}
+DROPPED |= {"bias_correction", "per_head_muon"}
+"""Arguments that make no difference here, and two that have one value."""
 CLASSES: dict[str, Callable[..., Optimizer]] = {
     "AdamW": AdamW,
     **{name: getattr(named, name) for name in ("Adam", "SGD", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Lion")},
@@ -59,7 +65,8 @@ def _name(one: Any, names: Mapping[int, str]) -> str:
     return names[id(parameter)]
 
 
-def _resolved(groups: Groups, model: nn.Module) -> Groups:
+def resolved(groups: Groups, model: nn.Module) -> Groups:
+    """Return param groups with the parameters of a model in place of their names."""
     there = dict(model.named_parameters())
     return [{**group, "params": [there[name] for name in group["params"]]} for group in groups]
 
@@ -67,26 +74,24 @@ def _resolved(groups: Groups, model: nn.Module) -> Groups:
 def made(maker: Maker, groups: Groups, model: nn.Module, *, split: bool) -> Optimizer:
     """Make the optimizer that a configuration names, for a model that is paged. ``split``: its parameters are all of the
     model's, which Muon divides. Raises MisuseError for a name that there is not, and for arguments that it does not have."""
-    name, params = maker.kind.lower(), dict(maker.params)
-    torch_adam = params.get("torch_adam", False)
-    params = {key: value for key, value in params.items() if key not in DROPPED}
+    name = maker.kind.lower()
+    params = {key: value for key, value in maker.params.items() if key not in DROPPED}
     if "betas" in params:
         params["betas"] = tuple(params["betas"])
-    found = _resolved(groups, model)
-    if name in ("adam", "adamw"):
-        decoupled = params.pop("adam_w_mode", True) or name == "adamw"
-        usual = {**ADAM, **({"weight_decay": 0.01} if torch_adam and decoupled else {})}
-        return _called(maker.kind, AdamW if decoupled else named.Adam, found, {**usual, **_but(params, decoupled)})
-    if name == "lion":
-        return _called(maker.kind, named.Lion, found, {**LION, **params})
     if name == "muon":
         return _muon(maker.kind, params, model, split=split)
+    found = resolved(groups, model)
+    if name in ("adam", "adamw"):
+        name = "adamw" if params.pop("adam_w_mode", True) else name
+    if name == "adagrad" or (name == "adamw" and not params.get("amsgrad")):
+        params.pop("amsgrad", None)  # DeepSpeed's have the argument, and these classes do not
     kinds = {kind.lower(): kind for kind in CLASSES}
-    if name == "adagrad":
-        return _called(maker.kind, named.Adagrad, found, {**_without(params, "amsgrad"), "fused": False})
     if name in kinds:
-        kernel = {"fused": False} if kinds[name] in ONE_BY_ONE else {}
-        return _called(maker.kind, CLASSES[kinds[name]], found, {**params, **kernel})
+        usual = USUAL.get(name, {})
+        if name == "adamw" and maker.params.get("torch_adam"):
+            usual = {**usual, "weight_decay": 0.01}
+        kernel = {"fused": False} if kinds[name] in ONE_BY_ONE and name != "adam" else {}
+        return _called(maker.kind, CLASSES[kinds[name]], found, {**usual, **params, **kernel})
     kind = getattr(torch.optim, maker.kind, None)
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise MisuseError(
@@ -94,15 +99,6 @@ def made(maker: Maker, groups: Groups, model: nn.Module, *, split: bool) -> Opti
             f"{', '.join(list(CLASSES)[2:-1])} and the element-wise ones of torch.optim"
         )
     return _called(maker.kind, lambda groups, **given: Elementwise(kind, groups, **given), found, params)
-
-
-def _but(params: dict[str, Any], decoupled: bool) -> dict[str, Any]:
-    """Leave out amsgrad=False where the class has no such argument."""
-    return _without(params, "amsgrad") if decoupled and not params.get("amsgrad") else params
-
-
-def _without(params: dict[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in params.items() if key != name}
 
 
 def _called(name: str, kind: Callable[..., Optimizer], groups: Groups | nn.Module, params: Mapping[str, Any]) -> Optimizer:
@@ -116,8 +112,7 @@ def _muon(name: str, params: dict[str, Any], model: nn.Module, *, split: bool) -
     if not split:
         raise MisuseError("Muon divides the parameters of the model itself: leave model_parameters= out")
     params.pop("adam_w_mode", None)
-    params.pop("per_head_muon", None)
-    given = {**MUON, **params}
+    given = {**USUAL["muon"], **params}
     lr, adam_lr = given.pop("muon_lr", given["lr"]), given.pop("adam_lr", given["lr"])
     adamw = {"lr": adam_lr, "betas": given.pop("betas"), "eps": given.pop("eps"), "weight_decay": given["weight_decay"]}
     given.pop("lr")
@@ -141,28 +136,24 @@ def converted(optimizer: torch.optim.Optimizer, groups: Groups, model: nn.Module
     """
     if isinstance(optimizer, Optimizer):
         return optimizer
-    name = type(optimizer).__name__
-    found = _resolved(groups, model)
-    ours = {**CLASSES, "Muon": named.Muon}
-    if name in ours and type(optimizer).__module__.startswith("torch."):
-        kind = ours[name]
-        known = inspect.signature(kind).parameters
-        kept = known.keys() - {"foreach", "fused"}
-        settings = {key: value for key, value in optimizer.defaults.items() if key in kept}
-        found = [{key: value for key, value in group.items() if key not in ("foreach", "fused")} for group in found]
-        if name == "AdamW":
-            made: Optimizer = kind(found, **settings)
-        elif name in ONE_BY_ONE:
-            made = kind(found, **settings, fused=bool(optimizer.defaults.get("fused")))
-        else:
-            made = kind(found, **settings)
-    elif type(optimizer).__module__.startswith("torch."):
-        made = Elementwise(type(optimizer), found, **optimizer.defaults)
-    else:
+    home, name = type(optimizer).__module__, type(optimizer).__name__
+    if not home.startswith("torch."):
         raise MisuseError(
-            f"{type(optimizer).__module__}.{name} cannot update parameters that are in a store: make one of torch.optim, "
+            f"{home}.{name} cannot update parameters that are in a store: make one of torch.optim, "
             'or name one in the configuration ("optimizer": {"type": "AdamW", ...})'
         )
+    kind = {**CLASSES, "Muon": named.Muon}.get(name)
+    found = resolved(groups, model)
+    if kind is None:
+        made: Optimizer = Elementwise(type(optimizer), found, **optimizer.defaults)
+    else:
+        kernels = ("foreach", "fused")
+        known = inspect.signature(kind).parameters.keys() - kernels
+        settings = {key: value for key, value in optimizer.defaults.items() if key in known}
+        found = [{key: value for key, value in group.items() if key not in kernels} for group in found]
+        if name in ONE_BY_ONE:
+            settings["fused"] = bool(optimizer.defaults.get("fused"))
+        made = kind(found, **settings)
     if optimizer.state:
         made.load_state_dict(optimizer.state_dict())
     return made
