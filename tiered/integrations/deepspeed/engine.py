@@ -22,7 +22,7 @@ from tiered.integrations.deepspeed import tags
 from tiered.integrations.deepspeed.config import Config
 from tiered.integrations.deepspeed.importing import load_imported, load_saved
 from tiered.integrations.deepspeed.loss_scale import LossScale
-from tiered.integrations.deepspeed.monitors import Event, Monitors
+from tiered.integrations.deepspeed.monitors import Monitors, Step
 from tiered.integrations.deepspeed.questions import answer, lacking
 from tiered.integrations.deepspeed.saved import Saved, is_saved
 from tiered.integrations.deepspeed.table import QUESTIONS
@@ -100,7 +100,7 @@ class Engine(nn.Module):
         self._micro_batch_size = config.micro_batch_size
         self._scale = LossScale(config.fp16)
         self._ranks = Ranks.of(None) if several() else None
-        self._monitors = Monitors(config.reports, store, first=self.global_rank == 0)
+        self._monitors = Monitors(config.reports, store, module, first=self.global_rank == 0)
         self._boundary: bool | None = None
         self._syncing, self._applied = True, False
         self._norm: float | None = None
@@ -134,9 +134,7 @@ class Engine(nn.Module):
         """Call the model. With ``fp16.auto_cast`` floating-point inputs are converted; with ``torch_autocast`` it computes
         under torch.autocast."""
         with ExitStack() as stack:
-            stack.enter_context(self._monitors.timing("forward"))
-            if torch.is_grad_enabled() and self.training:
-                self._monitors.begin_flops(self.global_steps + 1)
+            stack.enter_context(self._monitors.phase("forward", self.global_steps + 1))
             if self._config.fp16.enabled and self._config.fp16.auto_cast:
                 inputs, named = _cast(inputs), _cast(named)
             if self._config.autocast:
@@ -151,23 +149,22 @@ class Engine(nn.Module):
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)[:60]
             raise MisuseError(f"engine.backward takes a loss of one element that has a graph, not {what}")
-        with self._monitors.timing("backward"):
+        with self._monitors.phase("backward", self.global_steps + 1):
             self._losses.append(loss.detach())
-            divided = loss / self._accumulation_steps if scale_wrt_gas and self._accumulation_steps > 1 else loss
-            scaled = divided.float() * self._scale.scale if self._config.fp16.enabled else divided
-            try:
-                scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
-            except BaseException:
-                self._monitors.give_up()
-                raise
-        self._monitors.end_flops(self.module, self.global_steps + 1)
+            divided = self._divided(loss) if scale_wrt_gas else loss
+            self._scaled(divided).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         self._passes += 1
         return divided
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return ``loss`` as ``backward`` would compute gradients of it: for a ``loss.backward()`` of the caller's own."""
-        divided = loss / self._accumulation_steps if self._accumulation_steps > 1 else loss
-        return divided.float() * self._scale.scale if self._config.fp16.enabled else divided
+        return self._scaled(self._divided(loss))
+
+    def _divided(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss / self._accumulation_steps if self._accumulation_steps > 1 else loss
+
+    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss.float() * self._scale.scale if self._config.fp16.enabled else loss
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return whether the present pass is the last one of a step."""
@@ -195,7 +192,7 @@ class Engine(nn.Module):
 
     def _step(self, lr_kwargs: Mapping[str, Any]) -> None:
         optimizer, config = self._needed(), self._config
-        with self._monitors.timing("step"):
+        with self._monitors.phase("step", self.global_steps + 1):
             overflow, self._norm = False, None
             if config.check_overflow:
                 factor = torch.tensor(1.0 / self._scale.scale, dtype=torch.float32, device="cpu")
@@ -214,14 +211,10 @@ class Engine(nn.Module):
         self.global_steps += 1
         passes, self._passes = self._passes, 0
         self.global_samples += self._train_batch_size if config.managed else passes * self._samples_of_a_pass
-        events: list[Event] = [("Train/Samples/lr", float(self.get_lr()[0]), self.global_samples)]
-        if config.fp16.enabled:
-            events.append(("Train/Samples/loss_scale", self._scale.scale, self.global_samples))
-        if self._losses and (config.reports.csv.enabled or config.reports.tensorboard.enabled):
-            mean = sum(float(loss) for loss in self._losses) / len(self._losses)
-            events.insert(0, ("Train/Samples/train_loss", mean, self.global_samples))
-        self._losses.clear()
-        self._monitors.stepped(self.global_steps, self.global_samples, self.skipped_steps, self.get_lr(), events)
+        scale = self._scale.scale if config.fp16.enabled else None
+        losses, self._losses = self._losses, []
+        counted = self.global_steps, self.global_samples, self.skipped_steps
+        self._monitors.stepped(Step(*counted, self.get_lr(), losses, scale))
 
     @property
     def _samples_of_a_pass(self) -> int:

@@ -1,13 +1,18 @@
-"""What an engine prints and writes: lines between steps, times, operations, events for csv files and TensorBoard."""
+"""What an engine prints and writes: lines between steps, times, operations, events for csv files and TensorBoard.
+
+After each step an engine tells its monitors, which are functions of a ``Step``. Another one is a function that makes one, and
+two lines in ``Monitors``.
+"""
 
 from __future__ import annotations
 
 import csv
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,125 +22,167 @@ from tiered import MisuseError, TieredStore
 from tiered.integrations.deepspeed.config import FlopsProfile, Log, Reports
 from tiered.types import format_size
 
-__all__ = ["Event", "Monitors"]
+__all__ = ["Monitors", "Step"]
 
-Event = tuple[str, float, int]
-"""Name, value, and how many samples were trained on by then."""
 PHASES = ("forward", "backward", "step")
 
 
-class Monitors:
-    """The reports of one rank; only the first one prints and writes."""
+class Step(NamedTuple):
+    """What monitors are told of a step: its number, the samples and skipped steps so far, the learning rates, the losses of its
+    passes, the loss scale (None: there is none), and the milliseconds of each phase, where they are measured."""
 
-    def __init__(self, reports: Reports, store: TieredStore, *, first: bool) -> None:
-        self._reports, self._store, self._first = reports, store, first
-        self._seconds = dict.fromkeys(PHASES, 0.0)
-        self._since, self._samples = time.monotonic(), 0
-        self._flops: FlopCounterMode | None = None
-        self._flops_began, self._profiled = 0.0, False
-        self._tensorboard = _tensorboard(reports.tensorboard) if first and reports.tensorboard.enabled else None
-        self._csv = _folder(reports.csv) if first and reports.csv.enabled else None
+    number: int
+    samples: int
+    skipped: int
+    rates: Sequence[float]
+    losses: Sequence[torch.Tensor] = ()
+    scale: float | None = None
+    milliseconds: Mapping[str, float] = MappingProxyType({})
+
+    def events(self) -> dict[str, float]:
+        """Return values by the names that DeepSpeed writes them under."""
+        found = {"train_loss": sum(float(loss) for loss in self.losses) / len(self.losses)} if self.losses else {}
+        found["lr"] = float(self.rates[0])
+        if self.scale is not None:
+            found["loss_scale"] = self.scale
+        found |= {f"elapsed_time_ms_{phase}": value for phase, value in self.milliseconds.items()}
+        return {f"Train/Samples/{name}": value for name, value in found.items()}
+
+
+Monitor = Callable[[Step], None]
+
+
+class Monitors:
+    """The reports of one rank; only the first one has any."""
+
+    def __init__(self, reports: Reports, store: TieredStore, module: nn.Module, *, first: bool) -> None:
+        reports = reports if first else Reports()
+        self._device, self._module, self._flops = store.device, module, reports.flops
+        self._seconds = dict.fromkeys(PHASES, 0.0) if reports.wall_clock else {}
+        self._profiled = not reports.flops.enabled
+        self._counting, self._open = ExitStack(), ExitStack()
+        self._told: list[Monitor] = []
+        if reports.csv.enabled:
+            self._told.append(_rows(_folder(reports.csv)))
+        if reports.tensorboard.enabled:
+            self._told.append(_scalars(_folder(reports.tensorboard), self._open))
+        if reports.steps is not None:
+            self._told.append(_lines(reports.steps, store if reports.memory else None))
 
     @contextmanager
-    def timing(self, phase: str) -> Iterator[None]:
-        """Add what a block takes to the seconds of ``phase``."""
-        if not self._reports.wall_clock:
-            yield
-            return
-        self._wait()
-        began = time.monotonic()
+    def phase(self, name: str, step: int) -> Iterator[None]:
+        """Have a block count as the phase ``name`` of step number ``step``. Operations are counted from the first forward of
+        that step until the end of the backward pass, or an exception."""
+        trains = torch.is_grad_enabled() and self._module.training
+        if name == "forward" and trains and step == self._flops.profile_step and not self._profiled:
+            self._profiled = True
+            self._counting.enter_context(_counted(self._module, self._flops, step))
+        began = self._now()
         try:
             yield
+        except BaseException as error:
+            self._counting.__exit__(type(error), error, error.__traceback__)
+            raise
         finally:
-            self._wait()
-            self._seconds[phase] += time.monotonic() - began
+            if self._seconds:
+                self._seconds[name] += self._now() - began
+        if name == "backward":
+            self._counting.close()
 
-    def _wait(self) -> None:
-        """Wait for the device, where there is one, so that its work counts where it was asked for."""
-        if self._store.device.type == "cuda":
-            torch.cuda.synchronize(self._store.device)
+    def _now(self) -> float:
+        """Return the time, where phases are timed when the device has done its work, which counts where it was asked for."""
+        if self._seconds and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.monotonic()
 
-    # -- after a step ------------------------------------------------------------------------------------------------------
-
-    def stepped(self, step: int, samples: int, skipped: int, rates: Sequence[float], events: Sequence[Event]) -> None:
-        """Report step number ``step``, after ``samples`` in all, ``skipped`` steps left out, with learning rates ``rates``."""
+    def stepped(self, step: Step) -> None:
+        """Tell the monitors of a step."""
         milliseconds = {phase: 1e3 * seconds for phase, seconds in self._seconds.items()}
-        if self._reports.wall_clock:
-            timed = [(f"Train/Samples/elapsed_time_ms_{phase}", value, samples) for phase, value in milliseconds.items()]
-            events = [*events, *timed]
-        self._write(events)
-        every = self._reports.steps
-        if every is not None and step % every == 0:
-            now = time.monotonic()
-            speed = (samples - self._samples) / max(now - self._since, 1e-9)
-            self._say(f"step={step}, skipped={skipped}, lr={[float(rate) for rate in rates]}, {speed:.1f} samples/s")
-            if self._reports.wall_clock:
-                self._say("time (ms) | " + " | ".join(f"{phase}: {value:.2f}" for phase, value in milliseconds.items()))
-            if self._reports.memory:
-                used = self._store.statistics().tiers
-                self._say(
-                    "memory | " + " | ".join(f"{t.name}: {format_size(t.used)}, peak {format_size(t.peak)}" for t in used)
-                )
-            self._since, self._samples = now, samples
-        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._seconds = dict.fromkeys(self._seconds, 0.0)
+        for monitor in self._told:
+            monitor(step._replace(milliseconds=milliseconds))
 
-    def _say(self, line: str) -> None:
-        if self._first:
-            print(f"tiered: {line}", flush=True)
+    def close(self) -> None:
+        """Close what is open; operations that were counted so far are not told."""
+        self._counting.__exit__(GeneratorExit, GeneratorExit(), None)
+        self._open.close()
 
-    def _write(self, events: Sequence[Event]) -> None:
-        for name, value, samples in events if self._csv is not None else ():
-            assert self._csv is not None
-            path = self._csv / f"{name.replace('/', '_').replace(' ', '_')}.csv"
+
+# What is done after a step
+
+
+def _lines(every: int, store: TieredStore | None) -> Monitor:
+    """Return what prints each step of ``every`` many: rates, speed, times where they are measured, the memory of ``store``."""
+    since, before = time.monotonic(), 0
+
+    def say(step: Step) -> None:
+        nonlocal since, before
+        if step.number % every:
+            return
+        now = time.monotonic()
+        speed = (step.samples - before) / max(now - since, 1e-9)
+        since, before = now, step.samples
+        rates = [float(rate) for rate in step.rates]
+        lines = [f"step={step.number}, skipped={step.skipped}, lr={rates}, {speed:.1f} samples/s"]
+        if step.milliseconds:
+            lines.append("time (ms) | " + " | ".join(f"{phase}: {value:.2f}" for phase, value in step.milliseconds.items()))
+        if store is not None:
+            used = [f"{one.name}: {format_size(one.used)}, peak {format_size(one.peak)}" for one in store.statistics().tiers]
+            lines.append("memory | " + " | ".join(used))
+        print("\n".join(f"tiered: {line}" for line in lines), flush=True)
+
+    return say
+
+
+def _rows(folder: Path) -> Monitor:
+    """Return what writes a csv file for each kind of event."""
+
+    def write(step: Step) -> None:
+        for name, value in step.events().items():
+            path = folder / f"{name.replace('/', '_')}.csv"
             fresh = not path.exists()
             with path.open("a", newline="") as file:
                 writer = csv.writer(file)
                 if fresh:
                     writer.writerow(["step", name.rpartition("/")[2]])
-                writer.writerow([samples, value])
-        if self._tensorboard is not None:
-            for name, value, samples in events:
-                self._tensorboard.add_scalar(name, value, samples)
-            self._tensorboard.flush()
+                writer.writerow([step.samples, value])
 
-    # -- operations --------------------------------------------------------------------------------------------------------
+    return write
 
-    def begin_flops(self, step: int) -> None:
-        """Begin to count operations, where ``step`` is the one to profile and this is its first pass."""
-        profile = self._reports.flops
-        if profile.enabled and not self._profiled and step == profile.profile_step:
-            self._flops, self._profiled = FlopCounterMode(display=False), True
-            self._flops.__enter__()  # type: ignore[no-untyped-call]
-            self._flops_began = time.monotonic()
 
-    def end_flops(self, module: nn.Module, step: int) -> None:
-        """Print what was counted, after the backward pass."""
-        counter, self._flops = self._flops, None
-        if counter is None:
-            return
-        counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        seconds = time.monotonic() - self._flops_began
-        if not self._first:
-            return
-        text = _profile(counter, module, self._reports.flops, step, seconds)
-        if self._reports.flops.output_file is None:
-            print(text, flush=True)
-        else:
-            path = Path(self._reports.flops.output_file)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text + "\n")
+def _scalars(folder: Path, stack: ExitStack) -> Monitor:
+    """Return what writes events for TensorBoard, until ``stack`` is closed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise MisuseError('tensorboard is enabled, and not installed: pip install tensorboard, or "enabled": false') from error
+    writer: Any = SummaryWriter(log_dir=str(folder))
+    stack.callback(writer.close)
 
-    def give_up(self) -> None:
-        """Stop counting, after an exception."""
-        counter, self._flops = self._flops, None
-        if counter is not None:
-            counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    def write(step: Step) -> None:
+        for name, value in step.events().items():
+            writer.add_scalar(name, value, step.samples)
+        writer.flush()
 
-    def close(self) -> None:
-        """Close what is open."""
-        self.give_up()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+    return write
+
+
+# Operations
+
+
+@contextmanager
+def _counted(module: nn.Module, profile: FlopsProfile, step: int) -> Iterator[None]:
+    """Count the operations of a block, and print them, or write them to a file; nothing where it ends by an exception."""
+    began = time.monotonic()
+    with FlopCounterMode(display=False) as counter:
+        yield
+    text = _profile(counter, module, profile, step, time.monotonic() - began)
+    if profile.output_file is None:
+        print(text, flush=True)
+    else:
+        path = Path(profile.output_file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
 
 
 def _profile(counter: FlopCounterMode, module: nn.Module, profile: FlopsProfile, step: int, seconds: float) -> str:
@@ -166,11 +213,3 @@ def _folder(log: Log) -> Path:
     folder = Path(log.output_path or ".") / log.job_name
     folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-def _tensorboard(log: Log) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise MisuseError('tensorboard is enabled, and not installed: pip install tensorboard, or "enabled": false') from error
-    return SummaryWriter(log_dir=str(_folder(log)))
