@@ -26,10 +26,10 @@ import torch
 import torch.nn.functional as F
 
 from tiered import TieredStore, zero
-from tiered.cli.info.probes import measured_machine
-from tiered.cli.measure import Meter, environment, peak_memory
 from tiered.cli.output import told_environment
 from tiered.cli.train.model import GPT, Shape
+from tiered.measuring.meters import Meter, environment, peak_memory
+from tiered.measuring.probes import measured_machine
 from tiered.planning.machine import Machine
 from tiered.planning.plan import Activations, Choice, Planner, Prediction
 from tiered.planning.sources import subject_of

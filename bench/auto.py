@@ -23,9 +23,9 @@ import torch.nn.functional as F
 
 from bench.activations import Case, saved_by
 from tiered import TieredStore, zero
-from tiered.cli.measure import environment
 from tiered.cli.output import told_environment
 from tiered.cli.train.model import GPT
+from tiered.measuring.meters import environment
 from tiered.tuning.program import Way, evaluate
 from tiered.zero.paging.pager import pager_of
 

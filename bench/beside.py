@@ -18,12 +18,12 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from tiered.cli.bench import fio
 from tiered.cli.bench.trainer import Options, Trainer
-from tiered.cli.measure import Noise, Spread, environment, scratch_folder
 from tiered.cli.output import told_environment, told_noise
 from tiered.cli.train.model import open_text
 from tiered.format.data_file import digest
+from tiered.measuring import fio
+from tiered.measuring.meters import Noise, Spread, environment, scratch_folder
 from tiered.types import PIECE_BYTES, format_size, parse_size
 
 __all__ = ["main"]

@@ -27,11 +27,11 @@ import torch
 
 from tiered import TensorSpec, TieredStore, zero
 from tiered.cli.arguments import size
-from tiered.cli.bench import fio
 from tiered.cli.bench.trainer import Options, Trainer
-from tiered.cli.measure import Meter, Spread, bytes_of, environment, scratch_folder, scratch_store
 from tiered.cli.output import told_environment
 from tiered.cli.train.model import open_text
+from tiered.measuring import fio
+from tiered.measuring.meters import Meter, Spread, bytes_of, environment, scratch_folder, scratch_store
 from tiered.types import PIECE_BYTES
 
 __all__ = ["main"]

@@ -20,9 +20,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tiered.cli.measure import environment
 from tiered.cli.output import refuse_unplottable, told_environment
 from tiered.cli.train.options import OPTIMIZERS
+from tiered.measuring.meters import environment
 
 __all__ = ["RATES", "main"]
 

@@ -39,9 +39,9 @@ from typing import Any
 import torch
 
 from tiered import TieredStore
-from tiered.cli.measure import environment
 from tiered.cli.output import told_environment
 from tiered.format.data_file import digest
+from tiered.measuring.meters import environment
 from tiered.tiers.dram import DramTier
 from tiered.types import PIECE_BYTES, IOCompletion, IORequest, format_size, parse_size
 

@@ -24,8 +24,8 @@ from torch import nn
 from bench.traces import Access, Trace
 from bench.watched import watch
 from tiered import CapacityError, TieredStore, zero
-from tiered.cli.measure import Meter, environment
 from tiered.cli.output import told_environment
+from tiered.measuring.meters import Meter, environment
 
 __all__ = ["measure"]
 

@@ -13,11 +13,11 @@ import itertools
 import sys
 
 from tiered.cli.arguments import count, size, sizes
-from tiered.cli.bench import fio
-from tiered.cli.measure import Noise, Spread, environment, scratch_folder
 from tiered.cli.output import exact_size, told_environment, told_noise
 from tiered.cli.stop import Stopped, StopRequest
 from tiered.errors import TieredError
+from tiered.measuring import fio
+from tiered.measuring.meters import Noise, Spread, environment, scratch_folder
 
 SMALL = fio.Buffers("4 KiB pages", ("--iomem=malloc",))
 MODES: tuple[fio.Mode, ...] = ("read", "write", "mixed")

@@ -48,7 +48,7 @@ from typing import Any
 
 from bench.drive import Reading, read_rate
 from bench.memory import kills, limit_of, memory_cgroup, read_peak, ready_memory, usage
-from tiered.cli.measure import environment
+from tiered.measuring.meters import environment
 from tiered.types import format_size, parse_size
 
 MIB = 1 << 20

@@ -34,8 +34,8 @@ from pathlib import Path
 from typing import Any
 
 from tiered.cli.arguments import count, size
-from tiered.cli.measure import environment, scratch_folder
 from tiered.cli.output import told_environment
+from tiered.measuring.meters import environment, scratch_folder
 from tiered.types import Direction, Urgency
 
 __all__ = ["belady", "lru", "main"]

@@ -30,7 +30,7 @@ import psutil
 import torch
 
 from bench.gpu_paths import DOWN, MIB, REHEARSAL, UP, Compute, Device, Drive, OverLink, OverStore, Plain, Scale, TwoHops, Wrong
-from tiered.cli.measure import Noise, Spread, environment
+from tiered.measuring.meters import Noise, Spread, environment
 from tiered.types import Direction, format_size
 
 WAYS = {"DRAM to HBM": (UP,), "HBM to DRAM": (DOWN,), "both at once, sum": (UP, DOWN)}

@@ -31,7 +31,7 @@ from bench.generate import PROMPT, VOCABULARY, write_weights
 from bench.gpu_paths import MIB, Device
 from bench.gpu_train import Result
 from tiered import TieredStore
-from tiered.cli.measure import scratch_folder
+from tiered.measuring.meters import scratch_folder
 from tiered.types import format_size
 
 WAYS = ("in device memory", "tiered", "accelerate")

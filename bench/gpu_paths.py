@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from tiered import TieredStore
-from tiered.cli.measure import bytes_of
 from tiered.interfaces import IOBackend, Link
 from tiered.io.posix import PosixBackend, PosixConfig
 from tiered.io.probe import libaio_unavailable
 from tiered.links.cuda import CudaLink
 from tiered.links.stand_in import MemoryLink
+from tiered.measuring.meters import bytes_of
 from tiered.tiers.dram import DramConfig, DramTier
 from tiered.tiers.hbm import HbmConfig, HbmTier
 from tiered.types import Direction, IORequest, Operation, Slot, TensorSpec, Transfer, Urgency, format_size

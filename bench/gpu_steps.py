@@ -44,7 +44,7 @@ import torch  # imported once for all steps, which are forked: CUDA must not be 
 import torch._dynamo  # which optimizers import, and checkpointing
 
 from bench.gpu_train import PLACES, WARM_UP
-from tiered.cli.measure import Spread, environment
+from tiered.measuring.meters import Spread, environment
 from tiered.types import format_size
 
 DONE, OUT_OF_TIME, RUNNING, NOT_REACHED = "done", "out of time", "under way", "not reached"

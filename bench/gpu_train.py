@@ -47,7 +47,7 @@ from torch.utils.checkpoint import checkpoint
 from bench.gpu_paths import DOWN, GIB, MIB, UP, Device, Plain
 from tests.zero.narrow import MasterAdamW
 from tiered import TieredStore, zero
-from tiered.cli.measure import peak_memory, scratch_folder
+from tiered.measuring.meters import peak_memory, scratch_folder
 
 PLACES = ("device", "states", "dram", "nvme", "fsdp2")
 STATE = 12

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from tiered.cli.arguments import count, size
-from tiered.cli.measure import environment, peak_memory, scratch_folder
 from tiered.cli.output import told_environment
+from tiered.measuring.meters import environment, peak_memory, scratch_folder
 
 __all__ = ["main"]
 

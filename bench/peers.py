@@ -31,9 +31,9 @@ import torch
 from tiered.cli.arguments import count, size
 from tiered.cli.bench.series import Run, Series, Setup, Workload, in_rounds, ratios
 from tiered.cli.info.machine import store_facts
-from tiered.cli.measure import GIB, Noise, Spread, environment, scratch_folder, scratch_store
 from tiered.cli.output import Progress, told_environment, told_io, told_noise
 from tiered.cli.stop import Stopped, StopRequest
+from tiered.measuring.meters import GIB, Noise, Spread, environment, scratch_folder, scratch_store
 from tiered.types import format_size
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from bench.ranks import TOKENS, Way, train
 from bench.step import Model
-from tiered.cli.info.probes import measured_machine
-from tiered.cli.measure import environment
 from tiered.cli.output import told_environment
+from tiered.measuring.meters import environment
+from tiered.measuring.probes import measured_machine
 from tiered.planning.machine import Machine
 from tiered.planning.plan import Choice, Planner, Ranks
 from tiered.planning.sources import subject_of

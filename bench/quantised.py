@@ -28,8 +28,8 @@ from unittest import mock
 import torch
 
 from tiered import TieredStore
-from tiered.cli.measure import environment
 from tiered.cli.output import told_environment
+from tiered.measuring.meters import environment
 from tiered.types import format_size
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

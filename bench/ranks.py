@@ -35,8 +35,8 @@ from torch import nn
 from bench.step import TOKENS, Block, Model
 from bench.wire import traffic
 from tiered import zero
-from tiered.cli.measure import Meter, Noise, Spread, environment, peak_memory, scratch_folder, scratch_store
 from tiered.cli.output import Progress, told_environment, told_noise
+from tiered.measuring.meters import Meter, Noise, Spread, environment, peak_memory, scratch_folder, scratch_store
 from tiered.types import format_size, parse_size
 from tiered.zero.paging import reduction
 

@@ -30,8 +30,8 @@ from typing import Any
 import torch
 
 from tiered import TieredStore
-from tiered.cli.measure import environment
 from tiered.cli.output import told_environment
+from tiered.measuring.meters import environment
 from tiered.system import memory_of_process
 from tiered.types import format_size, parse_size
 

@@ -28,10 +28,10 @@ from torch import nn
 from bench.optimum import lower_bound
 from bench.watched import watch
 from tiered import TieredStore, zero
-from tiered.cli.measure import Meter, environment
 from tiered.cli.output import told_environment
 from tiered.cli.train.optimizers import kind_named
 from tiered.cli.train.options import OPTIMIZERS, UPDATES
+from tiered.measuring.meters import Meter, environment
 
 __all__ = ["Case", "Measured", "measure"]
 

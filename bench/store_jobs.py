@@ -44,8 +44,8 @@ import numpy
 import torch
 
 from tiered import TieredStore
-from tiered.cli.measure import environment
 from tiered.cli.output import told_environment
+from tiered.measuring.meters import environment
 from tiered.types import format_size, parse_size
 
 CGROUPS = Path("/sys/fs/cgroup/memory")

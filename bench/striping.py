@@ -23,9 +23,9 @@ from unittest import mock
 
 from tiered import TieredStore
 from tiered.cli.arguments import size
-from tiered.cli.measure import Meter, Spread, bytes_of, environment
 from tiered.cli.output import told_environment
 from tiered.format import stripes
+from tiered.measuring.meters import Meter, Spread, bytes_of, environment
 from tiered.types import PIECE_BYTES, format_size
 
 __all__ = ["main"]

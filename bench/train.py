@@ -23,8 +23,8 @@ from bench.watched import watch
 from tiered.cli.bench.train import WARM_UP, describe
 from tiered.cli.bench.trainer import Options, Trainer
 from tiered.cli.main import main as tiered
-from tiered.cli.measure import scratch_store
 from tiered.cli.train.model import open_text
+from tiered.measuring.meters import scratch_store
 
 STEPS = 2
 """That are written down; they are alike."""

@@ -73,11 +73,12 @@ TREE: dict[str, tuple[str, ...]] = {
     ),
     "reporting": ("timeline", "record", "page"),
     "planning": ("simulated", "optimum", "waiting", "dry_run", "machine", "sources", "steps", "timing", "rehearsal", "plan"),
+    "measuring": ("meters", "fio", "probes"),
     "cli": (
-        *("arguments", "stop", "measure", "output", "info", "stores", "train", "generate", "bench", "plan", "completion"),
+        *("arguments", "stop", "output", "info", "stores", "train", "generate", "bench", "plan", "completion"),
         *("main",),
     ),
-    "cli.info": ("machine", "probes", "command"),
+    "cli.info": ("machine", "command"),
     "cli.stores": ("ls", "verify", "export", "import_"),
     "cli.train": (
         *("options", "model", "optimizers", "timeline", "ranks", "loop", "resume", "report", "run", "check", "command"),
@@ -85,7 +86,7 @@ TREE: dict[str, tuple[str, ...]] = {
     ),
     "cli.plan": ("plot", "run", "command", "report"),
     "cli.generate": ("text", "live", "summary", "command"),
-    "cli.bench": ("fio", "series", "plot", "io", "sweep", "sustained", "store", "step", "trainer", "train", "command"),
+    "cli.bench": ("series", "plot", "io", "sweep", "sustained", "store", "step", "trainer", "train", "command"),
 }
 
 # Package -> the packages, and single modules of packages, that its files may import. "" is the files beside ``__init__``;
@@ -120,9 +121,10 @@ USES: dict[str, tuple[str, ...]] = {
         *("tiered", "errors", "interfaces", "types", "system", "allocator", "format.foreign", "engine", "tensors", "store"),
         *("zero", "integrations"),
     ),
+    "measuring": ("tiered", "", "store", "zero", "planning"),
     "cli": (
         *("tiered", "", "format", "io", "tiers", "links", "engine", "store", "zero", "data", "integrations", "planning"),
-        "reporting",
+        *("reporting", "measuring"),
     ),
 }
 
@@ -460,7 +462,7 @@ LINES = "\n" * SHORT
         ("zero.page", "from tiered.cli.stop import Stopped", "zero.page -> cli.stop"),
         ("zero.page", "from tiered.integrations import accelerate", "zero.page -> integrations.accelerate"),
         ("integrations.accelerate", "from tiered.engine.engine import Engine", "integrations.accelerate -> engine.engine"),
-        ("cli.train.model", "from tiered.cli.bench.fio import Fio", "cli.train.model -> cli.bench.fio"),
+        ("cli.train.model", "from tiered.cli.bench.series import Series", "cli.train.model -> cli.bench.series"),
     ],
 )
 def test_the_check_finds_what_points_upward(module: str, source: str, complaint: str) -> None:

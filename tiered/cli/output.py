@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from tiered import ActivationStatistics, MemoryStatistics
-    from tiered.cli.measure import Usage
+    from tiered.measuring.meters import Usage
 
 __all__ = [
     "MADE_BY",
@@ -174,7 +174,7 @@ def exact_size(nbytes: int) -> str:
 
 
 def told_environment(report: Mapping[str, Any]) -> str:
-    """Describe the circumstances in a report that has ``measure.environment()``."""
+    """Describe the circumstances in a report that has ``meters.environment()``."""
     commit = f" (commit {report['commit']})" if report["commit"] else ""
     return (
         f"tiered {report['tiered']}{commit}, torch {report['torch']}, Python {report['python']}, {report['kernel']}, "
@@ -191,7 +191,7 @@ def told_io(report: Mapping[str, Any]) -> str:
 
 
 def told_noise(noise: Mapping[str, float]) -> str:
-    """Describe what ``measure.Noise`` saw."""
+    """Describe what ``meters.Noise`` saw."""
     return f"meanwhile other programs used {noise['others']:.0%} of all cores' time, {noise['steal']:.0%} was stolen"
 
 

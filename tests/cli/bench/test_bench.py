@@ -21,17 +21,16 @@ from tests import programs
 from tests.cli.train.test_train import MIB, ONE_THREAD, command, failure, message
 from tests.filesystems import mounted, root
 from tiered import MisuseError, TieredError, TieredStore
-from tiered.cli import measure
-from tiered.cli.bench import fio
 from tiered.cli.bench import io as bench_io
 from tiered.cli.bench import series as walk
 from tiered.cli.bench import store as bench_store
 from tiered.cli.bench.series import in_rounds
 from tiered.cli.bench.sweep import Blocks
 from tiered.cli.main import main
-from tiered.cli.measure import Usage
 from tiered.cli.output import Progress, refuse_unwritable, write_report
 from tiered.cli.stop import StopRequest
+from tiered.measuring import fio, meters
+from tiered.measuring.meters import Usage
 
 KIB = 1 << 10
 STORE = ["bench", "store", "--sizes", "4KiB,64KiB,1MiB", "--dram", "1MiB", "--seconds", "0.01"]
@@ -129,10 +128,10 @@ class TestIo:
         assert not list(tmp_path.iterdir())
 
     def test_only_what_was_asked_for_and_moved_counts(self) -> None:
-        usage = measure.Usage(2.0, 1.0, measure.GIB, measure.GIB, None, None)
-        assert walk.Pass(usage, 3 * measure.GIB).rate == measure.GIB
-        assert walk.Pass(usage, measure.GIB).rate == measure.GIB / 2
-        assert walk.Pass(usage, measure.GIB).cpu_seconds_per_gib == 1.0
+        usage = meters.Usage(2.0, 1.0, meters.GIB, meters.GIB, None, None)
+        assert walk.Pass(usage, 3 * meters.GIB).rate == meters.GIB
+        assert walk.Pass(usage, meters.GIB).rate == meters.GIB / 2
+        assert walk.Pass(usage, meters.GIB).cpu_seconds_per_gib == 1.0
 
     def test_the_table(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main([*IO, "--dir", str(tmp_path), "--backend", "posix", "--json", str(tmp_path / "it.json")]) == 0
@@ -199,7 +198,7 @@ class TestFio:
         (tmp_path / "link").symlink_to(tmp_path / "disk")
         setup = walk.Setup.of(size=size, dram=4 * MIB, backend="auto")
         with (
-            measure.scratch_store(str(tmp_path / "link"), dram=setup.pool) as store,
+            meters.scratch_store(str(tmp_path / "link"), dram=setup.pool) as store,
             fio.huge_buffers(MIB) as buffers,
             StopRequest() as stop,
         ):
@@ -364,7 +363,7 @@ class TestStopping:
         """Only an empty folder may stay: the data has no name from the beginning."""
         program = f"""if True:
             import os, signal, torch
-            from tiered.cli.measure import scratch_store
+            from tiered.measuring.meters import scratch_store
             with scratch_store({str(tmp_path)!r}, dram=1 << 20) as store:
                 store.put("x", torch.zeros(1 << 19, dtype=torch.uint8))
                 store.commit()
@@ -382,19 +381,19 @@ class TestNumbers:
         [(1, 0.5, 1), (2, 0.5, 1), (3, 0.5, 2), (100, 0.5, 50), (100, 0.99, 99), (101, 0.99, 100), (3, 0.99, 3), (7, 1.0, 7)],
     )
     def test_percentile_is_the_nearest_rank(self, count: int, share: float, rank: int) -> None:
-        assert measure.percentile(range(1, count + 1), share) == rank
+        assert meters.percentile(range(1, count + 1), share) == rank
 
     def test_spread(self) -> None:
-        assert measure.Spread.of([3.0, 1.0, 2.0]).shown() == "2.00 [1.00 - 3.00]"
+        assert meters.Spread.of([3.0, 1.0, 2.0]).shown() == "2.00 [1.00 - 3.00]"
 
     def test_noise_is_shares(self) -> None:
-        seen = measure.Noise().seen()
+        seen = meters.Noise().seen()
         assert set(seen) == {"others", "own", "steal"}
         assert all(share >= 0 for share in seen.values())
 
     def test_contents_do_not_compress(self) -> None:
         for nbytes in 1, 4096, (4 << 20) + 1:
-            value = measure.bytes_of(nbytes)
+            value = meters.bytes_of(nbytes)
             assert value.shape == (nbytes,)
             assert nbytes == 1 or value[:4096].unique().numel() > 200
 

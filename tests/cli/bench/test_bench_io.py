@@ -24,15 +24,16 @@ from tests.cli.train.test_train import MIB, ONE_THREAD, command, failure, messag
 from tests.fakes import ManualBackend
 from tests.filesystems import mounted, root
 from tiered import MisuseError, TieredError
-from tiered.cli import measure, output
+from tiered.cli import output
 from tiered.cli.arguments import seconds
-from tiered.cli.bench import fio, sustained, sweep
+from tiered.cli.bench import sustained, sweep
 from tiered.cli.bench import sweep as drive
 from tiered.cli.bench.series import Series
 from tiered.cli.bench.sweep import Drive, Point
 from tiered.cli.main import main
 from tiered.cli.stop import StopRequest
 from tiered.io.probe import libaio_unavailable
+from tiered.measuring import fio, meters
 from tiered.types import IORequest
 
 SWEEP = ["bench", "io", "--sweep", "--size", "1MiB", "--rounds", "2", "--seconds", "10"]
@@ -356,8 +357,8 @@ class TestUsage:
 
 class TestNumbers:
     def test_quantiles(self) -> None:
-        assert measure.quantiles([]) == {}
-        assert measure.quantiles(range(1000, 0, -1)) == {"p50": 500, "p99": 990, "p99.9": 999, "max": 1000}
+        assert meters.quantiles([]) == {}
+        assert meters.quantiles(range(1000, 0, -1)) == {"p50": 500, "p99": 990, "p99.9": 999, "max": 1000}
 
     def test_latencies_of_all_rounds_count_together(self) -> None:
         series = Series("it")

@@ -11,8 +11,8 @@ import pytest
 
 from tests.cli.train.trainings import TINY, tiered
 from tiered import ActivationStatistics
-from tiered.cli.measure import Rates, Usage
 from tiered.cli.train.report import Summary, describe
+from tiered.measuring.meters import Rates, Usage
 
 MIB = 1 << 20
 

@@ -21,8 +21,8 @@ from tests import programs
 from tests.cli.train.trainings import ONE_THREAD, TINY, command, stop_at, tiered
 from tiered import TieredStore
 from tiered.cli.main import main
-from tiered.cli.measure import Usage
 from tiered.cli.output import Progress
+from tiered.measuring.meters import Usage
 
 MIB = 1 << 20
 

@@ -16,11 +16,9 @@ from itertools import cycle
 from typing import Any, Literal
 
 from tiered import TieredError, TieredStore
-from tiered.cli.bench import fio
 from tiered.cli.bench.plot import plot_rounds
 from tiered.cli.bench.series import Run, Series, Setup, Workload, in_rounds, ratios, refuse_full_disk, series_as_json
 from tiered.cli.info.machine import store_facts
-from tiered.cli.measure import DATA_FILE, Noise, Spread, Usage, environment, quantiles, scratch_folder, scratch_store
 from tiered.cli.output import (
     Progress,
     counted,
@@ -36,6 +34,8 @@ from tiered.cli.output import (
     write_report,
 )
 from tiered.cli.stop import Stopped, StopRequest
+from tiered.measuring import fio
+from tiered.measuring.meters import DATA_FILE, Noise, Spread, Usage, environment, quantiles, scratch_folder, scratch_store
 from tiered.types import format_size
 
 __all__ = ["MODES", "Beside", "Flood", "Options", "bench"]

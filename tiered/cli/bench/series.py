@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
 from tiered import CapacityError, MisuseError, TieredStore
-from tiered.cli.measure import GIB, Meter, Spread, Usage, bytes_of, free_on, quantiles
 from tiered.cli.output import Progress, exact_size
 from tiered.cli.stop import StopRequest
+from tiered.measuring.meters import GIB, Meter, Spread, Usage, bytes_of, free_on, quantiles
 from tiered.store.opening import SMALLEST_DRAM
 from tiered.types import PIECE_BYTES, BackendName, TensorSpec, format_size
 

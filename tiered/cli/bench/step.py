@@ -14,20 +14,7 @@ import torch
 from torch import nn
 
 from tiered import CapacityError, MisuseError, TieredStore, zero
-from tiered.cli.bench import fio
 from tiered.cli.info.machine import store_facts
-from tiered.cli.measure import (
-    Meter,
-    Noise,
-    Rates,
-    Spread,
-    Usage,
-    environment,
-    free_on,
-    measure,
-    scratch_folder,
-    scratch_store,
-)
 from tiered.cli.output import (
     Progress,
     counted,
@@ -41,6 +28,19 @@ from tiered.cli.output import (
 )
 from tiered.cli.stop import Stopped, StopRequest
 from tiered.cli.train.optimizers import kind_named
+from tiered.measuring import fio
+from tiered.measuring.meters import (
+    Meter,
+    Noise,
+    Rates,
+    Spread,
+    Usage,
+    environment,
+    free_on,
+    measure,
+    scratch_folder,
+    scratch_store,
+)
 from tiered.store.opening import SMALLEST_DRAM
 from tiered.types import BackendName, format_size
 

@@ -13,7 +13,6 @@ import psutil
 
 from tiered import MisuseError, TieredStore
 from tiered.cli.info.machine import store_facts
-from tiered.cli.measure import Noise, bytes_of, environment, free_on, percentile, scratch_store
 from tiered.cli.output import (
     Progress,
     duration,
@@ -27,6 +26,7 @@ from tiered.cli.output import (
     write_report,
 )
 from tiered.cli.stop import Stopped, StopRequest
+from tiered.measuring.meters import Noise, bytes_of, environment, free_on, percentile, scratch_store
 from tiered.store.opening import SMALLEST_DRAM, default_dram
 from tiered.types import BackendName, format_size
 

@@ -13,7 +13,6 @@ from tiered import TieredStore
 from tiered.cli.bench.plot import plot_sustained
 from tiered.cli.bench.series import Setup, Workload, refuse_full_disk
 from tiered.cli.info.machine import store_facts
-from tiered.cli.measure import Noise, environment, scratch_store
 from tiered.cli.output import (
     Progress,
     counted,
@@ -29,6 +28,7 @@ from tiered.cli.output import (
     write_report,
 )
 from tiered.cli.stop import Stopped, StopRequest
+from tiered.measuring.meters import Noise, environment, scratch_store
 from tiered.types import format_size
 
 __all__ = ["Window", "sustained"]

@@ -18,13 +18,10 @@ from functools import partial
 from typing import Any, Literal
 
 from tiered import MisuseError, TieredError
-from tiered.cli.bench import fio
-from tiered.cli.bench.fio import Mode
 from tiered.cli.bench.io import Beside
 from tiered.cli.bench.plot import plot_sweep
 from tiered.cli.bench.series import Order, Run, Series, in_rounds, ratios, refuse_full_disk, series_as_json
 from tiered.cli.info.machine import IN_MEMORY, backends, filesystem
-from tiered.cli.measure import GIB, Meter, Noise, Spread, Usage, bytes_of, environment, scratch_folder
 from tiered.cli.output import (
     Progress,
     counted,
@@ -44,6 +41,9 @@ from tiered.cli.stop import Stopped, StopRequest
 from tiered.format.data_file import digest
 from tiered.format.locked_file import makes_direct
 from tiered.interfaces import IOBackend
+from tiered.measuring import fio
+from tiered.measuring.fio import Mode
+from tiered.measuring.meters import GIB, Meter, Noise, Spread, Usage, bytes_of, environment, scratch_folder
 from tiered.store.opening import open_backend
 from tiered.system import direct_io_alignment
 from tiered.tiers.dram import DramConfig, DramTier

@@ -15,10 +15,10 @@ import psutil
 from tiered import CapacityError, MisuseError, TieredError
 from tiered.cli.bench.trainer import PHASES, Options, Variant, as_lines
 from tiered.cli.info.machine import store_facts
-from tiered.cli.measure import Noise, Spread, environment, free_on, scratch_folder
 from tiered.cli.output import Progress, counted, refuse_unwritable, table, told_environment, told_io, told_noise, write_report
 from tiered.cli.stop import Stopped, StopRequest
 from tiered.cli.train.model import GRADIENT_BYTES, STATE_BYTES
+from tiered.measuring.meters import Noise, Spread, environment, free_on, scratch_folder
 from tiered.types import format_size
 
 __all__ = ["WARM_UP", "bench", "describe"]

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from tiered import TieredError, TieredStore, zero
-from tiered.cli.measure import Meter, peak_memory, scratch_store
 from tiered.cli.train.model import GPT, STATE_BYTES, Shape, Text, build, in_parts, open_text, seeded_initialiser
 from tiered.cli.train.optimizers import decayed
+from tiered.measuring.meters import Meter, peak_memory, scratch_store
 from tiered.store.opening import SMALLEST_DRAM
 from tiered.types import BackendName
 

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tiered import TieredStore
-from tiered.cli.measure import GIB
 from tiered.cli.output import counted, duration, rate, rate_unit
+from tiered.measuring.meters import GIB
 from tiered.types import format_size
 
 if TYPE_CHECKING:

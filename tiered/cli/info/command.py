@@ -40,8 +40,8 @@ def add_parser(commands: Commands) -> None:
 
 def _run(parsed: argparse.Namespace, given: list[str]) -> int:
     if parsed.machine is not None:
-        from tiered.cli.info.probes import measured_machine
         from tiered.cli.output import refuse_unwritable
+        from tiered.measuring.probes import measured_machine
 
         refuse_unwritable(parsed.machine, "--machine")
         measured_machine(parsed.folder).save(parsed.machine)

@@ -21,10 +21,10 @@ import torch
 
 from tiered import MisuseError, TieredError
 from tiered.cli.arguments import BACKENDS
-from tiered.cli.measure import DATA_FILE, bytes_of, environment, measure, scratch_store
 from tiered.cli.output import counted, rate, refuse_unwritable, write_report
 from tiered.cli.stop import Stopped, StopRequest
 from tiered.format.locked_file import makes_direct
+from tiered.measuring.meters import DATA_FILE, bytes_of, environment, measure, scratch_store
 from tiered.store.opening import SMALLEST_DRAM, default_dram
 from tiered.system import cgroup_room, direct_io_alignment
 from tiered.tiers.dram import HUGE_PAGE, DramConfig, DramTier

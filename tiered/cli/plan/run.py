@@ -13,13 +13,13 @@ from torch import nn
 
 import tiered
 from tiered.cli.arguments import Parser
-from tiered.cli.info.probes import measured_machine
-from tiered.cli.measure import environment
 from tiered.cli.output import counted, refuse_unplottable, refuse_unwritable, table, write_report
 from tiered.cli.plan.plot import plot
 from tiered.cli.stop import Stopped, StopRequest
 from tiered.cli.train.model import Shape, build
 from tiered.cli.train.options import default_of
+from tiered.measuring.meters import environment
+from tiered.measuring.probes import measured_machine
 from tiered.planning.machine import Machine
 from tiered.planning.plan import Plan, Prediction
 from tiered.planning.sources import Numbers, model_of_folder

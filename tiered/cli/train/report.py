@@ -16,10 +16,10 @@ import torch
 
 import tiered
 from tiered import ActivationStatistics, TieredStore, Timeline, zero
-from tiered.cli.measure import Rates, Usage
 from tiered.cli.output import counted, rate_unit, refuse_unplottable, refuse_unwritable
 from tiered.cli.train.model import GPT, Shape
 from tiered.cli.train.timeline import describe_timeline, plot_timeline, write_timeline
+from tiered.measuring.meters import Rates, Usage
 from tiered.planning.plan import Activations
 from tiered.telemetry import StoreStatistics
 from tiered.types import format_size

@@ -17,7 +17,6 @@ from torch import nn
 
 from tiered import CapacityError, MemoryWatch, MisuseError, RankError, TieredStore, __version__, zero
 from tiered.cli.arguments import Launched, launched
-from tiered.cli.measure import Meter, measure, peak_memory
 from tiered.cli.output import MADE_BY, Progress, Silent, counted, refuse_unwritable, write_report
 from tiered.cli.stop import StopNoted, Stopped, StopRequest
 from tiered.cli.train import resume as resuming
@@ -28,6 +27,7 @@ from tiered.cli.train.options import DEFAULT_FOLDER, NAME, Options, StoreOptions
 from tiered.cli.train.ranks import Peers, joined
 from tiered.cli.train.report import Recording, Summary, describe, predicted
 from tiered.cli.train.resume import Earlier, Place
+from tiered.measuring.meters import Meter, measure, peak_memory
 from tiered.reporting.page import page as page_of
 from tiered.reporting.page import refuse_foreign, write_page
 from tiered.reporting.record import RunRecord

@@ -13,9 +13,11 @@ import torch
 import xxhash
 from torch import nn
 
-from tiered import MisuseError, TieredStore, zero
-from tiered.cli.measure import measure, scratch_store
+from tiered import zero
+from tiered.errors import MisuseError
+from tiered.measuring.meters import measure, scratch_store
 from tiered.planning.machine import Machine
+from tiered.store.store import TieredStore
 from tiered.types import PIECE_BYTES
 
 __all__ = ["measured_machine"]

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from tiered.cli.measure import GIB
 from tiered.errors import MisuseError, TieredError
+from tiered.measuring.meters import GIB
 
 __all__ = ["BLOCK", "DEPTH", "ENGINES", "Buffers", "Fio", "Job", "Mode", "Result", "huge_buffers", "version"]
 

@@ -23,7 +23,8 @@ import psutil
 import torch
 
 import tiered
-from tiered import CapacityError, MisuseError, TieredStore, UncommittedWarning
+from tiered.errors import CapacityError, MisuseError, UncommittedWarning
+from tiered.store.store import TieredStore
 from tiered.types import BackendName
 
 __all__ = [
