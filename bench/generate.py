@@ -46,8 +46,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.drive import Reading, read_rate
+from bench.drive import Reading
 from bench.memory import kills, limit_of, memory_cgroup, read_peak, ready_memory, usage
+from tiered.measuring.drive import read_rate
 from tiered.measuring.meters import environment
 from tiered.types import format_size, parse_size
 

@@ -29,7 +29,23 @@ from typing import Any
 import psutil
 import torch
 
-from bench.gpu_paths import DOWN, MIB, REHEARSAL, UP, Compute, Device, Drive, OverLink, OverStore, Plain, Scale, TwoHops, Wrong
+from bench.gpu_paths import (
+    BLOCK,
+    DEPTH,
+    DOWN,
+    MIB,
+    REHEARSAL,
+    UP,
+    Compute,
+    Device,
+    OverLink,
+    OverStore,
+    Plain,
+    Scale,
+    TwoHops,
+    Wrong,
+)
+from tiered.measuring.drive import Drive, Point
 from tiered.measuring.meters import Noise, Spread, environment
 from tiered.types import Direction, format_size
 
@@ -127,7 +143,9 @@ def from_disk(device: Device, scale: Scale, clock: Clock, report: Report, folder
     if free < 3 * size or clock.left() < 30:
         report.say(f"Left out: {format_size(free)} free in the folder, {clock.left():.0f} s left.")
         return
-    with closing(Drive(folder, size)) as drive:
+    reads = Point("read", "sequential", BLOCK, DEPTH)
+    with closing(Drive(folder / "alone", size, DEPTH * BLOCK)) as drive:
+        drive.prepare()
         hops = TwoHops(device, folder / "store", scale)
         with closing(hops.store):
             hops.check()
@@ -135,7 +153,7 @@ def from_disk(device: Device, scale: Scale, clock: Clock, report: Report, folder
             alone, found = [], []
             hops.delivered.clear()
             for _ in clock.rounds(scale.rounds, 0.15):
-                alone.append(drive.read())
+                alone.append(drive.run(reads).rate)
                 found.append(hops.walk())
             statistics = hops.store.statistics()
             ratio = report.ratio("NVMe to HBM:", found, alone)

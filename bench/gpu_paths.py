@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import time
 import warnings
@@ -16,15 +15,13 @@ from typing import Any
 import torch
 
 from tiered import TieredStore
-from tiered.interfaces import IOBackend, Link
-from tiered.io.posix import PosixBackend, PosixConfig
-from tiered.io.probe import libaio_unavailable
+from tiered.interfaces import Link
 from tiered.links.cuda import CudaLink
 from tiered.links.stand_in import MemoryLink
 from tiered.measuring.meters import bytes_of
 from tiered.tiers.dram import DramConfig, DramTier
 from tiered.tiers.hbm import HbmConfig, HbmTier
-from tiered.types import Direction, IORequest, Operation, Slot, TensorSpec, Transfer, Urgency, format_size
+from tiered.types import Direction, Slot, TensorSpec, Transfer, Urgency, format_size
 
 MIB, GIB = 1 << 20, 1 << 30
 UP, DOWN = Direction.UP, Direction.DOWN
@@ -239,56 +236,6 @@ class OverStore:
         self._walk((UP, DOWN))
         expect(self.store.get("r1"), self._sent.bitwise_xor(0x5A), "the store, down")
         self.store.put("r1", self._sent)
-
-
-class Drive:
-    """The drive alone: reads of 1 MiB into huge pages, 16 at once."""
-
-    def __init__(self, folder: Path, size: int) -> None:
-        self._blocks = size // BLOCK
-        self._memory = DramTier(DramConfig(DEPTH * BLOCK))
-        self.backend: IOBackend
-        if libaio_unavailable() is None:
-            from tiered.io.libaio import LibaioBackend, LibaioConfig
-
-            self.backend = LibaioBackend(LibaioConfig(depth=DEPTH))
-        else:
-            self.backend = PosixBackend(PosixConfig(depth=DEPTH))
-        path, flags = folder / "alone", os.O_RDWR | os.O_CREAT
-        try:
-            self._fd = os.open(path, flags | os.O_DIRECT, 0o600)
-        except OSError:
-            self._fd = os.open(path, flags, 0o600)  # the store does without it there, too, and says so
-        self._memory.tensor(Slot(0, DEPTH * BLOCK), DEPTH * BLOCK)[0].copy_(bytes_of(DEPTH * BLOCK))
-        self._move(Operation.WRITE)
-        os.fsync(self._fd)
-
-    def close(self) -> None:
-        self.backend.close()
-        os.close(self._fd)
-        self._memory.close()
-
-    def _move(self, operation: Operation) -> None:
-        free, buffer_of = list(range(DEPTH)), {}
-        begun = ended = 0
-        while ended < self._blocks:
-            batch = []
-            for buffer, block in zip(free, range(begun, self._blocks), strict=False):
-                address = self._memory.address + buffer * BLOCK
-                batch.append(IORequest(operation, self._fd, block * BLOCK, address, BLOCK, block))
-                buffer_of[block] = buffer
-            taken = self.backend.submit(batch) if batch else 0
-            free, begun = free[taken:], begun + taken
-            for completion in self.backend.reap(1, 1.0):
-                if completion.result != BLOCK:
-                    raise OSError(-completion.result, f"the drive alone, {operation.value}")
-                free.append(buffer_of.pop(completion.tag))
-                ended += 1
-
-    def read(self) -> float:
-        began = time.perf_counter()
-        self._move(Operation.READ)
-        return self._blocks * BLOCK / (time.perf_counter() - began)
 
 
 class TwoHops:

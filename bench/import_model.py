@@ -37,11 +37,11 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from bench.drive import read_rate, write_rate
 from bench.generate import MIB, PROMPT, SAID, drop, write_weights
 from bench.memory import kills, limit_of, memory_cgroup, read_peak, ready_memory, usage
 from tiered.cli.arguments import count, size
 from tiered.cli.output import told_environment
+from tiered.measuring.drive import read_rate, write_rate
 from tiered.measuring.meters import environment
 from tiered.types import format_size
 

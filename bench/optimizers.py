@@ -24,12 +24,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from bench.drive import read_rate, write_rate
 from tiered import TieredStore, zero
 from tiered.cli.output import Progress, told_environment
 from tiered.cli.train.model import GPT, STATE_BYTES, Shape, build, seeded_initialiser
 from tiered.cli.train.optimizers import decayed, kind_named
 from tiered.cli.train.options import OPTIMIZERS
+from tiered.measuring.drive import read_rate, write_rate
 from tiered.measuring.meters import Meter, Spread, environment, peak_memory
 from tiered.types import format_size
 

@@ -12,12 +12,11 @@ Medians of interleaved rounds, with the least and the most. Needs three times --
 from __future__ import annotations
 
 import argparse
-import mmap
-import os
 import shutil
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from pathlib import Path
 from unittest import mock
 
@@ -25,6 +24,7 @@ from tiered import TieredStore
 from tiered.cli.arguments import size
 from tiered.cli.output import told_environment
 from tiered.format import stripes
+from tiered.measuring.drive import Drive, Point
 from tiered.measuring.meters import Meter, Spread, bytes_of, environment
 from tiered.types import PIECE_BYTES, format_size
 
@@ -69,31 +69,18 @@ def timed(drives: list[Path], layout: str, nbytes: int) -> tuple[float, float, i
 def plain(drives: list[Path], nbytes: int) -> float:
     """Seconds to read ``nbytes`` in all, an equal part from each drive."""
     each = -(-nbytes // len(drives) // PIECE_BYTES) * PIECE_BYTES
-    files = [drive / "tiered-plain" for drive in drives]
-    try:
-        for file in files:
-            with mmap.mmap(-1, PIECE_BYTES) as buffer:
-                buffer[:] = os.urandom(PIECE_BYTES)
-                fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
-                for at in range(0, each, PIECE_BYTES):
-                    assert os.pwrite(fd, buffer, at) == PIECE_BYTES
-                os.fsync(fd)
-                os.close(fd)
-
-        def read(file: Path) -> None:
-            with mmap.mmap(-1, PIECE_BYTES) as buffer:
-                fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
-                for at in range(0, each, PIECE_BYTES):
-                    assert os.preadv(fd, [buffer], at) == PIECE_BYTES
-                os.close(fd)
-
+    one_by_one = Point("read", "sequential", PIECE_BYTES, 1)
+    with ExitStack() as stack:
+        files = []
+        for folder in drives:
+            drive = stack.enter_context(closing(Drive(folder / "tiered-plain", each)))
+            stack.callback(Path(drive.path).unlink)
+            drive.prepare()
+            files.append(drive)
         with ThreadPoolExecutor(len(files)) as threads:
             began = time.perf_counter()
-            list(threads.map(read, files))
+            list(threads.map(lambda file: file.run(one_by_one, "posix"), files))
             return time.perf_counter() - began
-    finally:
-        for file in files:
-            file.unlink(missing_ok=True)
 
 
 def main() -> int:

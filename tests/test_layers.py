@@ -73,7 +73,7 @@ TREE: dict[str, tuple[str, ...]] = {
     ),
     "reporting": ("timeline", "record", "page"),
     "planning": ("simulated", "optimum", "waiting", "dry_run", "machine", "sources", "steps", "timing", "rehearsal", "plan"),
-    "measuring": ("meters", "fio", "probes"),
+    "measuring": ("meters", "fio", "drive", "probes"),
     "cli": (
         *("arguments", "stop", "output", "info", "stores", "train", "generate", "bench", "plan", "completion"),
         *("main",),
@@ -121,7 +121,7 @@ USES: dict[str, tuple[str, ...]] = {
         *("tiered", "errors", "interfaces", "types", "system", "allocator", "format.foreign", "engine", "tensors", "store"),
         *("zero", "integrations"),
     ),
-    "measuring": ("tiered", "", "store", "zero", "planning"),
+    "measuring": ("tiered", "", "format", "tiers", "store", "zero", "planning"),
     "cli": (
         *("tiered", "", "format", "io", "tiers", "links", "engine", "store", "zero", "data", "integrations", "planning"),
         *("reporting", "measuring"),

@@ -35,6 +35,7 @@ __all__ = [
     "Transfer",
     "Urgency",
     "Use",
+    "exact_size",
     "format_size",
     "owner_decoded",
     "parse_size",
@@ -74,6 +75,14 @@ def format_size(nbytes: float) -> str:
             return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
+
+
+def exact_size(nbytes: int) -> str:
+    """Format a size as an option takes it: "4KiB"; in bytes where it is a whole number of no larger unit."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes % size == 0:
+            return f"{nbytes // size:,}{unit}"
+    return f"{nbytes:,}B"
 
 
 Key = str

@@ -35,7 +35,6 @@ __all__ = [
     "Silent",
     "counted",
     "duration",
-    "exact_size",
     "rate",
     "rate_unit",
     "refuse_unplottable",
@@ -163,14 +162,6 @@ def duration(seconds: float) -> str:
     unit, size = next((u for u in (("s", 1.0), ("ms", 1e-3)) if seconds >= u[1]), ("us", 1e-6))
     value = seconds / size
     return f"{value:.0f} {unit}" if value >= 100 else f"{value:.1f} {unit}"
-
-
-def exact_size(nbytes: int) -> str:
-    """Format a size as an option takes it: "4KiB"; in bytes where it is a whole number of no larger unit."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes % size == 0:
-            return f"{nbytes // size:,}{unit}"
-    return f"{nbytes:,}B"
 
 
 def told_environment(report: Mapping[str, Any]) -> str:

@@ -25,11 +25,11 @@ from tiered.cli.bench import io as bench_io
 from tiered.cli.bench import series as walk
 from tiered.cli.bench import store as bench_store
 from tiered.cli.bench.series import in_rounds
-from tiered.cli.bench.sweep import Blocks
 from tiered.cli.main import main
 from tiered.cli.output import Progress, refuse_unwritable, write_report
 from tiered.cli.stop import StopRequest
 from tiered.measuring import fio, meters
+from tiered.measuring.drive import Blocks
 from tiered.measuring.meters import Usage
 
 KIB = 1 << 10

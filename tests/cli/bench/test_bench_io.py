@@ -27,13 +27,12 @@ from tiered import MisuseError, TieredError
 from tiered.cli import output
 from tiered.cli.arguments import seconds
 from tiered.cli.bench import sustained, sweep
-from tiered.cli.bench import sweep as drive
 from tiered.cli.bench.series import Series
-from tiered.cli.bench.sweep import Drive, Point
 from tiered.cli.main import main
 from tiered.cli.stop import StopRequest
 from tiered.io.probe import libaio_unavailable
-from tiered.measuring import fio, meters
+from tiered.measuring import drive, fio, meters
+from tiered.measuring.drive import Drive, Point
 from tiered.types import IORequest
 
 SWEEP = ["bench", "io", "--sweep", "--size", "1MiB", "--rounds", "2", "--seconds", "10"]
@@ -167,7 +166,7 @@ class Recording(ManualBackend):
 class TestDrive:
     @pytest.fixture
     def bed(self, tmp_path: Path) -> Iterator[Drive]:
-        made = Drive(str(tmp_path), "file", MIB, MIB, "direct", StopRequest())
+        made = Drive(tmp_path / "file", MIB, MIB)
         made.prepare()
         yield made
         made.close()

@@ -23,7 +23,6 @@ from tiered.cli.output import (
     Progress,
     counted,
     duration,
-    exact_size,
     rate_unit,
     refuse_unplottable,
     refuse_unwritable,
@@ -36,7 +35,7 @@ from tiered.cli.output import (
 from tiered.cli.stop import Stopped, StopRequest
 from tiered.measuring import fio
 from tiered.measuring.meters import DATA_FILE, Noise, Spread, Usage, environment, quantiles, scratch_folder, scratch_store
-from tiered.types import format_size
+from tiered.types import exact_size, format_size
 
 __all__ = ["MODES", "Beside", "Flood", "Options", "bench"]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tiered import __version__
-from tiered.cli.output import exact_size
+from tiered.types import exact_size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

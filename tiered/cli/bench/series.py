@@ -8,17 +8,17 @@ import time
 from array import array
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from tiered import CapacityError, MisuseError, TieredStore
-from tiered.cli.output import Progress, exact_size
+from tiered.cli.output import Progress
 from tiered.cli.stop import StopRequest
+from tiered.measuring.drive import Order
 from tiered.measuring.meters import GIB, Meter, Spread, Usage, bytes_of, free_on, quantiles
 from tiered.store.opening import SMALLEST_DRAM
-from tiered.types import PIECE_BYTES, BackendName, TensorSpec, format_size
+from tiered.types import PIECE_BYTES, BackendName, TensorSpec, exact_size, format_size
 
 __all__ = [
-    "Order",
     "Pass",
     "Result",
     "Run",
@@ -119,8 +119,6 @@ def series_as_json(series: Sequence[Series]) -> dict[str, Any]:
         "ratios": {name: spread.as_json() for name, spread in ratios(series).items()},
     }
 
-
-Order = Literal["sequential", "random"]
 
 TENSOR = 16 << 20
 """Bytes of a tensor; smaller where --size or --dram is small."""

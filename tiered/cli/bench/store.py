@@ -16,7 +16,6 @@ from tiered.cli.info.machine import store_facts
 from tiered.cli.output import (
     Progress,
     duration,
-    exact_size,
     rate,
     refuse_unwritable,
     table,
@@ -28,7 +27,7 @@ from tiered.cli.output import (
 from tiered.cli.stop import Stopped, StopRequest
 from tiered.measuring.meters import Noise, bytes_of, environment, free_on, percentile, scratch_store
 from tiered.store.opening import SMALLEST_DRAM, default_dram
-from tiered.types import BackendName, format_size
+from tiered.types import BackendName, exact_size, format_size
 
 __all__ = ["Options", "bench"]
 
