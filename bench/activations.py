@@ -13,22 +13,20 @@ in the same run.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from dataclasses import asdict, dataclass
-from typing import Any
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 
-from tiered import TieredStore, zero
+from tiered.cli.bench.trainer import Options, Variant, training
 from tiered.cli.output import told_environment
 from tiered.cli.train.model import GPT, Shape
-from tiered.measuring.meters import Meter, environment, peak_memory
+from tiered.measuring.meters import environment
 from tiered.measuring.probes import measured_machine
 from tiered.planning.machine import Machine
 from tiered.planning.plan import Activations, Choice, Planner, Prediction
@@ -37,7 +35,7 @@ from tiered.zero import Policy
 from tiered.zero.rules.exact import AdamWRule
 
 PLANNED: tuple[Activations, ...] = ("memory", "recompute", "store")
-VARIANTS = (*PLANNED, "auto")
+VARIANTS: tuple[Literal["memory", "recompute", "store", "auto"], ...] = (*PLANNED, "auto")
 WARM_UP = 6
 """Steps before those that count: three are measured by "auto", and the order of the steps that follow is known after two."""
 STATE = 12
@@ -70,60 +68,6 @@ SHAPES = {
 }
 
 
-def work(case: Case, variant: str, folder: str, memory: int | None) -> None:
-    """Train a step for each line of stdin; print a line of JSON for each."""
-    torch.manual_seed(0)
-    tokens = torch.Generator().manual_seed(0)
-    with TieredStore.open(folder, dram=case.dram, durability="none") as store:
-        model = GPT(case.shape)
-        options: dict[str, Any] = {"plan": zero.AutoPlan(memory=memory)} if variant == "auto" else {"activations": variant}
-        zero.page(model, store, **options)
-        optimizer = zero.AdamW(model.parameters(), lr=1e-4)
-        meter = Meter(store)
-        for _ in sys.stdin:
-            batch = torch.randint(0, 256, (case.batch, case.context), generator=tokens)
-            meter.lap()
-            loss = F.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
-            used = meter.lap()
-            found, chosen = zero.statistics(model), zero.statistics(model).plan
-            print(
-                json.dumps({
-                    "loss": loss.item(), "seconds": used.seconds, "moved": used.bytes, "waited": used.stalled,
-                    "peak": peak_memory(), "offloaded": found.activations.offloaded if found.activations else 0,
-                    "plan": None if chosen is None else asdict(chosen),
-                }),
-                flush=True,
-            )  # fmt: skip
-
-
-class Child:
-    def __init__(self, case: Case, variant: str, folder: str, memory: int | None) -> None:
-        given = json.dumps({"case": asdict(case), "variant": variant, "folder": folder, "memory": memory})
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "bench.activations", "--worker", given],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )
-
-    def step(self) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        if not line:
-            sys.exit(f"training failed ({self.process.wait()})")
-        found: dict[str, Any] = json.loads(line)
-        return found
-
-    def end(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
-
-
 def saved_by(case: Case) -> int:
     """Return about how many bytes of activations a pass of the model saves: measured in memory, once."""
     torch.manual_seed(0)
@@ -154,20 +98,25 @@ def run(name: str, case: Case, folder: str, steps: int, share: float, machine: M
     saved = saved_by(case)
     memory = int(share * saved)
     predicted = planned(case, machine)
-    with tempfile.TemporaryDirectory(dir=folder) as at:
-        children = {variant: Child(case, variant, f"{at}/{variant}", memory) for variant in VARIANTS}
+    shape = case.layers, case.width, case.heads, case.context
+    each = Options(folder, None, *shape, case.batch, dram=case.dram, clip=0.0)
+    with ExitStack() as stack:
+        trainings = {
+            way: stack.enter_context(training(each, Variant(way, "disk", activations=way, activation_memory=memory)))
+            for way in VARIANTS
+        }
         rows: dict[str, list[dict[str, Any]]] = {variant: [] for variant in VARIANTS}
+        for one in trainings.values():
+            one.begin()
         for number in range(WARM_UP + steps):
-            order = VARIANTS[number % len(VARIANTS) :] + VARIANTS[: number % len(VARIANTS)]
-            for variant in order:
-                rows[variant].append(children[variant].step())
-        for child in children.values():
-            child.end()
-    losses = {variant: [one["loss"] for one in found] for variant, found in rows.items()}
+            for variant in VARIANTS[number % len(VARIANTS) :] + VARIANTS[: number % len(VARIANTS)]:
+                rows[variant].append(trainings[variant].step())
+        ended = {variant: one.end() for variant, one in trainings.items()}
+    losses = {variant: [one["losses"] for one in found] for variant, found in rows.items()}
     if any(found != losses["memory"] for found in losses.values()):
         sys.exit(f"{name}: losses differ: {losses}")
     base = [one["seconds"] for one in rows["memory"][WARM_UP:]]
-    chosen = rows["auto"][-1]["plan"]
+    chosen = ended["auto"]["plan"]
     print(f"\n## {name}: {case.layers} layers of width {case.width}, {case.batch} x {case.context} tokens\n")
     print(f"{case.shape.parameters / 1e6:.1f} M parameters, DRAM for {case.share:.0%} of the state.")
     print(f"A pass saves {saved / 2**20:.0f} MiB, of which auto may keep {memory / 2**20:.0f} MiB in memory.")
@@ -182,8 +131,9 @@ def run(name: str, case: Case, folder: str, steps: int, share: float, machine: M
         print(
             f"| {variant} | {statistics.median(taken):.3f} [{min(taken):.3f}, {max(taken):.3f}] "
             f"| {statistics.median(pairs):.2f} [{min(pairs):.2f}, {max(pairs):.2f}] | {plan} "
-            f"| {statistics.median(one['waited'] for one in found):.2f} "
-            f"| {statistics.median(one['moved'] for one in found) / 1e6:.0f} | {found[-1]['peak'] / 2**20:.0f} |"
+            f"| {statistics.median(one['phases']['waiting'] for one in found):.2f} "
+            f"| {statistics.median(one['read'] + one['written'] for one in found) / 1e6:.0f} "
+            f"| {ended[variant]['peak_rss'] / 2**20:.0f} |"
         )
     hides = "moves activations beside computing" if predicted["store"].hides_activations else "does not hide activations"
     print(f"\nThe plan says that the drive {hides}.")
@@ -198,12 +148,7 @@ def main() -> int:
     parser.add_argument("--shape", action="append", choices=SHAPES)
     parser.add_argument("--steps", type=int, default=7, help="that count")
     parser.add_argument("--share", type=float, default=0.5, help="of the activations that auto may keep in memory")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.worker:
-        given = json.loads(options.worker)
-        work(Case(**given["case"]), given["variant"], given["folder"], given["memory"])
-        return 0
     began = time.monotonic()
     print(told_environment(environment()))
     machine = measured_machine(options.dir)

@@ -76,7 +76,7 @@ def main() -> int:
         bench = fio.Fio(folder, FILE, buffers)
         bench.prepare()
         text = open_text(None, options.context, stack)
-        trainer = Trainer(Options(folder, None, *shape, 1, 1, None, "on_fetch", "auto", options.rounds), text, None)
+        trainer = Trainer(Options(folder, None, *shape), text, None)
         busy = [*bench.command(fio.Job("mixed", "libaio", 4 << 20, 4)), "--time_based", "--runtime=3600"]
         busy += [f"--rate={options.read},{options.write}"]
         rates = [f"--read={options.read}", f"--write={options.write}"]

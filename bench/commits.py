@@ -119,7 +119,7 @@ def training(folder: str, rounds: int) -> list[float]:
     Two trainings take turns, each with a store of its own. In each round either commits once, while the other does not; so
     where the stores lie on the drive, who comes first, and what drifts, cancels out.
     """
-    options = Options(folder, None, 8, 512, 8, 128, 4, 1, 1, None, "on_fetch", "auto", rounds)
+    options = Options(folder, None, 8, 512, 8, 128, 4)
     with ExitStack() as stack:
         text = open_text(None, options.context, stack)
         trainers = []

@@ -12,112 +12,61 @@ in memory and of its bytes at the rate of the drive, which is measured between t
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-import torch.nn.functional as F
-
-from tiered import TieredStore, zero
+from tiered.cli.bench.trainer import Options, Variant, training
 from tiered.cli.output import Progress, told_environment
-from tiered.cli.train.model import GPT, STATE_BYTES, Shape, build, seeded_initialiser
-from tiered.cli.train.optimizers import decayed, kind_named
+from tiered.cli.train.optimizers import kind_named
 from tiered.cli.train.options import OPTIMIZERS
-from tiered.measuring.drive import read_rate, write_rate
-from tiered.measuring.meters import Meter, Spread, environment, peak_memory
+from tiered.measuring.drive import DEPTH, PIECE, Drive, Point
+from tiered.measuring.fio import Mode
+from tiered.measuring.meters import Spread, environment
 from tiered.types import format_size
 
-MEMORY = "in memory: torch's AdamW"
+MEMORY = Variant("in memory: torch's AdamW", "memory")
 STORED = ("adamw", "adamw_bf16", "adamw8bit", "adamw4bit")
+WAYS: tuple[Mode, ...] = ("read", "write")
 WARM_UP = 4
 """Steps until the order is known and all states are there."""
 
 
-def work(way: str, folder: str, shape: Shape, batch: int, dram: int) -> None:
-    """Train a step for each line of stdin; print a line of JSON for each."""
-    tokens = torch.Generator().manual_seed(0)
-    with ExitStack() as stack:
-        store = None
-        if way == MEMORY:
-            model = GPT(shape)
-            initialise = seeded_initialiser(model, shape)
-            for module in (module for module in model.modules() if module._parameters):
-                initialise(module)
-            optimizer: torch.optim.Optimizer = torch.optim.AdamW(decayed(model, 0.1), lr=1e-4, betas=(0.9, 0.95), fused=True)
-        else:
-            store = stack.enter_context(TieredStore.open(folder, dram=dram, durability="none"))
-            model = build(shape)
-            zero.page(model, store, param_init_fn=seeded_initialiser(model, shape))
-            kind = kind_named(way)
-            optimizer = kind.ours(decayed(model, 0.1), lr=1e-4, update="in_backward", **kind.settings)
-        meter = Meter(store)
-        for _ in sys.stdin:
-            inputs = torch.randint(0, 256, (batch, shape.context), generator=tokens)
-            meter.lap()
-            loss = F.cross_entropy(model(inputs).flatten(0, 1), inputs.flatten())
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
-            used = meter.lap()
-            updating = zero.statistics(model).update_seconds if store else 0.0
-            answer = {"loss": loss.item(), "seconds": used.seconds, "moved": used.bytes or 0, "waited": used.stalled or 0.0}
-            print(json.dumps({**answer, "updating": updating, "peak": peak_memory()}), flush=True)
+class Ended(NamedTuple):
+    """A training that has ended: the steps that count, and what it said last."""
+
+    variant: Variant
+    steps: list[dict[str, Any]]
+    end: dict[str, Any]
 
 
-class Child:
-    """A training in a process of its own."""
-
-    def __init__(self, way: str, folder: Path, shape: Shape, batch: int, dram: int) -> None:
-        given = json.dumps([way, str(folder), [shape.layers, shape.width, shape.heads, shape.context], batch, dram])
-        self.way, self.steps = way, list[dict[str, Any]]()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "bench.optimizers", "--worker", given],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )
-
-    def step(self) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        if not line:
-            sys.exit(f"training with {self.way} failed ({self.process.wait()})")
-        self.steps.append(json.loads(line))
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended
-            self.process.stdin.close()
-        self.process.wait()
-
-
-def measure(options: argparse.Namespace, shape: Shape, dram: int) -> tuple[list[Child], list[float]]:
+def measure(options: argparse.Namespace, each: Options) -> tuple[list[Ended], list[float]]:
     """Return the trainings with their steps, and the seconds that the drive took for a byte after each round."""
     with ExitStack() as stack:
         at = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.dir)))
         progress = stack.enter_context(Progress(sys.stderr))
-        ways = [MEMORY, *(options.optimizer or STORED)]
-        children = [Child(way, at / str(number), shape, options.batch, dram) for number, way in enumerate(ways)]
-        for child in children:
-            stack.callback(child.close)
+        variants = [MEMORY, *(Variant(name, "disk", name) for name in options.optimizer or STORED)]
+        probe = stack.enter_context(closing(Drive(at / "probe", 1 << 30)))
+        probe.prepare()
+        trainings = [stack.enter_context(training(each, variant)) for variant in variants]
+        steps: list[list[dict[str, Any]]] = [[] for _ in trainings]
+        for one in trainings:
+            one.begin()
         costs = []
         total = WARM_UP + options.steps
         for number in range(total):
-            for place, child in enumerate(children[number % len(children) :] + children[: number % len(children)]):
-                progress.working(f"step {number + 1} of {total}, {child.way}", (number + place / len(children)) / total)
-                child.step()
+            for turn, place in enumerate((number + turn) % len(trainings) for turn in range(len(trainings))):
+                one = trainings[place]
+                progress.working(f"step {number + 1} of {total}, {one.variant.name}", (number + turn / len(trainings)) / total)
+                steps[place].append(one.step())
             if number >= WARM_UP:
-                data = max((at / "1").rglob("data.*"), key=lambda path: path.stat().st_size)
-                costs.append(0.5 / read_rate([data], 1 << 30) + 0.5 / write_rate(at / "probe", 1 << 30))
+                costs.append(sum(0.5 / probe.run(Point(way, "sequential", PIECE, DEPTH)).rate for way in WAYS))
         progress.working("done", 1.0)
-        return children, costs
+        return [Ended(one.variant, found[WARM_UP:], one.end()) for one, found in zip(trainings, steps, strict=True)], costs
 
 
 def main() -> int:
@@ -131,37 +80,32 @@ def main() -> int:
     parser.add_argument("--share", type=float, default=0.1, help="of parameters and fp32 moments that memory has room for")
     parser.add_argument("--steps", type=int, default=7, help="that count")
     parser.add_argument("--optimizer", action="append", choices=OPTIMIZERS, help=f"default: {', '.join(STORED)}")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.worker:
-        way, folder, sizes, batch, dram = json.loads(options.worker)
-        work(way, folder, Shape(*sizes), batch, dram)
-        return 0
-    shape = Shape(options.layers, options.width, options.heads, options.context)
-    dram = int(options.share * STATE_BYTES * shape.parameters)
+    shape = options.layers, options.width, options.heads, options.context
+    each = Options(options.dir, None, *shape, options.batch, update="in_backward")
+    each = replace(each, dram=int(options.share * each.state))
+    parameters = each.shape.parameters
     print(told_environment(environment()))
-    children, costs = measure(options, shape, dram)
+    trainings, costs = measure(options, each)
     print(
-        f"\nGPT of {shape.parameters / 1e6:.1f} M parameters, {options.batch} x {options.context} tokens a step, in stores "
-        f"with {format_size(dram)} of memory; {options.steps} steps after {WARM_UP}. The drive moves "
+        f"\nGPT of {parameters / 1e6:.1f} M parameters, {options.batch} x {options.context} tokens a step, in stores "
+        f"with {format_size(each.pool)} of memory; {options.steps} steps after {WARM_UP}. The drive moves "
         f"{1e-9 / statistics.median(costs):.2f} GB/s.\n"
     )
     print("| optimizer | state, bytes | seconds a step | by memory | by adamw | by the bound | bytes a step and parameter "
           "| update | waiting | peak MiB | loss |\n|---|---:|" + "---:|" * 9)  # fmt: skip
-    memory = [one["seconds"] for one in children[0].steps[WARM_UP:]]
-    usual = [one["seconds"] for one in children[1].steps[WARM_UP:]]
-    for child in children:
-        found = child.steps[WARM_UP:]
-        taken = [one["seconds"] for one in found]
-        bound = [max(beside, one["moved"] * cost) for beside, one, cost in zip(memory, found, costs, strict=True)]
+    memory, usual = ([step["seconds"] for step in one.steps] for one in trainings[:2])
+    for one in trainings:
+        taken = [step["seconds"] for step in one.steps]
+        moved = [step["read"] + step["written"] for step in one.steps]
+        bound = [max(beside, nbytes * cost) for beside, nbytes, cost in zip(memory, moved, costs, strict=True)]
         by = [Spread.of([a / b for a, b in zip(taken, other, strict=True)]).shown() for other in (memory, usual, bound)]
-        moved = statistics.fmean(one["moved"] for one in found) / shape.parameters
-        updating = [b["updating"] - a["updating"] for a, b in zip(child.steps[WARM_UP - 1 :], found, strict=False)]
-        state = 12.0 if child.way == MEMORY else kind_named(child.way).bytes_kept
+        phases = (statistics.median(step["phases"][name] for step in one.steps) for name in ("update", "waiting"))
         print(
-            f"| {child.way} | {state:.2f} | {Spread.of(taken).shown()} | {' | '.join(by)} | {moved:.2f} "
-            f"| {statistics.median(updating):.2f} | {statistics.median(one['waited'] for one in found):.2f} "
-            f"| {found[-1]['peak'] / 2**20:.0f} | {found[-1]['loss']:.4f} |"
+            f"| {one.variant.name} | {kind_named(one.variant.optimizer).bytes_kept:.2f} | {Spread.of(taken).shown()} "
+            f"| {' | '.join(by)} | {statistics.fmean(moved) / parameters:.2f} "
+            f"| {' | '.join(f'{phase:.2f}' for phase in phases)} "
+            f"| {one.end['peak_rss'] / 2**20:.0f} | {one.steps[-1]['losses'][-1]:.4f} |"
         )
     return 0
 

@@ -15,11 +15,11 @@ import json
 import shlex
 import sys
 from contextlib import ExitStack
-from dataclasses import fields
 from typing import Any
 
 from bench.optimum import lower_bound
 from bench.watched import watch
+from tiered.cli.bench import command
 from tiered.cli.bench.train import WARM_UP, describe
 from tiered.cli.bench.trainer import Options, Trainer
 from tiered.cli.main import main as tiered
@@ -60,12 +60,11 @@ def optimum(options: Options) -> float:
 
 def options_of(arguments: list[str]) -> Options:
     """As the command reads them."""
-    from tiered.cli.bench import command as bench
-
     parser = argparse.ArgumentParser()
-    bench.add_parser(parser.add_subparsers())
+    command.add_parser(parser.add_subparsers())
     parsed = parser.parse_args(["bench", "train", *arguments])
-    return Options(**{field.name: getattr(parsed, field.name) for field in fields(Options)})
+    found: Options = command.options_of(Options, parsed)
+    return found
 
 
 def main() -> int:

@@ -17,7 +17,8 @@ import pytest
 from tests import programs
 from tests.cli.train.test_train import MIB, ONE_THREAD, command, failure, message
 from tiered.cli.bench import train as bench_train
-from tiered.cli.bench.trainer import PHASES, Options
+from tiered.cli.bench import trainer
+from tiered.cli.bench.trainer import PHASES, Options, Training, Variant, first_line, training
 from tiered.cli.main import main
 
 MODEL = ["--layers", 2, "--width", 96, "--heads", 4, "--context", 16, "--batch", 2]
@@ -27,7 +28,7 @@ TINY = ["bench", "train", *MODEL, "--dram", "1MiB"]
 @pytest.fixture(autouse=True)
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """What this process benches, it benches in forked processes; a command in an interpreter of its own starts others."""
-    monkeypatch.setattr(bench_train, "subprocess", SimpleNamespace(Popen=programs.Popen, PIPE=subprocess.PIPE))
+    monkeypatch.setattr(trainer, "subprocess", SimpleNamespace(Popen=programs.Popen, PIPE=subprocess.PIPE))
 
 
 def found(folder: Path, capsys: pytest.CaptureFixture[str], *more: object, alone: bool = False) -> dict[str, Any]:
@@ -118,10 +119,10 @@ class TestRefused:
 
 def test_a_training_that_was_killed_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     options = Options(str(tmp_path), None, 2, 96, 4, 16, 2, 1, 1, MIB, "on_fetch", "auto", 1)
-    with bench_train._process(options, "memory", ()) as process:
+    with training(options, Variant("in memory", "memory")) as process:
         process.begin()
-        process._child.kill()
-        process._child.wait()
+        process.child.kill()
+        process.child.wait()
         with pytest.raises(Exception, match="training in memory was killed by signal 9, perhaps because memory ran out"):
             process.step()
 
@@ -151,15 +152,15 @@ def test_asked_to_stop_within_a_step(
     signum: int, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the last of the three trains, which ignores it: it is not asked."""
-    step, children = bench_train._Process.step, list[psutil.Process]()
+    step, children = Training.step, list[psutil.Process]()
 
-    def asking(process: bench_train._Process) -> dict[str, Any]:
-        children.append(psutil.Process(process._child.pid))
+    def asking(process: Training) -> dict[str, Any]:
+        children.append(psutil.Process(process.child.pid))
         if len(children) == 3:
             os.kill(os.getpid(), signum)
         return step(process)
 
-    monkeypatch.setattr(bench_train._Process, "step", asking)
+    monkeypatch.setattr(Training, "step", asking)
     assert main(list(map(str, [*TINY, "--dir", tmp_path]))) == code
     shown = capsys.readouterr()
     assert message(shown.err.splitlines()[-1]) == "tiered: stopped; the scratch store is removed"
@@ -170,10 +171,9 @@ def test_asked_to_stop_within_a_step(
 
 
 def test_one_that_lost_its_parent_ends(tmp_path: Path) -> None:
-    from tiered.cli.bench.trainer import as_lines
-
     options = Options(str(tmp_path), None, 2, 96, 4, 16, 2, 1, 1, MIB, "on_fetch", "auto", 1)
     arguments = [sys.executable, "-m", "tiered.cli.bench.trainer"]
-    done = programs.run(arguments, input=as_lines(options, "disk", ()), capture_output=True, text=True, env=ONE_THREAD)
+    given = first_line(options, Variant("on disk", "disk"), ())
+    done = programs.run(arguments, input=given, capture_output=True, text=True, env=ONE_THREAD)
     assert done.returncode == 0, done.stderr
     assert not list(tmp_path.iterdir())

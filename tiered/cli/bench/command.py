@@ -27,7 +27,7 @@ from tiered.cli.train.options import MODEL_HELP, OPTIMIZERS, UPDATES, default_of
 if TYPE_CHECKING:
     from tiered.cli.arguments import Commands
 
-__all__ = ["add_parser"]
+__all__ = ["add_parser", "options_of"]
 
 DESCRIPTION = """\
 Measure the drive of this machine through a store. Everything happens in a new folder inside FOLDER, which is
@@ -276,7 +276,7 @@ def _run_io(parser: argparse.ArgumentParser, parsed: argparse.Namespace, given: 
 def _run_store(parsed: argparse.Namespace, given: list[str]) -> int:
     from tiered.cli.bench.store import Options, bench
 
-    return bench(_options(Options, parsed), parsed.json)
+    return bench(options_of(Options, parsed), parsed.json)
 
 
 def _run_train(parser: argparse.ArgumentParser, parsed: argparse.Namespace, given: list[str]) -> int:
@@ -285,20 +285,20 @@ def _run_train(parser: argparse.ArgumentParser, parsed: argparse.Namespace, give
     from tiered.cli.bench.train import bench
     from tiered.cli.bench.trainer import Options
 
-    return bench(_options(Options, parsed), parsed.json)
+    return bench(options_of(Options, parsed), parsed.json)
 
 
 def _run_step(parsed: argparse.Namespace, given: list[str]) -> int:
     from tiered.cli.bench.step import Options, bench
 
     parsed.beside = _beside(parsed)
-    return bench(_options(Options, parsed), parsed.json)
+    return bench(options_of(Options, parsed), parsed.json)
 
 
 def _beside(parsed: argparse.Namespace) -> Any:
     return "fio" if parsed.fio else "nothing"
 
 
-def _options(kind: Any, parsed: argparse.Namespace) -> Any:
+def options_of(kind: Any, parsed: argparse.Namespace) -> Any:
     """Make the options of a command from the arguments that have the names of its fields."""
-    return kind(**{field.name: getattr(parsed, field.name) for field in fields(kind)})
+    return kind(**{field.name: getattr(parsed, field.name) for field in fields(kind) if field.name in parsed})

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import IO, Any
+from typing import Any
 
 import psutil
 
-from tiered import CapacityError, MisuseError, TieredError
-from tiered.cli.bench.trainer import PHASES, Options, Variant, as_lines
+from tiered import CapacityError, MisuseError
+from tiered.cli.bench.trainer import PHASES, Options, Training, Variant, training
 from tiered.cli.info.machine import store_facts
 from tiered.cli.output import Progress, counted, refuse_unwritable, table, told_environment, told_io, told_noise, write_report
 from tiered.cli.stop import Stopped, StopRequest
@@ -25,77 +23,8 @@ __all__ = ["WARM_UP", "bench", "describe"]
 
 WARM_UP = 5
 """Steps that do not count: they make the moments, and the store learns the order of a step."""
-VARIANTS: tuple[Variant, ...] = ("disk", "dram", "memory")
+VARIANTS = (Variant("on disk", "disk"), Variant("DRAM only", "dram"), Variant("in memory", "memory"))
 """The order in which they start: the first one decides which modules the last one computes in parts."""
-NAMES = {"memory": "in memory", "dram": "DRAM only", "disk": "on disk"}
-
-
-class _Process:
-    """A training in a process of its own, which Ctrl-C does not reach: ``close`` ends it."""
-
-    def __init__(self, options: Options, variant: Variant, split: tuple[str, ...]) -> None:
-        self._variant = variant
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", "tiered.cli.bench.trainer"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        self._first = as_lines(options, variant, split)
-
-    def begin(self) -> dict[str, Any]:
-        """Start the training, and wait until the model is made."""
-        return self._ask(self._first)
-
-    def step(self) -> dict[str, Any]:
-        """Run one step; returns its measurements."""
-        return self._ask("step\n")
-
-    def end(self) -> dict[str, Any]:
-        """End the training; returns the memory that it used."""
-        found = self._ask("end\n")
-        self._child.wait()
-        return found
-
-    def close(self) -> None:
-        """Kill the process where it has not ended."""
-        self._child.kill()
-        self._child.wait()
-        for pipe in self._pipes():
-            with suppress(BrokenPipeError):
-                pipe.close()
-
-    def _pipes(self) -> tuple[IO[str], IO[str]]:
-        assert self._child.stdin is not None
-        assert self._child.stdout is not None
-        return self._child.stdin, self._child.stdout
-
-    def _ask(self, line: str) -> dict[str, Any]:
-        to, back = self._pipes()
-        try:
-            to.write(line)
-            to.flush()
-        except BrokenPipeError:
-            pass  # the process has ended, and its last line says why
-        answer = back.readline()
-        if not answer:
-            code = self._child.wait()
-            why = f"was killed by signal {-code}, perhaps because memory ran out" if code < 0 else f"ended with code {code}"
-            raise TieredError(f"training {NAMES[self._variant]} {why}")
-        found: dict[str, Any] = json.loads(answer)
-        if "error" in found:
-            raise TieredError(f"training {NAMES[self._variant]}: {found['error']}")
-        return found
-
-
-@contextmanager
-def _process(options: Options, variant: Variant, split: tuple[str, ...]) -> Iterator[_Process]:
-    process = _Process(options, variant, split)
-    try:
-        yield process
-    finally:
-        process.close()
 
 
 def bench(options: Options, json: str | None) -> int:
@@ -145,37 +74,37 @@ def _refuse_small_machine(options: Options) -> None:
 
 def _train(options: Options, stack: ExitStack, stop: StopRequest, progress: Progress) -> dict[str, Any]:
     """Run steps of all three in turn, so that changes over time affect all alike."""
-    processes: dict[Variant, _Process] = {}
-    begun: dict[Variant, dict[str, Any]] = {}
+    trainings: dict[str, Training] = {}
+    begun: dict[str, dict[str, Any]] = {}
     split: tuple[str, ...] = ()
     for variant in VARIANTS:
         stop.check()
-        progress.working(f"{NAMES[variant]}: making the model", 0.0)
-        processes[variant] = stack.enter_context(_process(options, variant, split))
-        begun[variant] = processes[variant].begin()
-        split = split or tuple(begun[variant]["split"])
-    steps: dict[Variant, list[dict[str, Any]]] = {variant: [] for variant in VARIANTS}
+        progress.working(f"{variant.name}: making the model", 0.0)
+        trainings[variant.place] = one = stack.enter_context(training(options, variant, split))
+        begun[variant.place] = one.begin()
+        split = split or tuple(begun[variant.place]["split"])
+    steps: dict[str, list[dict[str, Any]]] = {place: [] for place in trainings}
     total = WARM_UP + options.rounds
     for number in range(total):
         what = f"warming up: step {number + 1}" if number < WARM_UP else f"round {number - WARM_UP + 1} of {options.rounds}"
-        for place, (variant, process) in enumerate(processes.items()):
+        for turn, (place, one) in enumerate(trainings.items()):
             stop.check()
-            progress.working(f"{what}, {NAMES[variant]}", (number + place / len(processes)) / total)
-            steps[variant].append(process.step())
+            progress.working(f"{what}, {one.variant.name}", (number + turn / len(trainings)) / total)
+            steps[place].append(one.step())
     progress.working("done", 1.0)
-    ended = {variant: process.end() for variant, process in processes.items()}
+    ended = {place: one.end() for place, one in trainings.items()}
     parameters = options.shape.parameters
     return {
         "variants": {
-            variant: _numbers(steps[variant][WARM_UP:], steps["memory"][WARM_UP:], parameters)
-            | ended[variant]
+            place: _numbers(steps[place][WARM_UP:], steps["memory"][WARM_UP:], parameters)
+            | ended[place]
             | {
-                "baseline_rss": begun[variant]["baseline"],
-                "losses": [step["losses"] for step in steps[variant]],
-                "norms": [step["norm"] for step in steps[variant]],
-                "differs": _difference(steps[variant], steps["memory"]),
+                "baseline_rss": begun[place]["baseline"],
+                "losses": [step["losses"] for step in steps[place]],
+                "norms": [step["norm"] for step in steps[place]],
+                "differs": _difference(steps[place], steps["memory"]),
             }
-            for variant in reversed(VARIANTS)
+            for place in reversed(trainings)
         }
     }
 
@@ -208,6 +137,7 @@ def _difference(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> str
 def describe(report: Mapping[str, Any]) -> str:
     """Format the report as text."""
     variants: Mapping[str, Mapping[str, Any]] = report["variants"]
+    names: dict[str, str] = {variant.place: variant.name for variant in VARIANTS}
 
     def told(spread: Mapping[str, float] | None, digits: int = 2) -> str:
         return "-" if spread is None else Spread(spread["median"], spread["min"], spread["max"]).shown(digits=digits)
@@ -215,7 +145,7 @@ def describe(report: Mapping[str, Any]) -> str:
     def size(nbytes: int | None) -> str:
         return "-" if nbytes is None else format_size(nbytes)
 
-    rows = [["", *(NAMES[variant] for variant in variants)]]
+    rows = [["", *(names[place] for place in variants)]]
     rows.append(["seconds per step", *(told(v["seconds"], 3) for v in variants.values())])
     rows.append(["by training in memory", *(told(v["by_memory"]) for v in variants.values())])
     for phase in PHASES:
@@ -245,5 +175,5 @@ def describe(report: Mapping[str, Any]) -> str:
         differs = variants[variant]["differs"]
         steps = len(variants[variant]["losses"])
         same = f"the same losses and norms as in memory in all {steps} steps, bit by bit"
-        lines.append(f"{NAMES[variant]}: {same if differs is None else f'differs from training in memory at {differs}'}")
+        lines.append(f"{names[variant]}: {same if differs is None else f'differs from training in memory at {differs}'}")
     return "\n".join(lines)

@@ -1,36 +1,38 @@
-"""One training of ``tiered bench train``, in memory, in a store without a disk, or on disk: single steps, timed by phase.
+"""Trainings that take turns, each in a process of its own, so that its memory can be measured: in memory, in a store without a
+disk, or on disk. Single steps, timed by phase.
 
-``python -m tiered.cli.bench.trainer`` runs such a training as a process of its own, so that its memory can be measured. The
-process reads lines from stdin, the options first and then "step" or "end", and answers each with a line of JSON.
+``python -m tiered.cli.bench.trainer`` is such a process. It reads lines from stdin, the options first and then "step" or "end",
+and answers each with a line of JSON.
 """
 
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from typing import IO, Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from tiered import TieredError, TieredStore, zero
+from tiered.cli.train.loop import Schedule, TrainingLoop
 from tiered.cli.train.model import GPT, STATE_BYTES, Shape, Text, build, in_parts, open_text, seeded_initialiser
-from tiered.cli.train.optimizers import decayed
+from tiered.cli.train.optimizers import kind_of
+from tiered.cli.train.options import Options as TrainOptions
+from tiered.cli.train.options import default_of
 from tiered.measuring.meters import Meter, peak_memory, scratch_store
 from tiered.store.opening import SMALLEST_DRAM
 from tiered.types import BackendName
 
-__all__ = ["PHASES", "Options", "Trainer", "Variant", "as_lines"]
+__all__ = ["PHASES", "Options", "Trainer", "Training", "Variant", "training"]
 
-Variant = Literal["memory", "dram", "disk"]
 PHASES = ("forward", "backward", "update", "waiting", "other")
-CLIP = 1.0
-"""Largest norm of the gradients; updates within backward work without clipping."""
 DRAM_BYTES = 17
 """Bytes per parameter in a store without a disk: value, moments, gradient, and room for fragmentation."""
 KEPT = 8
@@ -39,8 +41,8 @@ KEPT = 8
 
 @dataclass(frozen=True)
 class Options:
-    """Options of ``tiered bench train``. ``dram``: bytes of memory of the variant on disk, None for a tenth of the state;
-    ``text`` None: the text of this package."""
+    """What trainings that take turns have in common. ``dram``: bytes of memory of those on disk, None for a tenth of the state;
+    ``text`` None: the text of this package. ``clip`` 0: no limit for the norm of the gradients, as with updates in backward."""
 
     folder: str
     text: str | None
@@ -49,12 +51,13 @@ class Options:
     heads: int
     context: int
     batch: int
-    accumulate: int
-    micro_batch: int
-    dram: int | None
-    update: Literal["on_fetch", "in_backward"]
-    backend: BackendName
-    rounds: int
+    accumulate: int = 1
+    micro_batch: int = 1
+    dram: int | None = None
+    update: Literal["on_fetch", "in_backward"] = "on_fetch"
+    backend: BackendName = "auto"
+    rounds: int = 5
+    clip: float = 1.0
 
     @property
     def shape(self) -> Shape:
@@ -78,35 +81,39 @@ class Options:
         return DRAM_BYTES * self.shape.parameters + kept + (32 << 20)
 
 
-class _Clock:
-    """Adds up the seconds of each phase. Updates and waiting are phases of their own, in whichever phase they happen."""
+@dataclass(frozen=True)
+class Variant:
+    """What they differ in. ``place``: in memory without a store, in a store without a disk, or on disk. ``activation_memory``:
+    bytes that activations may take, where ``activations`` is "auto"."""
 
-    def __init__(self, model: nn.Module, store: TieredStore | None) -> None:
-        self._model, self._store = model, store
-        self.seconds = dict.fromkeys(PHASES, 0.0)
+    name: str
+    place: Literal["memory", "dram", "disk"]
+    optimizer: str = "adamw"
+    activations: Literal["memory", "recompute", "store", "auto"] = "memory"
+    activation_memory: int | None = None
 
-    def _now(self) -> tuple[float, float, float]:
-        if self._store is None:
-            return time.perf_counter(), 0.0, 0.0
-        updates, stalled = zero.statistics(self._model).update_seconds, self._store.statistics().stalled
-        return time.perf_counter(), updates, stalled
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        began = self._now()
-        yield
-        whole, updates, waiting = (b - a for a, b in zip(began, self._now(), strict=True))
-        self.seconds["update"] += updates
-        self.seconds["waiting"] += waiting
-        self.seconds[name] += whole - updates - waiting
+    def training(self, options: Options) -> TrainOptions:
+        """Return the options of the training loop: it never ends, and its learning rate stays."""
+        given = asdict(options) | {"optimizer": self.optimizer, "steps": None, "warmup": 1}
+        if options.update == "in_backward":
+            given["clip"] = 0.0
+        return TrainOptions(**{one.name: given.get(one.name, default_of(one.name)) for one in fields(TrainOptions)})
 
 
 class Trainer:
     """Trains in ``store``; None: in memory, with the modules named ``split`` computed in parts as ``zero.page`` does."""
 
-    def __init__(self, options: Options, text: Text, store: TieredStore | None, split: tuple[str, ...] = ()) -> None:
-        self._options, self._text, self.store = options, text, store
-        settings = {"lr": 1e-4, "betas": (0.9, 0.95)}
+    def __init__(
+        self,
+        options: Options,
+        text: Text,
+        store: TieredStore | None,
+        variant: Variant = Variant("training", "disk"),
+        split: tuple[str, ...] = (),
+    ) -> None:
+        given = variant.training(options)
+        kind = kind_of(given)
+        self.store = store
         if store is None:
             self.model = GPT(options.shape)
             initialise = seeded_initialiser(self.model, options.shape)
@@ -114,47 +121,123 @@ class Trainer:
                 if module._parameters:
                     initialise(module)
             in_parts(self.model, split, options.micro_batch)
-            groups = decayed(self.model, 0.1)
-            self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, fused=True, **settings)  # type: ignore[arg-type]
+            self.optimizer: torch.optim.Optimizer = kind.in_memory(self.model, given)
+            clip: Callable[[float], torch.Tensor] = partial(nn.utils.clip_grad_norm_, list(self.model.parameters()))
         else:
             self.model = build(options.shape)
-            initialise = seeded_initialiser(self.model, options.shape)
-            zero.page(self.model, store, micro_batch=options.micro_batch, param_init_fn=initialise)
+            plan = zero.AutoPlan(memory=variant.activation_memory) if variant.activations == "auto" else None
+            zero.page(
+                self.model, store, micro_batch=options.micro_batch, activations=variant.activations, plan=plan,
+                param_init_fn=seeded_initialiser(self.model, options.shape),
+            )  # fmt: skip
             split = zero.statistics(self.model).split
-            groups = decayed(self.model, 0.1)
-            self.optimizer = zero.AdamW(groups, update=options.update, **settings)  # type: ignore[arg-type]
+            self.optimizer = optimizer = kind.in_store(self.model, given)
+            clip = optimizer.clip_grad_norm_
         self.split = split
-        self._generator = torch.Generator().manual_seed(0)
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._steps = TrainingLoop(self.model, self.optimizer, clip, text, given, Schedule(given), phase=self._phase).steps()
         self._meter = Meter(store)
 
     def step(self) -> dict[str, Any]:
         """Forward and backward of every batch, and the optimizer's step. Seconds by phase, bytes, losses, and the norm."""
-        options, clock = self._options, _Clock(self.model, self.store)
-        losses, norm = [], None
         self._meter.lap()
-        for _ in range(options.accumulate):
-            inputs, targets = self._text.batch(options.batch, self._generator)
-            with clock.phase("forward"):
-                loss = F.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
-            with clock.phase("backward"):
-                (loss / options.accumulate).backward()  # type: ignore[no-untyped-call]
-            losses.append(loss.item())
-        with clock.phase("update"):
-            if options.update == "on_fetch":
-                norm = self._clip().item()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+        self._seconds = seconds = dict.fromkeys(PHASES, 0.0)
+        result = next(self._steps)
         used = self._meter.lap()
-        seconds = clock.seconds
         seconds["other"] = used.seconds - sum(seconds.values())
-        return {"seconds": used.seconds, "phases": seconds, "losses": losses, "norm": norm} | {
+        return {"seconds": used.seconds, "phases": seconds, "losses": result.losses, "norm": result.norm} | {
             name: getattr(used, name) for name in ("read", "written", "kernel_read", "kernel_written")
         }
 
-    def _clip(self) -> torch.Tensor:
-        if isinstance(self.optimizer, zero.AdamW):
-            return self.optimizer.clip_grad_norm_(CLIP)
-        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """Add up the seconds of a phase. Updates and waiting are phases of their own, in whichever phase they happen."""
+        began = self._now()
+        yield
+        whole, updates, waiting = (b - a for a, b in zip(began, self._now(), strict=True))
+        self._seconds["update"] += updates
+        self._seconds["waiting"] += waiting
+        self._seconds[name] += whole - updates - waiting
+
+    def _now(self) -> tuple[float, float, float]:
+        if self.store is None:
+            return time.perf_counter(), 0.0, 0.0
+        updates, stalled = zero.statistics(self.model).update_seconds, self.store.statistics().stalled
+        return time.perf_counter(), updates, stalled
+
+
+class Training:
+    """A training in a process of its own, which Ctrl-C does not reach: ``close`` ends it."""
+
+    def __init__(self, options: Options, variant: Variant, split: tuple[str, ...] = ()) -> None:
+        self.variant = variant
+        self.child = subprocess.Popen(
+            [sys.executable, "-m", "tiered.cli.bench.trainer"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._first = first_line(options, variant, split)
+
+    def begin(self) -> dict[str, Any]:
+        """Start the training, and wait until the model is made."""
+        return self._ask(self._first)
+
+    def step(self) -> dict[str, Any]:
+        """Run one step; returns its measurements."""
+        return self._ask("step\n")
+
+    def end(self) -> dict[str, Any]:
+        """End the training; returns the memory that it used."""
+        found = self._ask("end\n")
+        self.child.wait()
+        return found
+
+    def close(self) -> None:
+        """Kill the process where it has not ended."""
+        self.child.kill()
+        self.child.wait()
+        for pipe in self._pipes():
+            with suppress(BrokenPipeError):
+                pipe.close()
+
+    def _pipes(self) -> tuple[IO[str], IO[str]]:
+        assert self.child.stdin is not None
+        assert self.child.stdout is not None
+        return self.child.stdin, self.child.stdout
+
+    def _ask(self, line: str) -> dict[str, Any]:
+        to, back = self._pipes()
+        try:
+            to.write(line)
+            to.flush()
+        except BrokenPipeError:
+            pass  # the process has ended, and its last line says why
+        answer = back.readline()
+        if not answer:
+            code = self.child.wait()
+            why = f"was killed by signal {-code}, perhaps because memory ran out" if code < 0 else f"ended with code {code}"
+            raise TieredError(f"training {self.variant.name} {why}")
+        found: dict[str, Any] = json.loads(answer)
+        if "error" in found:
+            raise TieredError(f"training {self.variant.name}: {found['error']}")
+        return found
+
+
+@contextmanager
+def training(options: Options, variant: Variant, split: tuple[str, ...] = ()) -> Iterator[Training]:
+    """Have a training, whose process ends with this context."""
+    found = Training(options, variant, split)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def first_line(options: Options, variant: Variant, split: tuple[str, ...]) -> str:
+    """Write the first line that the process reads."""
+    return json.dumps({"options": asdict(options), "variant": asdict(variant), "split": split}) + "\n"
 
 
 def _answer(**found: Any) -> None:
@@ -164,28 +247,29 @@ def _answer(**found: Any) -> None:
 def main() -> int:
     """Run the process: answer the lines of stdin."""
     given = json.loads(sys.stdin.readline())
-    options, variant = Options(**given["options"]), given["variant"]
+    options, variant = Options(**given["options"]), Variant(**given["variant"])
     try:
         with ExitStack() as stack:
             text = open_text(options.text, options.context, stack)
             store = None
-            if variant == "dram":
+            if variant.place == "dram":
                 store = stack.enter_context(TieredStore.open(None, dram=options.whole))
-            elif variant == "disk":
+            elif variant.place == "disk":
                 store = stack.enter_context(scratch_store(options.folder, dram=options.pool, backend=options.backend))
             baseline = peak_memory()
-            trainer = Trainer(options, text, store, tuple(given["split"]))
+            trainer = Trainer(options, text, store, variant, tuple(given["split"]))
             _answer(split=trainer.split, baseline=baseline)
             for line in sys.stdin:
                 if line.strip() == "end":
                     break
                 _answer(**trainer.step())
-            seen = store.statistics() if store is not None else None
-            dram = None if seen is None else seen.tiers[0]
+            dram = None if store is None else store.statistics().tiers[0]
+            seen = None if store is None else zero.statistics(trainer.model)
             _answer(
                 peak_rss=peak_memory(),
                 pool=None if dram is None else {"budget_bytes": dram.capacity, "peak_bytes": dram.peak},
-                units=None if store is None else zero.statistics(trainer.model).units,
+                units=None if seen is None else seen.units,
+                plan=None if seen is None or seen.plan is None else asdict(seen.plan),
             )
     except TieredError as error:
         _answer(error=str(error))
@@ -196,11 +280,6 @@ def main() -> int:
         _answer(error="memory ran out: lower --layers, --width or --batch")
         return 1
     return 0
-
-
-def as_lines(options: Options, variant: Variant, split: tuple[str, ...]) -> str:
-    """Write the first line that the process reads."""
-    return json.dumps({"options": asdict(options), "variant": variant, "split": split}) + "\n"
 
 
 if __name__ == "__main__":

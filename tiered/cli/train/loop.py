@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +74,8 @@ class Schedule:
 class TrainingLoop:
     """Trains ``model`` step by step. The order of the data depends on the seed alone.
 
-    A checkpoint has ``data``, the generator of the batches, and ``scheduler``. ``done`` counts completed steps."""
+    A checkpoint has ``data``, the generator of the batches, and ``scheduler``. ``done`` counts completed steps. ``phase`` is
+    entered around "forward", "backward" and "update" of each step."""
 
     def __init__(
         self,
@@ -84,12 +86,14 @@ class TrainingLoop:
         options: Options,
         schedule: Schedule,
         peers: Peers | None = None,
+        phase: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.data = torch.Generator().manual_seed(options.seed)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor)
         self.schedule = schedule
         self.done = 0
         self._peers = SingleRank() if peers is None else peers
+        self._phase = phase
         self._model, self._optimizer, self._clip, self._text, self._options = model, optimizer, clip, text, options
         self._begun: tuple[torch.Tensor, torch.Tensor] | None = None
         self._device = next(model.parameters()).device
@@ -117,11 +121,14 @@ class TrainingLoop:
             launched = self._peers.launched
             inputs, targets = self._text.batch(options.batch, self.data, launched.rank, launched.ranks)
             inputs, targets = inputs.to(self._device), targets.to(self._device)
-            loss = F.cross_entropy(self._model(inputs).flatten(0, 1), targets.flatten())
+            with self._phase("forward"):
+                loss = F.cross_entropy(self._model(inputs).flatten(0, 1), targets.flatten())
             losses.append(self._finite("loss", self._peers.agree(loss)))
-            (loss / options.accumulate).backward()  # type: ignore[no-untyped-call]
-        norm = self._finite("norm of the gradients", self._clip(options.clip).item()) if options.clip else None
-        self._optimizer.step()
+            with self._phase("backward"):
+                (loss / options.accumulate).backward()  # type: ignore[no-untyped-call]
+        with self._phase("update"):
+            norm = self._finite("norm of the gradients", self._clip(options.clip).item()) if options.clip else None
+            self._optimizer.step()
         self.scheduler.step()
         self.done += 1
         self._begun = None
