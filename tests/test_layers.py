@@ -86,7 +86,7 @@ TREE: dict[str, tuple[str, ...]] = {
     ),
     "cli.plan": ("plot", "run", "command", "report"),
     "cli.generate": ("text", "live", "summary", "command"),
-    "cli.bench": ("series", "plot", "io", "sweep", "sustained", "store", "step", "trainer", "train", "command"),
+    "cli.bench": ("reports", "series", "plot", "io", "sweep", "sustained", "store", "step", "trainer", "train", "command"),
 }
 
 # Package -> the packages, and single modules of packages, that its files may import. "" is the files beside ``__init__``;

@@ -356,7 +356,7 @@ class TestStopping:
         running.send_signal(signum)
         _, errors = running.communicate(timeout=60)
         assert running.returncode == code, errors
-        assert message(errors.splitlines()[-1]) == "tiered: stopped; the scratch store is removed"
+        assert message(errors.splitlines()[-1]) == "tiered: stopped; the scratch files are removed"
         assert not list(tmp_path.iterdir())
 
     def test_killed(self, tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ class TestSweep:
             finally:
                 child.kill()
         assert child.returncode == 143
-        assert message(errors.splitlines()[-1]) == "tiered: stopped; the scratch file is removed"
+        assert message(errors.splitlines()[-1]) == "tiered: stopped; the scratch files are removed"
         assert not list(tmp_path.iterdir())
 
 

@@ -142,7 +142,7 @@ def test_asked_to_stop(signum: int, code: int, tmp_path: Path) -> None:
         finally:
             running.kill()
     assert running.returncode == code, errors
-    assert message(errors.splitlines()[-1]) == "tiered: stopped; the scratch store is removed"
+    assert message(errors.splitlines()[-1]) == "tiered: stopped; the scratch files are removed"
     assert not list(tmp_path.iterdir())
     assert not any(child.is_running() for child in children)
 
@@ -163,7 +163,7 @@ def test_asked_to_stop_within_a_step(
     monkeypatch.setattr(Training, "step", asking)
     assert main(list(map(str, [*TINY, "--dir", tmp_path]))) == code
     shown = capsys.readouterr()
-    assert message(shown.err.splitlines()[-1]) == "tiered: stopped; the scratch store is removed"
+    assert message(shown.err.splitlines()[-1]) == "tiered: stopped; the scratch files are removed"
     assert not shown.out
     assert not list(tmp_path.iterdir())
     assert len(set(children)) == 3

@@ -4,11 +4,10 @@ another thread writes as fast as the store allows."""
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,24 +16,21 @@ from typing import Any, Literal
 
 from tiered import TieredError, TieredStore
 from tiered.cli.bench.plot import plot_rounds
+from tiered.cli.bench.reports import Measuring, reported
 from tiered.cli.bench.series import Run, Series, Setup, Workload, in_rounds, ratios, refuse_full_disk, series_as_json
 from tiered.cli.info.machine import store_facts
 from tiered.cli.output import (
-    Progress,
     counted,
     duration,
     rate_unit,
-    refuse_unplottable,
-    refuse_unwritable,
     table,
     told_environment,
     told_io,
     told_noise,
-    write_report,
 )
-from tiered.cli.stop import Stopped, StopRequest
+from tiered.cli.stop import StopRequest
 from tiered.measuring import fio
-from tiered.measuring.meters import DATA_FILE, Noise, Spread, Usage, environment, quantiles, scratch_folder, scratch_store
+from tiered.measuring.meters import DATA_FILE, Spread, Usage, quantiles, scratch_folder, scratch_store
 from tiered.types import exact_size, format_size
 
 __all__ = ["MODES", "Beside", "Flood", "Options", "bench"]
@@ -157,48 +153,35 @@ class Options:
 
 def bench(options: Options, setup: Setup, json: str | None) -> int:
     """Measure and print; returns the exit code."""
-    refuse_unwritable(json)
-    refuse_unplottable(options.plot)
-    report: dict[str, Any] = environment() | {"rounds": options.rounds, **setup.as_json()}
+    return reported(partial(_measure, options, setup), json, options.plot, plot_rounds)
+
+
+def _measure(options: Options, setup: Setup, under: Measuring) -> Callable[[], str]:
+    report, stack, stop, progress = under.report, under.stack, under.stop, under.progress
+    report |= {"rounds": options.rounds, **setup.as_json()}
     if options.beside == "fio":
         report["fio"] = {"version": fio.version(), "block_bytes": fio.BLOCK, "depth": fio.DEPTH}
-    noise = Noise()
-    flood = None
-    try:
-        with StopRequest() as stop, ExitStack() as stack:
-            progress = stack.enter_context(Progress(sys.stderr))
-            report |= store_facts(options.folder, setup.backend)
-            refuse_full_disk(options.folder, setup.disk_bytes + (setup.moved if options.beside == "fio" else 0))
-            progress.working("writing the tensors to read", 0.0)
-            store = stack.enter_context(scratch_store(options.folder, dram=setup.pool, backend=setup.backend))
-            walk = Workload(store, setup, stop)
-            walk.prepare()
-            ours: dict[fio.Mode, Run] = {"read": walk.read, "write": walk.write, "mixed": walk.mixed}
-            runs = {mode: {"tiered": run} for mode, run in ours.items() if mode in options.modes}
-            if options.beside == "fio" and runs:
-                report["fio"] |= _add_fio(options.folder, setup, runs, stack, _descriptor(store.folder))
-            measured = in_rounds(runs, options.rounds, stop, progress) if runs else {}
-            if "flood" in options.modes:
-                flood = Flood(store, setup, stop)
-                for turn in range(options.rounds):
-                    progress.working(f"flood: round {turn + 1} of {options.rounds}", turn / options.rounds)
-                    flood.round()
-                progress.working("done", 1.0)
-    except Stopped as stopped:
-        print("tiered: stopped; the scratch store is removed", file=sys.stderr)
-        return stopped.exit_code
-    report["noise"] = noise.seen()
+    report |= store_facts(options.folder, setup.backend)
+    refuse_full_disk(options.folder, setup.disk_bytes + (setup.moved if options.beside == "fio" else 0))
+    progress.working("writing the tensors to read", 0.0)
+    store = stack.enter_context(scratch_store(options.folder, dram=setup.pool, backend=setup.backend))
+    walk = Workload(store, setup, stop)
+    walk.prepare()
+    ours: dict[fio.Mode, Run] = {"read": walk.read, "write": walk.write, "mixed": walk.mixed}
+    runs = {mode: {"tiered": run} for mode, run in ours.items() if mode in options.modes}
+    if options.beside == "fio" and runs:
+        report["fio"] |= _add_fio(options.folder, setup, runs, stack, _descriptor(store.folder))
+    measured = in_rounds(runs, options.rounds, stop, progress) if runs else {}
     report["modes"] = {mode: series_as_json(series) for mode, series in measured.items()}
-    if flood is not None:
-        report["flood"] = flood.as_json()
-    if json != "-":
-        print(_describe(report, setup, measured))
-        if flood is not None:
-            print(f"\n{flood.described()}")
-    write_report(json, report)
-    if options.plot is not None:
-        plot_rounds(options.plot, report)
-    return 0
+    told = ""
+    if "flood" in options.modes:
+        flood = Flood(store, setup, stop)
+        for turn in range(options.rounds):
+            progress.working(f"flood: round {turn + 1} of {options.rounds}", turn / options.rounds)
+            flood.round()
+        progress.working("done", 1.0)
+        report["flood"], told = flood.as_json(), f"\n\n{flood.described()}"
+    return lambda: _describe(report, setup, measured) + told
 
 
 def _descriptor(folder: str) -> tuple[str, str] | None:

@@ -4,38 +4,33 @@ of this step alone."""
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from tiered import CapacityError, MisuseError, TieredStore, zero
+from tiered.cli.bench.reports import Measuring, reported
 from tiered.cli.info.machine import store_facts
 from tiered.cli.output import (
-    Progress,
     counted,
     rate_unit,
-    refuse_unwritable,
     table,
     told_environment,
     told_io,
     told_noise,
-    write_report,
 )
-from tiered.cli.stop import Stopped, StopRequest
 from tiered.cli.train.optimizers import kind_named
 from tiered.measuring import fio
 from tiered.measuring.meters import (
     Meter,
-    Noise,
     Rates,
     Spread,
     Usage,
-    environment,
     free_on,
     measure,
     scratch_folder,
@@ -50,6 +45,8 @@ Dtype = Literal["float32", "bfloat16"]
 WARM_UP = 4
 """Steps that do not count: the first has no updates, the second makes the moments, in the third the store learns the order."""
 TOKENS = 4
+REPORTED = ("parameters", "dtype", "optimizer", "update", "passes", "micro_batch", "rounds")
+"""Options that are part of the report."""
 LAYERS = 16
 """Least number of layers; a layer's parameters also take at most a 32nd of the memory."""
 
@@ -133,43 +130,30 @@ class Stepper:
 
 def bench(options: Options, json: str | None) -> int:
     """Measure and print; returns the exit code."""
-    refuse_unwritable(json)
+    return reported(partial(_measure, options), json)
+
+
+def _measure(options: Options, under: Measuring) -> Callable[[], str]:
     if options.pool < SMALLEST_DRAM:
         raise MisuseError(f"--dram {format_size(options.pool)} is too small for a store: the least is 1MiB")
     if options.update == "in_backward" and options.passes > 1:
         raise MisuseError("--update in_backward makes each pass a step: without --passes")
-    report: dict[str, Any] = environment() | {
-        "parameters": options.parameters, "dtype": options.dtype,
-        "optimizer": options.optimizer, "update": options.update, "passes": options.passes,
-        "micro_batch": options.micro_batch, "pool_bytes": options.pool, "rounds": options.rounds,
-    }  # fmt: skip
-    noise, threads = Noise(), torch.get_num_threads()
-    report["threads"] = options.threads or max(1, threads - 1)
+    report, stack, threads = under.report, under.stack, torch.get_num_threads()
+    stack.callback(torch.set_num_threads, threads)
+    report |= {name: getattr(options, name) for name in REPORTED}
+    report |= {"pool_bytes": options.pool, "threads": options.threads or max(1, threads - 1)}
     torch.set_num_threads(report["threads"])
-    try:
-        with StopRequest() as stop, ExitStack() as stack:
-            progress = stack.enter_context(Progress(sys.stderr))
-            report |= store_facts(options.folder, options.backend)
-            _refuse_full_disk(options)
-            progress.working("writing the parameters", 0.0)
-            store = stack.enter_context(scratch_store(options.folder, dram=options.pool, backend=options.backend))
-            stepper = Stepper(store, options)
-            report["parameters"] = stepper.parameters
-            disk = _disk(options, stack)
-            steps, disks = _rounds(stepper, disk, options.rounds, stop, progress)
-            report["peak_bytes"] = store.statistics().tiers[0].peak
-            report["units"] = zero.statistics(stepper.model).units
-    except Stopped as stopped:
-        print("tiered: stopped; the scratch store is removed", file=sys.stderr)
-        return stopped.exit_code
-    finally:
-        torch.set_num_threads(threads)
-    report["noise"] = noise.seen()
+    report |= store_facts(options.folder, options.backend)
+    _refuse_full_disk(options)
+    under.progress.working("writing the parameters", 0.0)
+    store = stack.enter_context(scratch_store(options.folder, dram=options.pool, backend=options.backend))
+    stepper = Stepper(store, options)
+    disk = _disk(options, stack)
+    steps, disks = _rounds(stepper, disk, options.rounds, under)
+    report |= {"parameters": stepper.parameters, "peak_bytes": store.statistics().tiers[0].peak}
+    report["units"] = zero.statistics(stepper.model).units
     report |= _numbers(stepper.parameters, steps, disks)
-    if json != "-":
-        print(_describe(report))
-    write_report(json, report)
-    return 0
+    return lambda: _describe(report)
 
 
 def _refuse_full_disk(options: Options) -> None:
@@ -206,21 +190,21 @@ def _disk(options: Options, stack: ExitStack) -> Callable[[], Rates]:
 
 
 def _rounds(
-    stepper: Stepper, disk: Callable[[], Rates], rounds: int, stop: StopRequest, progress: Progress
+    stepper: Stepper, disk: Callable[[], Rates], rounds: int, under: Measuring
 ) -> tuple[list[Usage], list[Rates]]:
     """Run steps and measurements of the disk in turn."""
     total = WARM_UP + rounds
     for number in range(WARM_UP):
-        stop.check()
-        progress.working(f"warming up: step {number + 1} of {WARM_UP}", number / total)
+        under.stop.check()
+        under.progress.working(f"warming up: step {number + 1} of {WARM_UP}", number / total)
         stepper.step()
     steps, disks = [], []
     for number in range(rounds):
-        stop.check()
-        progress.working(f"round {number + 1} of {rounds}", (WARM_UP + number) / total)
+        under.stop.check()
+        under.progress.working(f"round {number + 1} of {rounds}", (WARM_UP + number) / total)
         disks.append(disk())
         steps.append(stepper.step())
-    progress.working("done", 1.0)
+    under.progress.working("done", 1.0)
     return steps, disks
 
 

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import psutil
 
 from tiered import MisuseError, TieredStore
+from tiered.cli.bench.reports import Measuring, reported
 from tiered.cli.info.machine import store_facts
 from tiered.cli.output import (
-    Progress,
     duration,
     rate,
-    refuse_unwritable,
     table,
     told_environment,
     told_io,
     told_noise,
-    write_report,
 )
-from tiered.cli.stop import Stopped, StopRequest
-from tiered.measuring.meters import Noise, bytes_of, environment, free_on, percentile, scratch_store
+from tiered.cli.stop import StopRequest
+from tiered.measuring.meters import bytes_of, free_on, percentile, scratch_store
 from tiered.store.opening import SMALLEST_DRAM, default_dram
 from tiered.types import BackendName, exact_size, format_size
 
@@ -142,38 +140,33 @@ class Plan:
 
 def bench(options: Options, json: str | None) -> int:
     """Measure and print; returns the exit code."""
-    refuse_unwritable(json)
+    return reported(partial(_measure, options), json)
+
+
+def _measure(options: Options, under: Measuring) -> Callable[[], str]:
     dram = min(USUAL_DRAM, default_dram()) if options.dram is None else options.dram
     if dram < SMALLEST_DRAM:
         raise MisuseError(f"--dram {exact_size(dram)} is too small for a store: the least is {exact_size(SMALLEST_DRAM)}")
-    report: dict[str, Any] = {**environment(), "dram_bytes": dram, "seconds_per_line": options.seconds}
     lines: list[Line] = []
     skipped: list[dict[str, Any]] = []
-    noise = Noise()
-    try:
-        with StopRequest() as stop, Progress(sys.stderr) as progress:
-            report |= store_facts(options.folder, options.backend)
-            for at, nbytes in enumerate(options.sizes):
-                plan = Plan.of(nbytes, dram)
-                why = plan.why_not(dram, free_on(options.folder), psutil.virtual_memory().available)
-                if why is not None:
-                    skipped.append({"size_bytes": nbytes, "why": why})
-                    continue
+    facts = store_facts(options.folder, options.backend)
+    for at, nbytes in enumerate(options.sizes):
+        plan = Plan.of(nbytes, dram)
+        why = plan.why_not(dram, free_on(options.folder), psutil.virtual_memory().available)
+        if why is not None:
+            skipped.append({"size_bytes": nbytes, "why": why})
+            continue
 
-                def tell(done: int, what: str, at: int = at, nbytes: int = nbytes) -> None:
-                    share = (at + done / STAGES) / len(options.sizes)
-                    progress.working(f"{exact_size(nbytes)}: {what}", min(share, 0.999))
+        def tell(done: int, what: str, at: int = at, nbytes: int = nbytes) -> None:
+            share = (at + done / STAGES) / len(options.sizes)
+            under.progress.working(f"{exact_size(nbytes)}: {what}", min(share, 0.999))
 
-                lines += _measure_size(options, plan, stop, tell)
-            progress.working("done", 1.0)
-    except Stopped as stopped:
-        print("tiered: stopped; the scratch store is removed", file=sys.stderr)
-        return stopped.exit_code
-    report |= {"noise": noise.seen(), "lines": [line.as_json() for line in lines], "skipped": skipped}
-    if json != "-":
-        print(_describe(report, lines))
-    write_report(json, report)
-    return 0
+        lines += _measure_size(options, plan, under.stop, tell)
+    under.progress.working("done", 1.0)
+    report = under.report
+    report |= facts | {"dram_bytes": dram, "seconds_per_line": options.seconds}
+    report |= {"lines": [line.as_json() for line in lines], "skipped": skipped}
+    return lambda: _describe(report, lines)
 
 
 def _measure_size(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from tiered import TieredStore
 from tiered.cli.bench.plot import plot_sustained
+from tiered.cli.bench.reports import Measuring, reported
 from tiered.cli.bench.series import Setup, Workload, refuse_full_disk
 from tiered.cli.info.machine import store_facts
 from tiered.cli.output import (
@@ -19,16 +19,12 @@ from tiered.cli.output import (
     duration,
     rate,
     rate_unit,
-    refuse_unplottable,
-    refuse_unwritable,
     table,
     told_environment,
     told_io,
     told_noise,
-    write_report,
 )
-from tiered.cli.stop import Stopped, StopRequest
-from tiered.measuring.meters import Noise, environment, scratch_store
+from tiered.measuring.meters import scratch_store
 from tiered.types import format_size
 
 __all__ = ["Window", "sustained"]
@@ -56,28 +52,17 @@ class Window:
 
 def sustained(folder: str, setup: Setup, seconds: float, json: str | None, plot: str | None) -> int:
     """Write through a store for ``seconds`` and print the rate over time; returns the exit code."""
-    refuse_unwritable(json)
-    refuse_unplottable(plot)
-    report: dict[str, Any] = environment() | setup.as_json() | {"asked_seconds": seconds}
-    noise = Noise()
-    try:
-        with StopRequest() as stop, ExitStack() as stack:
-            progress = stack.enter_context(Progress(sys.stderr))
-            report |= store_facts(folder, setup.backend)
-            refuse_full_disk(folder, setup.disk_bytes)
-            store = stack.enter_context(scratch_store(folder, dram=setup.pool, backend=setup.backend))
-            windows = _windows(store, Workload(store, setup, stop), setup, seconds, progress)
-    except Stopped as stopped:
-        print("tiered: stopped; the scratch store is removed", file=sys.stderr)
-        return stopped.exit_code
-    report["noise"] = noise.seen()
-    report["sustained"] = _as_json(windows)
-    if json != "-":
-        print(_describe(report, setup, windows))
-    write_report(json, report)
-    if plot is not None:
-        plot_sustained(plot, report)
-    return 0
+
+    def measure(under: Measuring) -> Callable[[], str]:
+        report = under.report
+        report |= setup.as_json() | {"asked_seconds": seconds} | store_facts(folder, setup.backend)
+        refuse_full_disk(folder, setup.disk_bytes)
+        store = under.stack.enter_context(scratch_store(folder, dram=setup.pool, backend=setup.backend))
+        windows = _windows(store, Workload(store, setup, under.stop), setup, seconds, under.progress)
+        report["sustained"] = _as_json(windows)
+        return lambda: _describe(report, setup, windows)
+
+    return reported(measure, json, plot, plot_sustained)
 
 
 def _windows(store: TieredStore, walk: Workload, setup: Setup, seconds: float, progress: Progress) -> list[Window]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -15,26 +14,22 @@ from typing import Any
 from tiered import MisuseError, TieredError
 from tiered.cli.bench.io import Beside
 from tiered.cli.bench.plot import plot_sweep
+from tiered.cli.bench.reports import Measuring, reported
 from tiered.cli.bench.series import Run, Series, in_rounds, ratios, refuse_full_disk, series_as_json
 from tiered.cli.info.machine import IN_MEMORY, backends, filesystem
 from tiered.cli.output import (
-    Progress,
     counted,
     duration,
     rate,
     rate_unit,
-    refuse_unplottable,
-    refuse_unwritable,
     table,
     told_environment,
     told_io,
     told_noise,
-    write_report,
 )
-from tiered.cli.stop import Stopped, StopRequest
 from tiered.measuring import fio
 from tiered.measuring.drive import Cache, Checksums, Drive, Order, Point
-from tiered.measuring.meters import Noise, Spread, environment, scratch_folder
+from tiered.measuring.meters import Spread, scratch_folder
 from tiered.store.opening import open_backend
 from tiered.types import BackendName, exact_size, format_size
 
@@ -75,46 +70,36 @@ class Options:
 
 def sweep(options: Options, json: str | None) -> int:
     """Measure and print; returns the exit code."""
-    refuse_unwritable(json)
-    refuse_unplottable(options.plot)
-    report: dict[str, Any] = environment() | {"rounds": options.rounds, "size_bytes": options.size, "seconds": options.seconds}
+    return reported(partial(_measure, options), json, options.plot, plot_sweep)
+
+
+def _measure(options: Options, under: Measuring) -> Callable[[], str]:
+    report, stack = under.report, under.stack
+    report |= {"rounds": options.rounds, "size_bytes": options.size, "seconds": options.seconds}
     if options.beside == "fio":
         report["fio"] = {"version": fio.version()}
     working, report["unavailable"] = _working(options)
-    noise = Noise()
-    try:
-        with StopRequest() as stop, ExitStack() as stack:
-            progress = stack.enter_context(Progress(sys.stderr))
-            disk = filesystem(options.folder)
-            refuse_full_disk(options.folder, options.size)
-            folder = stack.enter_context(scratch_folder(options.folder))
-            drive = Drive(os.path.join(folder, NAME), options.size, options.memory, options.cache, stop.check)
-            stack.enter_context(closing(drive))
-            for point in options.points():
-                drive.refuse(point)
-            report |= {"filesystem": disk["type"], "in_memory": disk["type"] in IN_MEMORY, "direct": drive.direct}
-            report |= {"cache": options.cache}
-            progress.working("writing the file", 0.0)
-            drive.prepare()
-            runs: dict[Point, dict[str, Run]] = {}
-            for point in options.points():
-                runs[point] = {name: partial(drive.run, point, name, options.seconds) for name in working}
-            if options.beside == "fio":
-                report["fio"] |= _add_fio(options, folder, runs, stack)
-            else:
-                os.unlink(drive.path)  # the system takes the space back even if this process is killed
-            measured = in_rounds(runs, options.rounds, stop, progress)
-    except Stopped as stopped:
-        print("tiered: stopped; the scratch file is removed", file=sys.stderr)
-        return stopped.exit_code
-    report["noise"] = noise.seen()
+    disk = filesystem(options.folder)
+    refuse_full_disk(options.folder, options.size)
+    folder = stack.enter_context(scratch_folder(options.folder))
+    drive = Drive(os.path.join(folder, NAME), options.size, options.memory, options.cache, under.stop.check)
+    stack.enter_context(closing(drive))
+    for point in options.points():
+        drive.refuse(point)
+    report |= {"filesystem": disk["type"], "in_memory": disk["type"] in IN_MEMORY, "direct": drive.direct}
+    report |= {"cache": options.cache}
+    under.progress.working("writing the file", 0.0)
+    drive.prepare()
+    runs: dict[Point, dict[str, Run]] = {}
+    for point in options.points():
+        runs[point] = {name: partial(drive.run, point, name, options.seconds) for name in working}
+    if options.beside == "fio":
+        report["fio"] |= _add_fio(options, folder, runs, stack)
+    else:
+        os.unlink(drive.path)  # the system takes the space back even if this process is killed
+    measured = in_rounds(runs, options.rounds, under.stop, under.progress)
     report["points"] = [_point_as_json(point, series) for point, series in measured.items()]
-    if json != "-":
-        print(_describe(report, options, measured))
-    write_report(json, report)
-    if options.plot is not None:
-        plot_sweep(options.plot, report)
-    return 0
+    return lambda: _describe(report, options, measured)
 
 
 def _working(options: Options) -> tuple[list[BackendName], dict[str, str]]:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import psutil
 
 from tiered import CapacityError, MisuseError
+from tiered.cli.bench.reports import Measuring, reported
 from tiered.cli.bench.trainer import PHASES, Options, Training, Variant, training
 from tiered.cli.info.machine import store_facts
-from tiered.cli.output import Progress, counted, refuse_unwritable, table, told_environment, told_io, told_noise, write_report
-from tiered.cli.stop import Stopped, StopRequest
+from tiered.cli.output import counted, table, told_environment, told_io, told_noise
 from tiered.cli.train.model import GRADIENT_BYTES, STATE_BYTES
-from tiered.measuring.meters import Noise, Spread, environment, free_on, scratch_folder
+from tiered.measuring.meters import Spread, free_on, scratch_folder
 from tiered.types import format_size
 
 __all__ = ["WARM_UP", "bench", "describe"]
@@ -29,30 +27,23 @@ VARIANTS = (Variant("on disk", "disk"), Variant("DRAM only", "dram"), Variant("i
 
 def bench(options: Options, json: str | None) -> int:
     """Measure and print; returns the exit code."""
-    refuse_unwritable(json)
-    if options.update == "in_backward" and options.accumulate > 1:
-        raise MisuseError("--update in_backward makes each batch a step: leave out --accumulate")
-    _refuse_small_machine(options)
-    noise = Noise()
-    report: dict[str, Any] = environment() | {
-        "model": {name: getattr(options, name) for name in ("layers", "width", "heads", "context", "batch", "accumulate")},
-        "parameters": options.shape.parameters, "micro_batch": options.micro_batch, "update": options.update,
-        "rounds": options.rounds,
-    }  # fmt: skip
-    try:
-        with StopRequest() as stop, ExitStack() as stack:
-            progress = stack.enter_context(Progress(sys.stderr))
-            report |= store_facts(options.folder, options.backend)
-            here = replace(options, folder=stack.enter_context(scratch_folder(options.folder)))
-            report |= _train(here, stack, stop, progress)
-    except Stopped as stopped:
-        print("tiered: stopped; the scratch store is removed", file=sys.stderr)
-        return stopped.exit_code
-    report["noise"] = noise.seen()
-    if json != "-":
-        print(describe(report))
-    write_report(json, report)
-    return 0
+
+    def measure(under: Measuring) -> Callable[[], str]:
+        if options.update == "in_backward" and options.accumulate > 1:
+            raise MisuseError("--update in_backward makes each batch a step: leave out --accumulate")
+        _refuse_small_machine(options)
+        report = under.report
+        report |= {
+            "model": {name: getattr(options, name) for name in ("layers", "width", "heads", "context", "batch", "accumulate")},
+            "parameters": options.shape.parameters, "micro_batch": options.micro_batch, "update": options.update,
+            "rounds": options.rounds,
+        }  # fmt: skip
+        report |= store_facts(options.folder, options.backend)
+        here = replace(options, folder=under.stack.enter_context(scratch_folder(options.folder)))
+        report |= _train(here, under)
+        return lambda: describe(report)
+
+    return reported(measure, json)
 
 
 def _refuse_small_machine(options: Options) -> None:
@@ -72,15 +63,15 @@ def _refuse_small_machine(options: Options) -> None:
         )
 
 
-def _train(options: Options, stack: ExitStack, stop: StopRequest, progress: Progress) -> dict[str, Any]:
+def _train(options: Options, under: Measuring) -> dict[str, Any]:
     """Run steps of all three in turn, so that changes over time affect all alike."""
     trainings: dict[str, Training] = {}
     begun: dict[str, dict[str, Any]] = {}
     split: tuple[str, ...] = ()
     for variant in VARIANTS:
-        stop.check()
-        progress.working(f"{variant.name}: making the model", 0.0)
-        trainings[variant.place] = one = stack.enter_context(training(options, variant, split))
+        under.stop.check()
+        under.progress.working(f"{variant.name}: making the model", 0.0)
+        trainings[variant.place] = one = under.stack.enter_context(training(options, variant, split))
         begun[variant.place] = one.begin()
         split = split or tuple(begun[variant.place]["split"])
     steps: dict[str, list[dict[str, Any]]] = {place: [] for place in trainings}
@@ -88,10 +79,10 @@ def _train(options: Options, stack: ExitStack, stop: StopRequest, progress: Prog
     for number in range(total):
         what = f"warming up: step {number + 1}" if number < WARM_UP else f"round {number - WARM_UP + 1} of {options.rounds}"
         for turn, (place, one) in enumerate(trainings.items()):
-            stop.check()
-            progress.working(f"{what}, {one.variant.name}", (number + turn / len(trainings)) / total)
+            under.stop.check()
+            under.progress.working(f"{what}, {one.variant.name}", (number + turn / len(trainings)) / total)
             steps[place].append(one.step())
-    progress.working("done", 1.0)
+    under.progress.working("done", 1.0)
     ended = {place: one.end() for place, one in trainings.items()}
     parameters = options.shape.parameters
     return {
