@@ -304,6 +304,11 @@ class Timeline:
         self.spans: list[SpanEvent] = []
         self.pool: list[PoolEvent] = []
 
+    @property
+    def over(self) -> float:
+        """When the recording ended; when it began, while it runs."""
+        return self.began if self.ended is None else self.ended
+
 
 class Recorder:
     """The writer of a timeline. Transfers, grants and stalls are reported under the engine's lock; spans and the ends of leases

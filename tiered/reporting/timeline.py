@@ -7,10 +7,10 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
-from tiered.telemetry import Timeline
+from tiered.telemetry import Timeline, TransferEvent
 from tiered.types import Direction, Urgency, format_size
 
-__all__ = ["COMPUTE", "Part", "activity", "as_rows", "lanes", "ways"]
+__all__ = ["COMPUTE", "Part", "Way", "activity", "as_rows", "lanes", "ways"]
 
 COMPUTE = ("forward", "recompute", "backward", "update")
 """Kinds of spans in which ``tiered.zero`` computes."""
@@ -30,11 +30,28 @@ class Part(NamedTuple):
     ended: float
 
 
-def ways(timeline: Timeline) -> list[tuple[str, str, Direction]]:
-    """List the links and directions that have transfers, as (src, dst, direction): the lowest link last, upward first."""
-    found = {(transfer.src, transfer.dst, transfer.direction) for transfer in timeline.transfers}
+class Way(NamedTuple):
+    """One direction of a link."""
+
+    src: str
+    dst: str
+    direction: Direction
+
+    @property
+    def verb(self) -> str:
+        return "reads" if self.direction is Direction.UP else "writes"
+
+    def __str__(self) -> str:
+        return f"{self.dst} to {self.src}" if self.direction is Direction.UP else f"{self.src} to {self.dst}"
+
+
+def ways(timeline: Timeline) -> dict[Way, list[TransferEvent]]:
+    """Return the transfers of each link and direction that has some: the lowest link last, upward first."""
+    found: dict[Way, list[TransferEvent]] = {}
+    for transfer in timeline.transfers:
+        found.setdefault(Way(transfer.src, transfer.dst, transfer.direction), []).append(transfer)
     order = list(timeline.capacity)
-    return sorted(found, key=lambda way: (order.index(way[0]), way[2] is Direction.DOWN))
+    return {way: found[way] for way in sorted(found, key=lambda way: (order.index(way.src), way.direction is Direction.DOWN))}
 
 
 def lanes(items: Iterable[Item], ends: Callable[[Item], tuple[float, float]], nested: str = "apart") -> list[list[Item]]:
@@ -90,7 +107,6 @@ def as_rows(timeline: Timeline, most: int = MOST_ITEMS) -> dict[str, Any]:
     """Return the timeline as a value for ``json.dumps``: seconds since it began, rows of items ``[lane, begins, ends, kind,
     name, bytes]`` and, for each tier, of levels ``[moment, share in use]``; ``left_out``: the shortest items beyond ``most``.
     """
-    over = timeline.ended if timeline.ended is not None else timeline.began
 
     def at(moment: float) -> float:
         return round(moment - timeline.began, 6)
@@ -104,8 +120,7 @@ def as_rows(timeline: Timeline, most: int = MOST_ITEMS) -> dict[str, Any]:
     modules = [[0, at(one.began), at(one.ended), one.kind, one.name[:120], 0] for one in first]
     rows.append({"name": "modules, the innermost on top", "lanes": 1, "items": modules})
     urgency = {Urgency.DEMAND: "demand", Urgency.WRITEBACK: "writeback"}
-    for src, dst, direction in ways(timeline):
-        own = [one for one in timeline.transfers if (one.src, one.dst, one.direction) == (src, dst, direction)]
+    for way, own in ways(timeline).items():
         lines = lanes(own, lambda one: (one.started, one.ended))
         count = max(1, min(MOST_LANES, len(lines)))
         items = [
@@ -113,8 +128,8 @@ def as_rows(timeline: Timeline, most: int = MOST_ITEMS) -> dict[str, Any]:
             for number, line in enumerate(lines)
             for one in line
         ]
-        told = f"reads, {dst} to {src}" if direction is Direction.UP else f"writes, {src} to {dst}"
-        rows.append({"name": f"{told}: {format_size(sum(one.nbytes for one in own))}", "lanes": count, "items": items})
+        name = f"{way.verb}, {way}: {format_size(sum(one.nbytes for one in own))}"
+        rows.append({"name": name, "lanes": count, "items": items})
     sizes = sorted((item[2] - item[1] for row in rows for item in row["items"]), reverse=True)
     left_out = max(0, len(sizes) - most) + timeline.dropped
     if len(sizes) > most:
@@ -128,4 +143,4 @@ def as_rows(timeline: Timeline, most: int = MOST_ITEMS) -> dict[str, Any]:
         if levels:
             rows.append({"name": f"{tier} in use of {format_size(capacity)}", "lanes": 1, "level": levels})
     steps = [[span.name[:120], at(span.began), at(span.ended)] for span in timeline.spans if span.kind == "step"]
-    return {"seconds": at(over), "steps": steps, "rows": rows, "left_out": left_out}
+    return {"seconds": at(timeline.over), "steps": steps, "rows": rows, "left_out": left_out}

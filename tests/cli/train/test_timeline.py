@@ -15,7 +15,8 @@ from tests.cli.train.test_train import TINY, failure, tiered, train_tiny
 from tests.store.test_timeline import quiet
 from tiered import TieredStore, Timeline, TransferEvent
 from tiered.cli.main import main
-from tiered.cli.train.timeline import Part, activity, as_trace, describe_timeline, lanes, shares, write_timeline
+from tiered.cli.train.timeline import as_trace, describe_timeline, shares, write_timeline
+from tiered.reporting.timeline import Part, activity, lanes
 from tiered.telemetry import PoolEvent, SpanEvent, StallEvent
 from tiered.types import Direction, Urgency
 

@@ -14,24 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from tiered import Timeline, __version__
 from tiered.cli.output import MADE_BY, counted
-from tiered.reporting.timeline import COMPUTE, Part, activity, lanes, ways
-from tiered.types import Direction, Urgency, format_size
+from tiered.reporting.timeline import COMPUTE, Part, Way, activity, lanes, ways
+from tiered.telemetry import TransferEvent
+from tiered.types import Urgency, format_size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = [
-    "COMPUTE",
-    "Part",
-    "activity",
-    "as_trace",
-    "describe_timeline",
-    "lanes",
-    "plot_timeline",
-    "shares",
-    "ways",
-    "write_timeline",
-]
+__all__ = ["as_trace", "describe_timeline", "plot_timeline", "shares", "write_timeline"]
 
 MARGIN = 1
 """Least length of a slice in nanoseconds, so that shorter ones remain visible."""
@@ -57,16 +47,15 @@ def as_trace(timeline: Timeline) -> dict[str, Any]:
     def line(began: float, ended: float) -> float:
         return round((ended - began) * 1e6, 3)
 
-    over = timeline.ended if timeline.ended is not None else timeline.began
     groups: list[tuple[str, list[_Slice], str]] = []
     compute = [span for span in timeline.spans if span.kind in COMPUTE]
     groups.append(("compute", [slice_of(f"{s.kind} {s.name}", s.began, s.ended) for s in compute], "together"))
     for kind in dict.fromkeys(span.kind for span in timeline.spans if span.kind not in COMPUTE):
-        own = [slice_of(span.name, span.began, span.ended) for span in timeline.spans if span.kind == kind]
-        groups.insert(0, (kind, own, "together"))
+        others = [slice_of(span.name, span.began, span.ended) for span in timeline.spans if span.kind == kind]
+        groups.insert(0, (kind, others, "together"))
     stalls = [slice_of(f"waits for {stall.reason}", stall.began, stall.ended, request=stall.what) for stall in timeline.stalls]
     groups.append(("stalls", stalls, "apart"))
-    for way in ways(timeline):
+    for way, own in ways(timeline).items():
         moved = [
             slice_of(
                 t.key,
@@ -77,15 +66,14 @@ def as_trace(timeline: Timeline) -> dict[str, Any]:
                 queued_us=line(t.queued, t.started),
                 **({} if t.error is None else {"error": t.error}),
             )
-            for t in timeline.transfers
-            if (t.src, t.dst, t.direction) == way
+            for t in own
         ]
-        groups.append((_told_way(way), moved, "apart"))
+        groups.append((str(way), moved, "apart"))
     leases = [
         slice_of(
             ", ".join(lease.keys),
             lease.granted,
-            over if lease.released is None else lease.released,
+            timeline.over if lease.released is None else lease.released,
             tier=lease.tier,
             access=lease.access.value,
             waited_us=line(lease.asked, lease.granted),
@@ -95,17 +83,21 @@ def as_trace(timeline: Timeline) -> dict[str, Any]:
     groups.append(("leases", leases, "apart"))
     events: list[dict[str, Any]] = []
     named: list[dict[str, Any]] = []
+
+    def describe(what: str, pid: int, tid: int = 0, **args: Any) -> None:
+        named.append({"ph": "M", "name": what, "ts": 0, "pid": pid, "tid": tid, "args": args})
+
     for pid, (group, slices, nested) in enumerate(groups, 1):
-        named.append({"ph": "M", "name": "process_name", "ts": 0, "pid": pid, "tid": 0, "args": {"name": group}})
-        named.append({"ph": "M", "name": "process_sort_index", "ts": 0, "pid": pid, "tid": 0, "args": {"sort_index": pid}})
+        describe("process_name", pid, name=group)
+        describe("process_sort_index", pid, sort_index=pid)
         for tid, lane in enumerate(lanes(slices, lambda s: (s.began, s.ended), nested), 1):
-            named.append({"ph": "M", "name": "thread_name", "ts": 0, "pid": pid, "tid": tid, "args": {"name": group}})
+            describe("thread_name", pid, tid, name=group)
             for s in lane:
                 times = {"ts": s.began / 1000, "dur": (s.ended - s.began) / 1000}
                 events.append({"ph": "X", "name": s.name, "cat": group, **times, "pid": pid, "tid": tid, "args": s.args})
     pool = len(groups) + 1
-    named.append({"ph": "M", "name": "process_name", "ts": 0, "pid": pool, "tid": 0, "args": {"name": "bytes in use"}})
-    named.append({"ph": "M", "name": "process_sort_index", "ts": 0, "pid": pool, "tid": 0, "args": {"sort_index": pool}})
+    describe("process_name", pool, name="bytes in use")
+    describe("process_sort_index", pool, sort_index=pool)
     for sample in timeline.pool:
         at = round((sample.at - timeline.began) * 1e9) / 1000
         used = {"used": sample.used}
@@ -113,7 +105,7 @@ def as_trace(timeline: Timeline) -> dict[str, Any]:
     events.sort(key=lambda event: (event["ts"], -event.get("dur", 0.0)))
     return {
         "displayTimeUnit": "ms",
-        "otherData": {"seconds": over - timeline.began, "dropped_events": timeline.dropped, **shares(timeline)},
+        "otherData": {"seconds": timeline.over - timeline.began, "dropped_events": timeline.dropped, **shares(timeline)},
         "traceEvents": [*named, *events],
     }
 
@@ -134,13 +126,9 @@ def shares(timeline: Timeline) -> dict[str, dict[str, float]]:
     spent = dict.fromkeys((*COMPUTE, "reads", "room"), 0.0)
     for part in activity(timeline):
         spent[part.kind] += part.ended - part.began
-    over = timeline.ended if timeline.ended is not None else timeline.began
-    spent["other"] = over - timeline.began - sum(spent.values())
-    busy = {}
-    for way in ways(timeline):
-        own = [(t.started, t.ended) for t in timeline.transfers if (t.src, t.dst, t.direction) == way]
-        busy[_told_way(way)] = _covered(own)
-    busy["none of them"] = over - timeline.began - _covered([(t.started, t.ended) for t in timeline.transfers])
+    spent["other"] = timeline.over - timeline.began - sum(spent.values())
+    busy = {str(way): _covered(own) for way, own in ways(timeline).items()}
+    busy["none of them"] = timeline.over - timeline.began - _covered(timeline.transfers)
     return {"activity_seconds": spent, "link_seconds": busy}
 
 
@@ -160,18 +148,13 @@ def describe_timeline(timeline: Timeline, steps: int) -> str:
     return "\n".join(lines)
 
 
-def _covered(spans: Sequence[tuple[float, float]]) -> float:
-    """Sum up the seconds that lie in at least one of ``spans``."""
+def _covered(transfers: Sequence[TransferEvent]) -> float:
+    """Sum up the seconds in which at least one of ``transfers`` was under way."""
     total, until = 0.0, float("-inf")
-    for began, ended in sorted(spans):
+    for began, ended in sorted((one.started, one.ended) for one in transfers):
         total += max(0.0, ended - max(began, until))
         until = max(until, ended)
     return total
-
-
-def _told_way(way: tuple[str, str, Direction]) -> str:
-    src, dst, direction = way
-    return f"{dst} to {src}" if direction is Direction.UP else f"{src} to {dst}"
 
 
 COLOURS = {
@@ -199,8 +182,7 @@ def plot_timeline(path: str, timeline: Timeline, title: str) -> None:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    over = timeline.ended if timeline.ended is not None else timeline.began
-    unit, factor = ("ms", 1e3) if over - timeline.began < 2 else ("s", 1.0)
+    unit, factor = ("ms", 1e3) if timeline.over - timeline.began < 2 else ("s", 1.0)
     links = ways(timeline)
     heights = [1.0, 0.6, *(1.2 for _ in links), 1.0]
     figure = Figure(figsize=(14, 1.4 + sum(heights)), layout="constrained")
@@ -216,16 +198,16 @@ def plot_timeline(path: str, timeline: Timeline, title: str) -> None:
     shown = [kind for kind in COLOURS if drawn[kind]]
     told = {"reads": "waits for reads", "room": "waits for room"}
     rows[0].legend(handles=[Patch(color=COLOURS[kind], label=told.get(kind, kind)) for kind in shown], **_BESIDE)
-    for axes, way in zip(rows[2:-1], links, strict=True):
-        _transfers(axes, timeline, way, at)
+    for axes, (way, own) in zip(rows[2:-1], links.items(), strict=True):
+        _transfers(axes, way, own, at)
     if links:
         rows[2].legend(handles=[Patch(color=colour, label=name) for name, colour in URGENCIES.values()], **_BESIDE)
-    _pool(rows[-1], timeline, at, over)
+    _pool(rows[-1], timeline, at)
     for step in (span for span in timeline.spans if span.kind == "step"):
         for axes in rows:
             axes.axvline(at(step.began), color="black", linewidth=0.6, linestyle=":")
         rows[0].annotate(step.name, (at(step.began), 1.0), xycoords=("data", "axes fraction"), fontsize="small", va="bottom")
-    rows[-1].set_xlim(0, at(over))
+    rows[-1].set_xlim(0, at(timeline.over))
     rows[-1].set_xlabel(unit)
     figure.suptitle(title, fontsize="medium")
     figure.savefig(path, format="png", dpi=120, metadata={"Software": f"tiered train {__version__}"})
@@ -247,12 +229,9 @@ def _bars(axes: Axes, name: str, colours: dict[str, list[Part]], at: Any) -> Non
         axes.broken_barh(places, (0.05, 0.9), facecolors=colour, linewidth=THIN)
 
 
-def _transfers(axes: Axes, timeline: Timeline, way: tuple[str, str, Direction], at: Any) -> None:
-    src, dst, direction = way
-    name = f"reads\n{dst} to {src}" if direction is Direction.UP else f"writes\n{src} to {dst}"
-    own = [t for t in timeline.transfers if (t.src, t.dst, t.direction) == way]
+def _transfers(axes: Axes, way: Way, own: list[TransferEvent], at: Any) -> None:
     lines = lanes(own, lambda t: (t.started, t.ended))
-    _name(axes, f"{name}\n{format_size(sum(t.nbytes for t in own))}")
+    _name(axes, f"{way.verb}\n{way}\n{format_size(sum(t.nbytes for t in own))}")
     count = min(MOST_LANES, len(lines))
     for number, line in enumerate(lines):
         bottom = (number % count) / count
@@ -264,12 +243,12 @@ def _transfers(axes: Axes, timeline: Timeline, way: tuple[str, str, Direction], 
         )
 
 
-def _pool(axes: Axes, timeline: Timeline, at: Any, over: float) -> None:
+def _pool(axes: Axes, timeline: Timeline, at: Any) -> None:
     """Draw how full the top tier is, in which training computes."""
     tier = next(iter(timeline.capacity))
     samples = [sample for sample in timeline.pool if sample.tier == tier]
     capacity = timeline.capacity[tier]
-    times = [*(at(sample.at) for sample in samples), at(over)]
+    times = [*(at(sample.at) for sample in samples), at(timeline.over)]
     shares = [sample.used / capacity for sample in samples]
     _name(axes, f"{tier} used\nof {format_size(capacity)}")
     axes.set_yticks([0, 0.5, 1], ["0", "50 %", "100 %"], fontsize="small")
