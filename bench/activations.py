@@ -54,7 +54,7 @@ class Case:
 
     @property
     def shape(self) -> Shape:
-        return Shape(self.layers, self.width, self.heads, self.context)
+        return Shape.of(self)
 
     @property
     def dram(self) -> int:

@@ -11,22 +11,27 @@ import pytest
 
 from tests.cli.train.trainings import TINY, tiered
 from tiered import ActivationStatistics
+from tiered.cli.train.options import Options
 from tiered.cli.train.report import Summary, describe
 from tiered.measuring.meters import Rates, Usage
+from tiered.zero import PagingStatistics
 
 MIB = 1 << 20
 
 
-def summary(evictions: int, **changed: Any) -> Summary:
+def summary(
+    evictions: int, options: dict[str, Any] | None = None, paging: dict[str, Any] | None = None, **changed: Any
+) -> Summary:
     dram = SimpleNamespace(name="dram", capacity=4 * MIB, peak=3 * MIB)
     seen: Any = SimpleNamespace(
         evictions=evictions, tier=lambda name: dram, tiers=[dram], backend="posix", direct=False
     )
     values: dict[str, Any] = {
+        "options": Options.of(options or {}), "paging": PagingStatistics(1, 1, 1, 0.25, (), **(paging or {})),
         "steps": 1, "losses": (2.0,), "earlier_losses": (), "tokens": 8, "parameters": MIB, "seen": seen,
-        "moved": Usage(2.0, 1.0, 10 * MIB, 0, None, None, 0.5, 0.25), "update_seconds": 0.25,
+        "moved": Usage(2.0, 1.0, 10 * MIB, 0, None, None, 0.5, 0.25),
         "rates": Rates(4e6, 2e6), "peak_rss": 100 * MIB, "baseline_rss": 60 * MIB, "generation": 1,
-        "folder": "/data/my store", "prefetch": "on",
+        "folder": "/data/my store",
     }  # fmt: skip
     return Summary(**{**values, **changed})
 
@@ -67,7 +72,7 @@ def test_it_says_where_activations_were() -> None:
         saved=9, left=2, shared=0, offloaded=4 * 10**9, restored=2 * 10**9, hidden=10**9, in_memory=0, in_store=0,
         waited_in_forward=0.5, waited_in_backward=1.0,
     )  # fmt: skip
-    stored = summary(7, steps=2, activations="store", offloaded=found)
+    stored = summary(7, {"activations": "store"}, {"activations": found}, steps=2)
     shown = describe(stored, None, "")
     assert "backward  2.00 GB per step went into the store, 1.00 GB came back, 50% of them in time;" in shown
     assert "forward waited 0.25 s per step for room, backward 0.50 s for bytes" in shown
@@ -75,7 +80,7 @@ def test_it_says_where_activations_were() -> None:
         "where": "store", "offloaded_bytes": 4 * 10**9, "restored_bytes": 2 * 10**9, "hidden_bytes": 10**9,
         "waited_in_forward_seconds": 0.5, "waited_in_backward_seconds": 1.0,
     }  # fmt: skip
-    again = summary(7, steps=2, activations="recompute", computed_again=12)
+    again = summary(7, {"activations": "recompute"}, {"computed_again": 12}, steps=2)
     assert "backward  computed the insides of 6 modules per step again" in describe(again, None, "")
     assert again.as_json()["activations"] == {"where": "recompute", "modules_computed_again": 12}
 

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import IO, Any, Literal
 
@@ -25,7 +25,6 @@ from tiered.cli.train.loop import Schedule, TrainingLoop
 from tiered.cli.train.model import GPT, STATE_BYTES, Shape, Text, build, in_parts, open_text, seeded_initialiser
 from tiered.cli.train.optimizers import kind_of
 from tiered.cli.train.options import Options as TrainOptions
-from tiered.cli.train.options import default_of
 from tiered.measuring.meters import Meter, peak_memory, scratch_store
 from tiered.store.opening import SMALLEST_DRAM
 from tiered.types import BackendName
@@ -62,7 +61,7 @@ class Options:
     @property
     def shape(self) -> Shape:
         """The shape of the model."""
-        return Shape(self.layers, self.width, self.heads, self.context)
+        return Shape.of(self)
 
     @property
     def state(self) -> int:
@@ -94,10 +93,8 @@ class Variant:
 
     def training(self, options: Options) -> TrainOptions:
         """Return the options of the training loop: it never ends, and its learning rate stays."""
-        given = asdict(options) | {"optimizer": self.optimizer, "steps": None, "warmup": 1}
-        if options.update == "in_backward":
-            given["clip"] = 0.0
-        return TrainOptions(**{one.name: given.get(one.name, default_of(one.name)) for one in fields(TrainOptions)})
+        given = TrainOptions.of(asdict(options) | {"optimizer": self.optimizer, "warmup": 1})
+        return replace(given, steps=None, clip=0.0 if options.update == "in_backward" else options.clip)
 
 
 class Trainer:

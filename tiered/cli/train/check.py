@@ -17,7 +17,7 @@ from tiered.cli.arguments import launched
 from tiered.cli.output import counted, refuse_unwritable, write_report
 from tiered.cli.stop import Stopped, StopRequest
 from tiered.cli.train.loop import Result, Schedule, TrainingLoop
-from tiered.cli.train.model import GPT, Text, build, in_parts, open_text
+from tiered.cli.train.model import GPT, Shape, Text, build, in_parts, open_text
 from tiered.cli.train.optimizers import kind_of
 from tiered.cli.train.options import Options
 from tiered.cli.train.run import (
@@ -27,7 +27,6 @@ from tiered.cli.train.run import (
     refuse_endless,
     refuse_existing,
     refuse_full_disk,
-    shape_of,
 )
 from tiered.types import format_size
 
@@ -76,11 +75,11 @@ def check(options: Options) -> int:
         text = open_text(options.text, options.context, stack)
         folder = options.folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="tiered-check-", dir="."))
         store = stack.enter_context(closing(TieredStore.open(folder, **opened(options, launched()))))
-        parameters = shape_of(options).parameters
+        parameters = Shape.of(options).parameters
         refuse_endless(options)
         refuse_existing(store, options)
         refuse_full_disk(store, kind, parameters)
-        model = build(shape_of(options))
+        model = build(Shape.of(options))
         print(
             f"{describe_model(options, parameters)}\n"
             f"{counted(options.steps or 0, 'step')}, activations {_activations(options)} for backward\n"
@@ -131,7 +130,7 @@ def _activations(options: Options) -> str:
 def _in_memory(
     start: dict[str, torch.Tensor], text: Text, options: Options, split: Iterable[str], stop: StopRequest
 ) -> Outcome:
-    model = GPT(shape_of(options))
+    model = GPT(Shape.of(options))
     model.load_state_dict(start)
     in_parts(model, split if options.micro_batch > 1 else (), options.micro_batch)
     parameters = list(model.parameters())

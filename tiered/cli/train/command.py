@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from tiered.cli.arguments import add_backend, command, count, fraction, launched, positive, seconds, seed, size, size_or_none
@@ -283,12 +283,11 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace, given: lis
 
 def _options(parser: argparse.ArgumentParser, parsed: argparse.Namespace, given: dict[str, Any]) -> Options:
     """Complete the ``given`` options with defaults, for a training that starts at the beginning."""
-    values = {name: default_of(name, check=parsed.check) if value is None else value for name, value in given.items()}
+    options = Options.of(given, check=parsed.check)
     if parsed.minutes is not None and parsed.steps is None:
-        values["steps"] = None
+        options = replace(options, steps=None)
     if parsed.update == "in_backward":
-        values |= {"accumulate": 1, "clip": 0.0}
-    options = Options(**values)
+        options = replace(options, accumulate=1, clip=0.0)
     if parsed.check and options.optimizer in WITHOUT_REFERENCE:
         parser.error(
             f"--check compares with an optimizer of torch's, and torch has no {options.optimizer}: give another --optimizer"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.resources import as_file, files
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +40,11 @@ class Shape:
     heads: int
     context: int
     recompute: bool = False
+
+    @classmethod
+    def of(cls, options: Any) -> Shape:
+        """Return the shape that has the sizes of ``options``."""
+        return cls(options.layers, options.width, options.heads, options.context, getattr(options, "recompute", False))
 
     @property
     def parameters(self) -> int:

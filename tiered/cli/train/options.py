@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -105,6 +106,12 @@ class Options(StoreOptions):
     report: str | None = field(metadata=_option("session"))
     timeline_steps: int = field(metadata=_option("session", 3))
     stage: int = field(metadata=_option("changeable", 3))
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], *, check: bool = False) -> Options:
+        """Make options of those that are ``given``; others, and those that are None, have their defaults."""
+        chosen = {one.name: given.get(one.name) for one in fields(cls)}
+        return cls(**{n: default_of(n, check=check) if value is None else value for n, value in chosen.items()})
 
 
 def names_of(role: Role) -> tuple[str, ...]:

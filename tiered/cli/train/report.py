@@ -15,9 +15,11 @@ import psutil
 import torch
 
 import tiered
-from tiered import ActivationStatistics, TieredStore, Timeline, zero
+from tiered import TieredStore, Timeline, zero
 from tiered.cli.output import counted, rate_unit, refuse_unplottable, refuse_unwritable
-from tiered.cli.train.model import GPT, Shape
+from tiered.cli.train.model import Shape, build
+from tiered.cli.train.optimizers import kind_of
+from tiered.cli.train.options import Options
 from tiered.cli.train.timeline import describe_timeline, plot_timeline, write_timeline
 from tiered.measuring.meters import Rates, Usage
 from tiered.planning.plan import Activations
@@ -26,7 +28,6 @@ from tiered.types import format_size
 
 if TYPE_CHECKING:
     from tiered.cli.train.loop import Result
-    from tiered.cli.train.options import Options
 
 __all__ = ["Recording", "Summary", "describe", "predicted"]
 
@@ -36,34 +37,25 @@ class Summary:
     ``seen``, the store's statistics, then the ``rates`` of the disk.
 
     In a resumed training, only ``earlier_losses`` are of the steps before. With several ``ranks`` the losses are means,
-    ``tokens`` are those of all ranks, and everything else is rank 0's. ``kept`` and ``in_memory``: bytes of a parameter in the
-    store, and in training in memory. ``activations``: where they were; ``offloaded``: what of them went into the store,
-    ``computed_again``: how many modules' insides were computed again. ``plan``: what ``--auto`` chose.
+    ``tokens`` are those of all ranks, and everything else is rank 0's. ``paging``: what became of activations, and what
+    ``--auto`` chose.
     """
 
+    options: Options
     steps: int
     losses: tuple[float, ...]
     earlier_losses: tuple[float, ...]
     tokens: int
     parameters: int
     moved: Usage
-    update_seconds: float
+    paging: zero.PagingStatistics
     rates: Rates | None
     seen: StoreStatistics
     peak_rss: int
     baseline_rss: int
     generation: int
     folder: str
-    prefetch: str
     ranks: int = 1
-    stage: int = 3
-    optimizer: str = "adamw"
-    kept: float = 12
-    in_memory: float = 16
-    activations: str = "memory"
-    offloaded: ActivationStatistics | None = None
-    computed_again: int = 0
-    plan: zero.AutoPlanStatistics | None = None
 
     @property
     def last_loss(self) -> float:
@@ -86,10 +78,20 @@ class Summary:
         """Whether the store evicted nothing from memory."""
         return self.seen.evictions == 0
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the parameters and of what the optimizer keeps for them."""
+        return round(kind_of(self.options).bytes_kept * self.parameters)
+
+    @property
+    def in_memory_bytes(self) -> int:
+        """Bytes of these and of the gradients, as training in memory has them."""
+        return round(kind_of(self.options).bytes_in_memory * self.parameters)
+
     def _activations(self) -> dict[str, Any]:
-        found = self.offloaded
+        found = self.paging.activations
         if found is None:
-            return {"modules_computed_again": self.computed_again}
+            return {"modules_computed_again": self.paging.computed_again}
         return {
             "offloaded_bytes": found.offloaded,
             "restored_bytes": found.restored,
@@ -109,7 +111,7 @@ class Summary:
             "tokens_per_second": self.tokens / moved.seconds,
             "loss": {"first": losses[0], "last": self.last_loss, "all": losses},
             "parameters": self.parameters,
-            "state_bytes": round(self.kept * self.parameters),
+            "state_bytes": self.state_bytes,
             "pool": {"budget_bytes": dram.capacity, "peak_bytes": dram.peak},
             "hbm": {"budget_bytes": top.capacity, "peak_bytes": top.peak} if (top := self.seen.tiers[0]) is not dram else None,
             "per_step": {
@@ -120,8 +122,8 @@ class Summary:
                 "written_bytes_per_parameter": moved.disk_written / steps / self.parameters,
             },
             "time": {
-                "compute_seconds": moved.seconds - moved.stalled - self.update_seconds,
-                "optimizer_seconds": self.update_seconds,
+                "compute_seconds": moved.seconds - moved.stalled - self.paging.update_seconds,
+                "optimizer_seconds": self.paging.update_seconds,
                 "waiting_for_reads_seconds": moved.stalled_for_reads,
                 "waiting_for_room_seconds": moved.stalled_for_room,
             },
@@ -133,15 +135,15 @@ class Summary:
                 "write_bytes_per_second_alone": self.rates.write if self.rates else None,
                 "counted_by": moved.counted_by,
             },
-            "activations": {"where": self.activations, **self._activations()},
-            "plan": None if self.plan is None else asdict(self.plan),
+            "activations": {"where": self.options.activations, **self._activations()},
+            "plan": None if self.paging.plan is None else asdict(self.paging.plan),
             "peak_rss_bytes": self.peak_rss,
             "baseline_rss_bytes": self.baseline_rss,
-            "in_memory_bytes": round(self.in_memory * self.parameters),
+            "in_memory_bytes": self.in_memory_bytes,
             "backend": self.seen.backend,
             "direct": self.seen.direct,
-            "prefetch": self.prefetch,
-            **({} if self.ranks == 1 else {"ranks": self.ranks, "stage": self.stage}),
+            "prefetch": self.options.prefetch,
+            **({} if self.ranks == 1 else {"ranks": self.ranks, "stage": self.options.stage}),
             "generation": self.generation,
             "folder": self.folder,
         }
@@ -149,24 +151,25 @@ class Summary:
 
 def _told(summary: Summary) -> list[str]:
     """Describe where activations were, where not in memory."""
-    found, steps = summary.offloaded, summary.steps
-    if summary.activations == "recompute":
-        return [f"backward  computed the insides of {counted(summary.computed_again // steps, 'module')} per step again"]
+    found, plan, steps = summary.paging.activations, summary.paging.plan, summary.steps
+    again = summary.paging.computed_again
+    if summary.options.activations == "recompute":
+        return [f"backward  computed the insides of {counted(again // steps, 'module')} per step again"]
     if found is None:
         return []
     chosen = []
-    if summary.plan is not None:
-        ways = Counter(summary.plan.ways.values())
+    if plan is not None:
+        ways = Counter(plan.ways.values())
         told = {"memory": "in memory", "recompute": "computed again", "store": "in the store"}
         of_each = ", ".join(f"{number} {told[way]}" for way, number in sorted(ways.items()))
-        step = f", {summary.plan.predicted:.2f} s a pass predicted, {summary.plan.measured:.2f} measured"
+        step = f", {plan.predicted:.2f} s a pass predicted, {plan.measured:.2f} measured"
         chosen = [
-            f"plan      chosen {counted(summary.plan.choices, 'time')}: activations of modules {of_each}{step}"
-            if summary.plan.choices
+            f"plan      chosen {counted(plan.choices, 'time')}: activations of modules {of_each}{step}"
+            if plan.choices
             else "plan      none was made: training ended before the measurement"
         ]
-        if summary.computed_again:
-            chosen.append(f"backward  computed the insides of {counted(summary.computed_again, 'module')} in all again")
+        if again:
+            chosen.append(f"backward  computed the insides of {counted(again, 'module')} in all again")
     hidden = f"{found.hidden / found.restored:.0%} of them in time" if found.restored else "none came back"
     return [
         *chosen,
@@ -205,21 +208,21 @@ def describe(summary: Summary, other_way: str | None, again: str) -> str:
             f"memory    {format_size(summary.peak_rss)} at the peak: {format_size(summary.baseline_rss)} Python and torch, "
             f"{format_size(dram.peak)} the store's pool,",
             f"          {format_size(rest)} activations and everything else; in memory, parameters, gradients and",
-            f"          states of {summary.optimizer} alone would take "
-            f"{format_size(round(summary.in_memory * summary.parameters))}",
+            f"          states of {summary.options.optimizer} alone would take "
+            f"{format_size(summary.in_memory_bytes)}",
             f"disk      {flow('read', moved.disk_read)}",
             f"          {flow('wrote', moved.disk_written)}; {how}",
             *_told(summary),
             "time      per step",
-            spent("forward and backward", moved.seconds - moved.stalled - summary.update_seconds),
-            spent("optimizer", summary.update_seconds),
+            spent("forward and backward", moved.seconds - moved.stalled - summary.paging.update_seconds),
+            spent("optimizer", summary.paging.update_seconds),
             spent("waiting for reads", moved.stalled_for_reads),
             spent("waiting for writes", moved.stalled_for_room),
             spent("together", moved.seconds),
             _overlap(summary),
             f"saved     {summary.folder}, generation {summary.generation}",
             "",
-            *([f"{'without' if summary.prefetch == 'on' else 'with'} prefetching: {other_way}"] if other_way else []),
+            *([f"{'without' if summary.options.prefetch == 'on' else 'with'} prefetching: {other_way}"] if other_way else []),
             f"more steps: {again} --steps {2 * (len(summary.earlier_losses) + steps)}",
             f"weights as safetensors: {shlex.join(['tiered', 'export', _exported(summary), '--out', 'weights'])}",
             "text of your own: tiered train --text FILE --dir STORE",
@@ -228,20 +231,18 @@ def describe(summary: Summary, other_way: str | None, again: str) -> str:
     )
 
 
-def predicted(options: Options, summary: Summary) -> dict[str, Any] | None:
+def predicted(summary: Summary) -> dict[str, Any] | None:
     """Return what ``tiered.plan`` predicts of a step, with the rates of the drive that the training measured at its end, and
     this machine's operations timed; None where a plan does not know these options."""
-    rates = summary.rates
+    options, rates = summary.options, summary.rates
     if options.activations not in get_args(Activations) or rates is None or options.hbm or summary.ranks > 1:
         return None
     machine = {
         "read": rates.read, "write": rates.write, "base": summary.baseline_rss, "threads": torch.get_num_threads(),
         "cores": psutil.cpu_count() or 1,
     }  # fmt: skip
-    shape = Shape(options.layers, options.width, options.heads, options.context, options.recompute)
     optimizer: Any = options.optimizer
-    with torch.device("meta"):
-        model = GPT(shape)
+    model = build(Shape.of(options))
     plan = tiered.plan(
         model, machine=machine, dram=options.dram, batch=options.batch, sequence=options.context, optimizer=optimizer,
         update=options.update, activations=cast(Activations, options.activations), micro_batch=options.micro_batch,
@@ -258,7 +259,7 @@ def _exported(summary: Summary) -> str:
 
 
 def _state(summary: Summary) -> list[str]:
-    state, dram = round(summary.kept * summary.parameters), summary.seen.tier("dram")
+    state, dram = summary.state_bytes, summary.seen.tier("dram")
     if summary.fitted:
         return [
             f"state     {format_size(state)}; everything fitted in the budget of {format_size(dram.capacity)} "

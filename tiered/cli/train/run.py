@@ -43,7 +43,6 @@ __all__ = [
     "refuse_existing",
     "refuse_full_disk",
     "resume",
-    "shape_of",
     "train",
 ]
 
@@ -51,11 +50,6 @@ LAYER_BYTES = 24 << 10
 """Bytes of host memory for the modules of a layer without its parameters; measured over thousands of layers."""
 RESERVE = 1.05
 """Factor on the disk space that the model needs, for padding."""
-
-
-def shape_of(options: Options) -> Shape:
-    """Return the shape of the model that the options describe."""
-    return Shape(options.layers, options.width, options.heads, options.context, options.recompute)
 
 
 def page(
@@ -71,7 +65,7 @@ def page(
     """Move the model from the meta device into the store. ``tell`` is called with the number of initialised parameters."""
     staged = {} if peers is None else peers.staged(options.stage)
     torch.manual_seed(options.seed)
-    initialise = initialiser(shape_of(options))
+    initialise = initialiser(Shape.of(options))
     done = 0
 
     def initialise_one(module: nn.Module) -> None:
@@ -255,7 +249,7 @@ class _Session:
     @cached_property
     def parameters(self) -> int:
         """The number of parameters of the model."""
-        return shape_of(self.options).parameters
+        return Shape.of(self.options).parameters
 
     @cached_property
     def stream(self) -> TextIO:
@@ -282,7 +276,7 @@ def _run(session: _Session) -> int:
         else:
             states = 1 if options.commit_every is None else kept + 1
             refuse_full_disk(store, kind, session.parameters, states, share=share)
-    model = build(shape_of(options))
+    model = build(Shape.of(options))
     print(_heading(session), file=session.stream, flush=True)
     again = resuming.go_on_command(options.folder or DEFAULT_FOLDER, peers.launched)
     try:
@@ -305,7 +299,7 @@ def _run(session: _Session) -> int:
     if session.record is not None:
         report |= session.record.as_json()
         if options.report is not None:
-            report["predicted"] = predicted(options, summary)
+            report["predicted"] = predicted(summary)
             write_page(options.report, page_of({MADE_BY: __version__, **report}))
             print(f"\nreport    {options.report}", file=session.stream)
     write_report(options.json, report)
@@ -421,29 +415,21 @@ def _train(session: _Session, model: GPT, stop: StopRequest) -> Summary:
     except StopNoted as noted:
         raise Stopped(noted.signum) from None
     return Summary(
+        options=options,
         steps=len(losses) - begun,
         losses=tuple(losses[begun:]),
         earlier_losses=tuple(losses[:begun]),
         tokens=tokens * (len(losses) - begun),
         parameters=session.parameters,
         moved=moved,
-        update_seconds=zero.statistics(model).update_seconds,
+        paging=zero.statistics(model),
         rates=measure(store) if session.first else None,
         seen=seen,
         peak_rss=peak,
         baseline_rss=session.baseline,
         generation=generation,
         folder=store.folder,
-        prefetch=options.prefetch,
         ranks=peers.launched.ranks,
-        stage=options.stage,
-        optimizer=options.optimizer,
-        kept=kind_of(options).bytes_kept,
-        in_memory=kind_of(options).bytes_in_memory,
-        activations=options.activations,
-        offloaded=zero.statistics(model).activations,
-        computed_again=zero.statistics(model).computed_again,
-        plan=zero.statistics(model).plan,
     )
 
 
