@@ -25,7 +25,7 @@ from tests.cli.train.launched import PIDS
 from tests.cli.train.trainings import ONE_THREAD, TINY, command, losses, same, tiered
 from tiered import MisuseError
 from tiered.cli.arguments import Launched
-from tiered.cli.train.ranks import SingleRank
+from tiered.cli.train.ranks import Peers
 from tiered.cli.train.resume import refuse_others
 from tiered.format.generations import generations
 from tiered.store.at_rest import StoreAtRest
@@ -302,5 +302,5 @@ def test_what_is_said_of_the_command_line_is_said_once(tmp_path: Path) -> None:
 def test_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Launched(1, 4, 2).command == ["torchrun", "--nnodes", "2", "--nproc-per-node", "2", "-m", "tiered"]
     assert Launched(0, 2, 2).command == ["torchrun", "--nproc-per-node", "2", "-m", "tiered"]
-    assert SingleRank().launched.command == ["tiered"]
+    assert Peers().launched.command == ["tiered"]
     assert "RANK" not in os.environ

@@ -17,7 +17,7 @@ from torch import nn
 
 from tiered import zero
 from tiered.cli.train.options import Options, StoreOptions, names_of
-from tiered.cli.train.ranks import Peers, SingleRank
+from tiered.cli.train.ranks import Peers
 from tiered.errors import MisuseError
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class TrainingLoop:
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.factor)
         self.schedule = schedule
         self.done = 0
-        self._peers = SingleRank() if peers is None else peers
+        self._peers = Peers() if peers is None else peers
         self._phase = phase
         self._model, self._optimizer, self._clip, self._text, self._options = model, optimizer, clip, text, options
         self._begun: tuple[torch.Tensor, torch.Tensor] | None = None

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from enum import IntEnum
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import msgspec
 import torch
@@ -25,7 +25,7 @@ from tiered.cli.stop import StopNoted, StopRequest
 from tiered.zero.collectives import Ranks
 from tiered.zero.rank_stores import shared_json
 
-__all__ = ["Peers", "RankGroup", "SingleRank", "joined"]
+__all__ = ["Peers", "RankGroup", "joined"]
 
 PATIENCE = 5.0
 """Seconds that a silent rank leaves to the rank that prints the error."""
@@ -35,95 +35,57 @@ SIGNUMS = frozenset(map(int, signal.valid_signals()))
 STAGES: dict[int, zero.Stage] = {1: zero.Stage1(), 2: zero.Stage2(), 3: zero.Stage3()}
 
 
-class Peers(Protocol):
-    """What a training needs of the other ranks. ``launched``: the number of this rank, and of all."""
+class Peers:
+    """What a training needs of the other ranks; these are the peers of a process that trains alone. ``launched``: the number of
+    this rank, and of all."""
 
-    launched: Launched
+    def __init__(self, launched: Launched | None = None) -> None:
+        self.launched = Launched() if launched is None else launched
+        self._stop: StopRequest | None = None
 
     def open(self, folder: str, **options: Any) -> TieredStore:
         """Open this rank's store."""
-        ...
+        return TieredStore.open(folder, **options)
 
     def staged(self, stage: int) -> dict[str, Any]:
         """Return the arguments of ``zero.page`` for ``stage``."""
-        ...
+        return {}
 
     def disk_share(self, stage: int) -> float:
         """Return the share of the 16 bytes per parameter that the ranks of this node keep."""
-        ...
+        return 1.0
 
     def clock(self) -> float:
         """Return seconds, which are the same on all ranks until the next ``agree``."""
-        ...
+        return time.monotonic()
 
     def agree(self, loss: torch.Tensor) -> float:
         """Return the mean loss over all ranks. Raises StopNoted, on all ranks, where one rank was asked to stop."""
-        ...
+        return float(loss.item())
 
     def together(self, but: type[Exception] | None = None) -> AbstractContextManager[None]:
         """End all ranks where one rank fails in this block; the first failing rank prints. All ranks raise an exception of type
         ``but`` where all of them fail with it."""
-        ...
-
-    def said(self, value: Any, kind: Any) -> list[Any]:
-        """Return the JSON ``value`` of every rank, each converted to ``kind``."""
-        ...
-
-    def watch(self, stop: StopRequest) -> None:
-        """Make ``agree`` and ``check`` look at ``stop`` from now on."""
-        ...
-
-    def start(self) -> None:
-        """Start the clock at 0."""
-        ...
-
-    def check(self) -> None:
-        """Raise as ``stop.check`` does where this rank may leave without the others."""
-        ...
-
-    def check_together(self) -> None:
-        """Raise StopNoted on all ranks where one of them was asked to stop."""
-        ...
-
-
-class SingleRank:
-    """Peers of a process that trains alone."""
-
-    def __init__(self) -> None:
-        self.launched = Launched()
-        self._stop: StopRequest | None = None
-
-    def open(self, folder: str, **options: Any) -> TieredStore:
-        return TieredStore.open(folder, **options)
-
-    def staged(self, stage: int) -> dict[str, Any]:
-        return {}
-
-    def disk_share(self, stage: int) -> float:
-        return 1.0
-
-    def clock(self) -> float:
-        return time.monotonic()
-
-    def agree(self, loss: torch.Tensor) -> float:
-        return float(loss.item())
-
-    def together(self, but: type[Exception] | None = None) -> AbstractContextManager[None]:
         return nullcontext()
 
     def said(self, value: Any, kind: Any) -> list[Any]:
+        """Return the JSON ``value`` of every rank, each converted to ``kind``."""
         return [msgspec.convert(value, kind)]
 
     def watch(self, stop: StopRequest) -> None:
+        """Make ``agree`` and ``check`` look at ``stop`` from now on."""
         self._stop = stop
 
-    def start(self) -> None: ...
+    def start(self) -> None:
+        """Start the clock at 0."""
 
     def check(self) -> None:
+        """Raise as ``stop.check`` does where this rank may leave without the others."""
         if self._stop is not None:
             self._stop.check()
 
     def check_together(self) -> None:
+        """Raise StopNoted on all ranks where one of them was asked to stop."""
         self.check()
 
 
@@ -135,14 +97,13 @@ class _How(IntEnum):
     EXCEPTED = 2
 
 
-class RankGroup:
+class RankGroup(Peers):
     """Peers in the default process group. All ranks learn in ``agree`` that one was asked to stop; none leaves a step alone."""
 
     def __init__(self, launched: Launched) -> None:
-        self.launched = launched
+        super().__init__(launched)
         self._ranks = Ranks.of(None)
         self._began, self._now = time.monotonic(), 0.0
-        self._stop: StopRequest | None = None
 
     def open(self, folder: str, **options: Any) -> TieredStore:
         return zero.open_store(folder, **options)
@@ -193,9 +154,6 @@ class RankGroup:
     def said(self, value: Any, kind: Any) -> list[Any]:
         return shared_json(self._ranks, value, kind)
 
-    def watch(self, stop: StopRequest) -> None:
-        self._stop = stop
-
     def start(self) -> None:
         self._began = time.monotonic()
 
@@ -219,7 +177,7 @@ def joined(launched: Launched, timeout: float) -> Iterator[Peers]:
 
     Raises RankError where they do not meet in time, and SystemExit in the place of an error that another rank prints."""
     if launched.ranks == 1:
-        yield SingleRank()
+        yield Peers()
         return
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
