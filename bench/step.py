@@ -17,21 +17,19 @@ import argparse
 import itertools
 import statistics
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
-from bench.optimum import lower_bound
-from bench.watched import watch
-from tiered import TieredStore, zero
+from bench.watched import least_of_round, watch
+from tiered import zero
+from tiered.cli.bench.step import Dtype, Options, Stepper
 from tiered.cli.output import told_environment
-from tiered.cli.train.optimizers import kind_named
 from tiered.cli.train.options import OPTIMIZERS, UPDATES
-from tiered.measuring.meters import Meter, environment
+from tiered.measuring.meters import environment, scratch_store
 
 __all__ = ["Case", "Measured", "measure"]
 
@@ -72,9 +70,15 @@ class Case:
     optimizer: str
     budget: float  # share of the state: parameters, and what the optimizer keeps for them
     kind: Kind
-    dtype: torch.dtype
+    dtype: Dtype
     update: Literal["on_fetch", "in_backward"]
     prefetch: Literal["on", "off"]
+
+    def options(self, parameters: int, folder: str) -> Options:
+        """Return those of ``tiered bench step`` with which its steps are made."""
+        passes, parts = PARTS if self.kind == "accumulated" else 1, PARTS if self.kind == "split" else 1
+        found = Options(folder, parameters, None, self.dtype, self.update, passes, parts, optimizer=self.optimizer)
+        return replace(found, dram=max(1 << 20, int(self.budget * found.state)))
 
 
 @dataclass(frozen=True)
@@ -95,38 +99,33 @@ class Measured:
 def measure(case: Case, layers: int, width: int, folder: str) -> Measured:
     torch.manual_seed(0)
     model = Model(layers, width)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    kind = kind_named(case.optimizer)
-    dram = max(1 << 20, int(case.budget * kind.bytes_kept * parameters))
-    with tempfile.TemporaryDirectory(dir=folder) as place, TieredStore.open(f"{place}/store", dram=dram) as store:
-        policy = zero.Policy() if case.dtype is torch.float32 else zero.Policy(storage=case.dtype)
-        zero.page(model, store, prefetch=case.prefetch, micro_batch=PARTS if case.kind == "split" else 1, policy=policy)
-        optimizer = kind.ours(model.parameters(), lr=1e-4, update=case.update, **kind.settings)
-        generator = torch.Generator().manual_seed(0)
+    options = case.options(sum(parameter.numel() for parameter in model.parameters()), folder)
+    generator = torch.Generator().manual_seed(0)
 
-        def step() -> None:
-            for _ in range(PARTS if case.kind == "accumulated" else 1):
-                tokens = torch.randint(0, 256, (BATCH, TOKENS), generator=generator)
-                loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    def loss(model: nn.Module) -> torch.Tensor:
+        tokens = torch.randint(0, 256, (BATCH, TOKENS), generator=generator)
+        return nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
 
+    with scratch_store(folder, dram=options.pool) as store:
+        policy = zero.Policy() if case.dtype == "float32" else zero.Policy(storage=getattr(torch, case.dtype))
+        stepper = Stepper(store, options, model, loss, prefetch=case.prefetch, policy=policy)
         for _ in range(WARM_UP):
-            step()
-        meter = Meter(store)
+            stepper.step()
         with watch(store) as seen:
+            used = []
             for _ in range(STEPS):
-                step()
+                used.append(stepper.step())
                 seen.cut()
-        used = meter.lap()
-        per = parameters * STEPS
-        kernel = None if used.kernel_bytes is None else used.kernel_bytes / per
-        peak = store.statistics().tiers[0].peak / dram
-        rounds = seen.rounds[:STEPS]
-        store.close()
-    two, four = (lower_bound(seen.trace(rounds[:1] * count), dram, final_writeback=False) for count in (2, 4))
-    return Measured(used.read / per, used.written / per, kernel, (four - two) / 2 / parameters, peak)
+        peak = store.statistics().tiers[0].peak / options.pool
+    per = stepper.parameters * STEPS
+    kernel = [one.kernel_bytes for one in used if one.kernel_bytes is not None]
+    return Measured(
+        sum(one.read for one in used) / per,
+        sum(one.written for one in used) / per,
+        sum(kernel) / per if kernel else None,
+        least_of_round(seen, options.pool) / stepper.parameters,
+        peak,
+    )
 
 
 def cases(
@@ -137,7 +136,7 @@ def cases(
         if update == "in_backward" and kind == "accumulated":
             continue  # each backward is a step
         for budget in budgets:
-            given: Any = optimizer, budget, kind, getattr(torch, dtype), update
+            given: Any = optimizer, budget, kind, dtype, update
             yield Case(*given, "on"), Case(*given, "off")
 
 
@@ -170,7 +169,7 @@ def main() -> int:
         ratios.append(found.ratio)
         kernel = "?" if found.kernel is None else f"{found.kernel:.2f}"
         print(
-            f"| {ahead.optimizer} | {str(ahead.dtype).removeprefix('torch.')} | {ahead.update} | {ahead.kind} "
+            f"| {ahead.optimizer} | {ahead.dtype} | {ahead.update} | {ahead.kind} "
             f"| {ahead.budget:.0%} | {found.read:.2f} | {found.written:.2f} | {kernel} | {found.optimum:.2f} "
             f"| {found.ratio:.3f} | {plain.ratio:.3f} | {found.peak:.1%} |",
             flush=True,

@@ -17,17 +17,13 @@ import sys
 from contextlib import ExitStack
 from typing import Any
 
-from bench.optimum import lower_bound
-from bench.watched import watch
+from bench.watched import least_of_round, watch
 from tiered.cli.bench import command
 from tiered.cli.bench.train import WARM_UP, describe
 from tiered.cli.bench.trainer import Options, Trainer
 from tiered.cli.main import main as tiered
 from tiered.cli.train.model import open_text
 from tiered.measuring.meters import scratch_store
-
-STEPS = 2
-"""That are written down; they are alike."""
 
 
 def report_of(arguments: list[str]) -> dict[str, Any]:
@@ -50,12 +46,8 @@ def optimum(options: Options) -> float:
         for _ in range(WARM_UP):
             trainer.step()
         with watch(store) as seen:
-            for _ in range(STEPS):
-                trainer.step()
-                seen.cut()
-        rounds = seen.rounds[:STEPS]
-    two, four = (lower_bound(seen.trace(rounds[:1] * count), options.pool, final_writeback=False) for count in (2, 4))
-    return (four - two) / 2 / options.shape.parameters
+            trainer.step()
+    return least_of_round(seen, options.pool) / options.shape.parameters
 
 
 def options_of(arguments: list[str]) -> Options:

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from bench.optimum import lower_bound
 from bench.traces import Access, Trace
 from tiered import TensorSpec, TieredStore
 
-__all__ = ["Watched", "watch"]
+__all__ = ["Watched", "least_of_round", "watch"]
 
 _WAYS = {"read": Access.READ, "write": Access.WRITE}
 
@@ -43,6 +44,12 @@ class Watched:
     def trace(self, rounds: list[list[tuple[str, Access]]]) -> Trace:
         accesses = tuple(access for accesses in rounds for access in accesses)
         return Trace({key: self.sizes[key] for key, _ in accesses}, accesses)
+
+
+def least_of_round(seen: Watched, budget: int) -> float:
+    """Return the fewest bytes that cross the link in a round like the first one, of many that follow each other."""
+    two, four = (lower_bound(seen.trace(seen.rounds[:1] * count), budget, final_writeback=False) for count in (2, 4))
+    return (four - two) / 2
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Literal
 from tiered.errors import MisuseError, TieredError
 from tiered.measuring.meters import GIB
 
-__all__ = ["BLOCK", "DEPTH", "ENGINES", "Buffers", "Fio", "Job", "Mode", "Result", "huge_buffers", "version"]
+__all__ = ["BLOCK", "DEPTH", "ENGINES", "Buffers", "Fio", "Job", "Mode", "Result", "huge_buffers", "version", "working"]
 
 Mode = Literal["read", "write", "mixed"]
 
@@ -191,6 +191,19 @@ class Fio:
             *([] if job.seconds is None else [f"--runtime={job.seconds:.3f}s"]),
             *self._buffers.options,
         ]
+
+
+def working(attempt: Callable[[str], object]) -> tuple[list[str], dict[str, str]]:
+    """Return the engines with which ``attempt`` works, and why it does not with the others."""
+    found, unavailable = [], {}
+    for engine in ENGINES:
+        try:
+            attempt(engine)
+        except TieredError as error:
+            unavailable[engine] = str(error)
+        else:
+            found.append(engine)
+    return found, unavailable
 
 
 def _result(text: str) -> Result:

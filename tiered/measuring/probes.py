@@ -146,16 +146,9 @@ def _hashing() -> float:
     return HASHED / _least(hash_all, 3)
 
 
-class _Wide(nn.Module):
-    """Two layers with as many parameters as ``UPDATED`` each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(UPDATED // 1024, 1024) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.layers[1](self.layers[0](x))
-        return found
+def _stack(layers: int, inner: int, outer: int) -> nn.Sequential:
+    """Make linear layers one after the other, of ``inner`` inputs and ``outer`` outputs each."""
+    return nn.Sequential(*(nn.Linear(inner, outer) for _ in range(layers)))
 
 
 def _update(folder: str, hashing: float) -> tuple[float, float]:
@@ -165,7 +158,7 @@ def _update(folder: str, hashing: float) -> tuple[float, float]:
     others = {thread.id for thread in psutil.Process().threads()}
     with scratch_store(folder, dram=STREAMED) as store:
         own = {thread.id for thread in psutil.Process().threads()} - others
-        model = zero.page(_Wide(), store)
+        model = zero.page(_stack(2, UPDATED // 1024, 1024), store)
         optimizer = zero.AdamW(model.parameters())
         x = torch.ones(ROWS, UPDATED // 1024, dtype=torch.float32, device="cpu")
         taken, before = [], 0.0
@@ -196,17 +189,6 @@ def _moved(store: TieredStore) -> tuple[int, int]:
     return flows.up.transfers + flows.down.transfers, flows.up.bytes + flows.down.bytes
 
 
-class _Small(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(UNITS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def _lease(folder: str) -> float:
     """Return what paging takes for a lease or a gradient, all being resident: a step of a small paged model, less that of the
     same model in memory. Both take turns, and the median difference counts. The batch is large, so that computing uses the
@@ -218,10 +200,10 @@ def _lease(folder: str) -> float:
         optimizer.step()
         optimizer.zero_grad()
 
-    plain = _Small()
+    plain = _stack(UNITS, WIDTH, WIDTH)
     alone = torch.optim.AdamW(plain.parameters(), fused=True)
     with scratch_store(folder, dram=RESIDENT) as store:
-        paged = zero.page(_Small(), store, largest_unit=5 * WIDTH * WIDTH)
+        paged = zero.page(_stack(UNITS, WIDTH, WIDTH), store, largest_unit=5 * WIDTH * WIDTH)
         optimizer = zero.AdamW(paged.parameters())
         for _ in range(3):  # the order of a step is known after two
             step(plain, alone)

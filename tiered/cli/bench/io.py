@@ -14,7 +14,7 @@ from functools import partial
 from itertools import cycle
 from typing import Any, Literal
 
-from tiered import TieredError, TieredStore
+from tiered import TieredStore
 from tiered.cli.bench.plot import plot_rounds
 from tiered.cli.bench.reports import Measuring, reported
 from tiered.cli.bench.series import Run, Series, Setup, Workload, in_rounds, ratios, refuse_full_disk, series_as_json
@@ -235,13 +235,8 @@ def _add_fio(
     """Add a run of fio to each mode for each engine that works here; returns the facts about fio for the report."""
     buffers = stack.enter_context(fio.huge_buffers(fio.BLOCK * fio.DEPTH))
     beside = _Beside(stack.enter_context(scratch_folder(folder)), data, setup.moved, buffers)
-    unavailable = {}
-    for engine in fio.ENGINES:
-        try:
-            beside.reader.run(fio.Job("read", engine))
-        except TieredError as error:
-            unavailable[engine] = str(error)
-            continue
+    engines, unavailable = fio.working(lambda engine: beside.reader.run(fio.Job("read", engine)))
+    for engine in engines:
         for mode, named in runs.items():
             job = fio.Job(mode, engine, order=setup.order)
             named[job.name] = beside.of(job)

@@ -63,11 +63,11 @@ class Options:
     dram: int | None
     dtype: Dtype
     update: Literal["on_fetch", "in_backward"]
-    passes: int
-    micro_batch: int
-    backend: BackendName
-    rounds: int
-    beside: Literal["fio", "nothing"]
+    passes: int = 1
+    micro_batch: int = 1
+    backend: BackendName = "auto"
+    rounds: int = 5
+    beside: Literal["fio", "nothing"] = "nothing"
     threads: int | None = None
     optimizer: str = "adamw"
 
@@ -106,23 +106,23 @@ class Stack(nn.Module):
 
 
 class Stepper:
-    """Runs training steps of one model in one store."""
+    """Runs training steps of ``model`` in one store. ``loss`` makes the loss of one pass; ``paging``: more arguments of
+    ``zero.page``."""
 
-    def __init__(self, store: TieredStore, options: Options) -> None:
-        torch.manual_seed(0)
-        stack = Stack.of(options)
-        self.parameters = sum(parameter.numel() for parameter in stack.parameters())
-        self.model = zero.page(stack, store, micro_batch=options.micro_batch)
+    def __init__(
+        self, store: TieredStore, options: Options, model: nn.Module, loss: Callable[[nn.Module], torch.Tensor], **paging: Any
+    ) -> None:
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.model = zero.page(model, store, micro_batch=options.micro_batch, **paging)
         kind = kind_named(options.optimizer)
         self._optimizer = kind.ours(self.model.parameters(), lr=1e-4, update=options.update, **kind.settings)
-        self._inputs = next(stack.parameters()).new_ones((TOKENS * options.micro_batch, stack.width), device="cpu")
-        self._passes, self._meter = options.passes, Meter(store)
+        self._loss, self._passes, self._meter = loss, options.passes, Meter(store)
 
     def step(self) -> Usage:
         """Run forward and backward of each pass and the optimizer's step, and measure them."""
         self._meter.lap()
         for _ in range(self._passes):
-            self.model(self._inputs).float().square().mean().backward()
+            self._loss(self.model).backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
         self._optimizer.zero_grad()
         return self._meter.lap()
@@ -147,7 +147,10 @@ def _measure(options: Options, under: Measuring) -> Callable[[], str]:
     _refuse_full_disk(options)
     under.progress.working("writing the parameters", 0.0)
     store = stack.enter_context(scratch_store(options.folder, dram=options.pool, backend=options.backend))
-    stepper = Stepper(store, options)
+    torch.manual_seed(0)
+    model = Stack.of(options)
+    inputs = next(model.parameters()).new_ones((TOKENS * options.micro_batch, model.width), device="cpu")
+    stepper = Stepper(store, options, model, lambda model: model(inputs).float().square().mean())
     disk = _disk(options, stack)
     steps, disks = _rounds(stepper, disk, options.rounds, under)
     report |= {"parameters": stepper.parameters, "peak_bytes": store.statistics().tiers[0].peak}

@@ -126,13 +126,8 @@ def _add_fio(options: Options, folder: str, runs: Mapping[Point, dict[str, Run]]
     """Add a run of fio to each point without checksums, because fio computes other ones; returns the facts about fio."""
     buffers = stack.enter_context(fio.huge_buffers(options.memory))
     bench = fio.Fio(folder, options.size, buffers, NAME)
-    unavailable = {}
-    for engine in fio.ENGINES:
-        try:
-            bench.run(fio.Job("read", engine, cache=options.cache, seconds=0.1))
-        except TieredError as error:
-            unavailable[engine] = str(error)
-            continue
+    engines, unavailable = fio.working(lambda engine: bench.run(fio.Job("read", engine, cache=options.cache, seconds=0.1)))
+    for engine in engines:
         for point, named in runs.items():
             if point.checksums == "off":
                 job = fio.Job(point.mode, engine, point.block, point.depth, point.order, options.cache, options.seconds)
