@@ -14,7 +14,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from tiered.errors import MisuseError, shown
 from tiered.format.foreign.documents import text_of
@@ -53,16 +55,14 @@ TYPES |= {"fp16": "fp16", "float16": "fp16", "torch.float16": "fp16", "half": "f
 TYPES |= {"bf16": "bf16", "bfloat16": "bf16", "torch.bfloat16": "bf16"}
 
 
-@dataclass(frozen=True, slots=True)
-class Maker:
+class Maker(msgspec.Struct, frozen=True):
     """A section that names what to make and its arguments: ``optimizer`` or ``scheduler``."""
 
     kind: str
     params: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class LossScaling:
+class LossScaling(msgspec.Struct, frozen=True):
     """The section ``fp16``, with DeepSpeed's defaults."""
 
     enabled: bool = False
@@ -75,8 +75,7 @@ class LossScaling:
     min_loss_scale: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(msgspec.Struct, frozen=True):
     """Where the state is. ``dram`` and the others are sizes as ``TieredStore.open`` takes them, None where nothing is said;
     ``spills``: what the budget does not hold is meant to be on the disk."""
 
@@ -94,8 +93,7 @@ class Place:
     states_offloaded: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class FlopsProfile:
+class FlopsProfile(msgspec.Struct, frozen=True):
     """The section ``flops_profiler``, with DeepSpeed's defaults."""
 
     enabled: bool = False
@@ -106,8 +104,7 @@ class FlopsProfile:
     output_file: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Log:
+class Log(msgspec.Struct, frozen=True):
     """A section ``tensorboard`` or ``csv_monitor``, with DeepSpeed's defaults."""
 
     enabled: bool = False
@@ -115,8 +112,7 @@ class Log:
     job_name: str = "DeepSpeedJobName"
 
 
-@dataclass(frozen=True, slots=True)
-class Reports:
+class Reports(msgspec.Struct, frozen=True):
     """What is printed and written. ``steps``: between two lines; None: no lines."""
 
     steps: int | None = None
@@ -444,31 +440,31 @@ def _count(values: Mapping[str, Any], name: str) -> int | None:
 # The value
 
 
+_Section = TypeVar("_Section", LossScaling, FlopsProfile, Log)
+
+
 def _made(rows: tuple[Judged, ...], values: Mapping[str, Any], sizes: tuple[int, int, int]) -> Config:
     def get(path: str, otherwise: Any) -> Any:
         value = value_at(values, path)
         return otherwise if value is None else value
 
-    def section(path: str, kind: Any, **converted: Callable[[Any], Any]) -> Any:
+    def section(path: str, kind: type[_Section]) -> _Section:
         given = get(path, {})
-        given = given if given.get("enabled") is not False else {}
-        fields = {name: given[name] for name in kind.__dataclass_fields__ if given.get(name) is not None}
-        return kind(**{name: converted[name](value) if name in converted else value for name, value in fields.items()})
+        said = {name: value for name, value in given.items() if value is not None and given.get("enabled") is not False}
+        return msgspec.convert(said, kind, strict=False)  # whole numbers may be floats
 
     zero: Any = get("zero_optimization", {})
     stage = int(zero) if isinstance(zero, bool) else int(get("zero_optimization.stage", 0))
     dtype = _dtype(values)
     bf16 = values.get("bf16", values.get("bfloat16")) or {}
-    whole = {"initial_scale_power": int, "loss_scale_window": int, "hysteresis": int}
-    fp16: LossScaling = section("fp16", LossScaling, loss_scale=float, min_loss_scale=float, **whole)
+    fp16 = section("fp16", LossScaling)
     if fp16.enabled and (fp16.loss_scale_window < 1 or fp16.hysteresis < 1 or fp16.min_loss_scale <= 0 or fp16.loss_scale < 0):
         raise MisuseError("fp16: loss_scale_window and hysteresis are at least 1, scales are above 0: correct what is not")
     clipping = float(get("gradient_clipping", 0.0))
     if clipping < 0:
         raise MisuseError(f"gradient_clipping is {clipping}: it is a norm, or 0")
     steps = get("steps_per_print", None)
-    profile = {"profile_step": int, "module_depth": int, "top_modules": int}
-    flops = section("flops_profiler", FlopsProfile, **profile)
+    flops = section("flops_profiler", FlopsProfile)
     reports = Reports(
         steps=None if steps is None or steps < 1 else int(steps),
         wall_clock=bool(get("wall_clock_breakdown", False)) or flops.enabled,
@@ -525,11 +521,7 @@ def _place(values: Mapping[str, Any]) -> Place:
     return Place(
         path=str(path),
         paths=None if paths is None else tuple(map(str, paths)),
-        dram=own.get("dram"),
-        hbm=own.get("hbm"),
-        device=own.get("device"),
-        nvme=own.get("nvme"),
-        backend=own.get("backend"),
+        **{name: own.get(name) for name in ("dram", "hbm", "device", "nvme", "backend")},
         name=own.get("name") or "model",
         micro_batch=int(own.get("micro_batch") or 1),
         spills=any(device == "nvme" for device, _ in offloaded.values()),

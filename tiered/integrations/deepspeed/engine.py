@@ -61,9 +61,7 @@ class _Loading(msgspec.Struct, forbid_unknown_fields=True):
 
     tag: str = ""
     problem: str = ""
-    mark: str = ""
-    generations: list[int] = []
-    store: str = ""
+    tagged: tags.Tagged | None = None
     foreign: bool = False
 
 
@@ -441,7 +439,7 @@ class Engine(nn.Module):
             raise MisuseError("custom_load_fn= loads tensors, and a checkpoint here is a commit: leave it out")
         folder = Path(load_dir).expanduser().absolute()
         there = self._found(folder, tag)
-        if not there.mark and not there.foreign:
+        if there.tagged is None and not there.foreign:
             what = folder / shown(there.tag or tags.LATEST, 300)
             warnings.warn(f"there is no checkpoint to load: {what} does not exist", stacklevel=2)
             return Loaded(None, None)
@@ -450,11 +448,10 @@ class Engine(nn.Module):
         groups = [dict(group) for group in self.optimizer.param_groups] if self.optimizer is not None else []
         scheduler: Stateful | None = self.lr_scheduler
         before = scheduler.state_dict() if scheduler is not None else None
-        if there.foreign:
+        if there.tagged is None:
             extra = self._taken_over(folder / name, anew=anew)
         else:
-            tagged = tags.Tagged(there.mark, tuple(there.generations), there.store)
-            generation = self._generation(tagged, folder / shown(name, 300))
+            generation = self._generation(there.tagged, folder / shown(name, 300))
             extra = checkpoint.rollback(self.module, self.optimizer, scheduler=scheduler, generation=generation)
         if anew and self.optimizer is not None:
             self.optimizer.load_state_dict({"state": {}, "param_groups": _packed(self.optimizer)})
@@ -528,9 +525,7 @@ class Engine(nn.Module):
             try:
                 mine.tag = (tags.latest(folder) or "") if tag is None else str(tag)
                 mine.foreign = is_saved(folder / mine.tag) or (not mine.tag and has_commit(folder))
-                tagged = tags.found(folder, mine.tag) if mine.tag and not mine.foreign else None
-                if tagged is not None:
-                    mine.mark, mine.generations, mine.store = tagged.mark, list(tagged.generations), tagged.store
+                mine.tagged = tags.found(folder, mine.tag) if mine.tag and not mine.foreign else None
             except MisuseError as error:
                 mine.problem = str(error)
             except OSError as error:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+import msgspec
 
 from tiered import MisuseError, Owner, TieredStore
 from tiered.format.foreign.documents import json_of, text_of
@@ -45,12 +46,11 @@ BUDGET = "tiered.budget"
 """Where the meta of a commit says by which budgets the model was divided."""
 
 
-@dataclass(frozen=True)
-class Tagged:
-    """The commit that a tag names: ``generations`` of each rank's store."""
+class Tagged(msgspec.Struct, frozen=True):
+    """The commit that a tag names, as its file says it: ``generations`` of each rank's store."""
 
     mark: str
-    generations: tuple[int, ...]
+    generations: Annotated[tuple[int, ...], msgspec.Meta(min_length=1)]
     store: str
 
 
@@ -71,8 +71,7 @@ def refuse_tag(tag: str) -> None:
 def write(folder: Path, tag: str, tagged: Tagged, *, as_latest: bool) -> None:
     """Write the file of a tag, and that of the last one; each is there as a whole or not at all, also after a power loss."""
     (folder / tag).mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"mark": tagged.mark, "generations": list(tagged.generations), "store": tagged.store})
-    _replace(folder / tag / FILE, text)
+    _replace(folder / tag / FILE, json.dumps(msgspec.to_builtins(tagged)))
     if as_latest:
         _replace(folder / LATEST, tag)
 
@@ -107,20 +106,10 @@ def found(folder: Path, tag: str) -> Tagged | None:
     path = folder / tag / FILE
     if not path.exists():
         raise MisuseError(f"{folder / tag} has no {FILE}: save_checkpoint did not come to its end, or it is another folder")
-    return _tagged(json_of(path, MOST_TEXT), path)
-
-
-def _tagged(read: Any, path: Path) -> Tagged:
-    mark, numbers = (read.get("mark"), read.get("generations")) if isinstance(read, dict) else (None, None)
-    if not (
-        isinstance(mark, str)
-        and isinstance(numbers, list)
-        and numbers
-        and all(type(number) is int for number in numbers)
-        and isinstance(read.get("store"), str)
-    ):
-        raise MisuseError(f"{path} is damaged: it does not say which commit it names")
-    return Tagged(mark, tuple(numbers), read["store"])
+    try:
+        return msgspec.convert(json_of(path, MOST_TEXT), Tagged)
+    except msgspec.ValidationError:
+        raise MisuseError(f"{path} is damaged: it does not say which commit it names") from None
 
 
 def marks_of(store: TieredStore) -> list[str]:
