@@ -359,8 +359,7 @@ def test_args_fill_what_is_auto_and_name_the_file(tmp_path: Path) -> None:
     data = TensorDataset(torch.arange(10))
     engine, _, _, scheduler = zero.initialize(args, made(), training_data=data)
     assert isinstance(scheduler, zero.WarmupDecayLR)
-    filled = engine.scheduler_params()
-    assert (filled["total_num_steps"], filled["warmup_num_steps"]) == (15, 2)
+    assert (scheduler.total_num_steps, scheduler.warmup_num_steps) == (15, 2)
     assert engine.get_batch_info() == (2, 2, 1)
     engine.destroy()
     with pytest.raises(MisuseError, match="given twice"):

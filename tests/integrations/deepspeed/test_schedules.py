@@ -369,10 +369,11 @@ def test_a_state_says_where_and_the_constructor_which_way() -> None:
     optimizer.step()
     scheduler.step()
     scheduler.step()
-    state = {**scheduler.state_dict(), "warmup_num_steps": 4, "min_lrs": [0.0, 0.0]}  # as it was written once
+    assert not {"warmup_num_steps", "max_lrs"} & scheduler.state_dict().keys()
+    state = {**scheduler.state_dict(), "warmup_num_steps": 4, "max_lrs": [0.1, 0.1]}  # as it was written once
     again: Any = zero.WarmupLR(other, warmup_num_steps=10, warmup_type="linear")
     again.load_state_dict(state)
-    assert again.last_batch_iteration == 1
+    assert (again.last_batch_iteration, again.warmup_num_steps, again.max_lrs) == (1, 10, [0.5, 0.25])
     assert not [name for name, value in state.items() if callable(value)]
     other.step()
     again.step()

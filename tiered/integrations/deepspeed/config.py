@@ -22,6 +22,8 @@ from tiered.errors import MisuseError, shown
 from tiered.format.foreign.documents import text_of
 from tiered.integrations.deepspeed.table import (
     AUTO,
+    FILLED,
+    NEEDED,
     SECTION,
     Judged,
     Verdict,
@@ -42,6 +44,7 @@ __all__ = [
     "Place",
     "Reports",
     "batch_sizes",
+    "dtype_of",
     "examined",
     "place_of",
     "read",
@@ -251,53 +254,26 @@ def _unique(pairs: Sequence[tuple[str, Any]], where: str) -> dict[str, Any]:
 
 # "auto"
 
-_Source = Callable[[Any, int, "int | None"], Any]
+def _meant(arguments: Any, ranks: int, total: int | None) -> dict[str, Any]:
+    """Return what Hugging Face's Trainer fills keys with that are "auto" (https://hf.co/docs/transformers/deepspeed); None
+    where ``arguments`` does not say it. ``total``: the steps of the whole training."""
+    found = {path: getattr(arguments, name, None) for path, name in FILLED.items()}
+    one, passes = found["train_micro_batch_size_per_gpu"], found["gradient_accumulation_steps"] or 1
+    betas = [getattr(arguments, name, None) for name in ("adam_beta1", "adam_beta2")]
+    found["train_batch_size"] = None if one is None else one * passes * ranks
+    found["optimizer.params.betas"] = None if None in betas else betas
+    found["scheduler.params.warmup_min_lr"] = 0
+    found["scheduler.params.warmup_num_steps"] = _warmup(arguments, total)
+    found["scheduler.params.total_num_steps"] = total
+    return found
 
 
-def _warmup(arguments: Any, ranks: int, total: int | None) -> Any:
+def _warmup(arguments: Any, total: int | None) -> Any:
     """Return the steps of the warm-up, as ``TrainingArguments`` says them: a number, or a share of all."""
     if callable(getattr(arguments, "get_warmup_steps", None)) and total is not None:
         return arguments.get_warmup_steps(total)
     steps = getattr(arguments, "warmup_steps", None)
     return steps if steps is None or steps >= 1 or total is None else int(steps * total)
-
-
-def _attribute(name: str) -> _Source:
-    return lambda arguments, ranks, total: getattr(arguments, name, None)
-
-
-def _both_betas(arguments: Any, ranks: int, total: int | None) -> Any:
-    both = [getattr(arguments, "adam_beta1", None), getattr(arguments, "adam_beta2", None)]
-    return None if None in both else both
-
-
-def _whole_batch(arguments: Any, ranks: int, total: int | None) -> Any:
-    one, passes = getattr(arguments, "per_device_train_batch_size", None), getattr(arguments, "gradient_accumulation_steps", 1)
-    return None if one is None else one * passes * ranks
-
-
-FILLED: dict[str, _Source] = {
-    "train_batch_size": _whole_batch,
-    "train_micro_batch_size_per_gpu": _attribute("per_device_train_batch_size"),
-    "gradient_accumulation_steps": _attribute("gradient_accumulation_steps"),
-    "gradient_clipping": _attribute("max_grad_norm"),
-    "optimizer.params.lr": _attribute("learning_rate"),
-    "optimizer.params.betas": _both_betas,
-    "optimizer.params.eps": _attribute("adam_epsilon"),
-    "optimizer.params.weight_decay": _attribute("weight_decay"),
-    "scheduler.params.warmup_min_lr": lambda arguments, ranks, total: 0,
-    "scheduler.params.warmup_max_lr": _attribute("learning_rate"),
-    "scheduler.params.warmup_num_steps": _warmup,
-    "scheduler.params.total_num_steps": lambda arguments, ranks, total: total,
-    "fp16.enabled": _attribute("fp16"),
-    "bf16.enabled": _attribute("bf16"),
-}
-"""What Hugging Face's Trainer fills values with that are "auto" (https://hf.co/docs/transformers/deepspeed)."""
-NEEDED = (
-    *("gradient_clipping", "optimizer.params.lr", "scheduler.params.warmup_max_lr"),
-    *("scheduler.params.warmup_num_steps", "scheduler.params.total_num_steps"),
-)
-"""Keys whose default is not what Hugging Face would fill in."""
 
 
 def _filled(
@@ -312,6 +288,7 @@ def _filled(
         total = total_steps(passes)
     if total is None and (getattr(arguments, "max_steps", None) or 0) > 0:
         total = arguments.max_steps
+    meant = _meant(arguments, ranks, total)
 
     def fill(section: dict[str, Any], above: str) -> dict[str, Any]:
         found = {}
@@ -321,8 +298,8 @@ def _filled(
                 found[name] = fill(value, f"{path}.")
             elif value != AUTO:
                 found[name] = value
-            elif path in FILLED and (filled := FILLED[path](arguments, ranks, total)) is not None:
-                found[name] = filled
+            elif meant.get(path) is not None:
+                found[name] = meant[path]
             elif path in NEEDED:
                 source = "its training_data=" if path.endswith("total_num_steps") and arguments is not None else "args="
                 raise MisuseError(
@@ -353,7 +330,7 @@ def _problem(path: str, value: Any, values: Mapping[str, Any]) -> tuple[Verdict,
     """Return what becomes of a key for the sake of others; None where it is as the table says."""
     if value is None:
         return None  # as without the key
-    dtype = _dtype(values)
+    dtype = dtype_of(values)
     if canonical(path) == "bf16.enabled" and value is True and value_at(values, "fp16.enabled") is True:
         return Verdict.REFUSED, "fp16 is enabled, too: enable one of them"
     if path == "torch_autocast.enabled" and value is True and dtype != "fp32":
@@ -396,7 +373,8 @@ def _type_problem(path: str, value: Any, dtype: str, values: Mapping[str, Any]) 
     return Verdict.REFUSED, f"{what}, which is {dtype}: write that, or leave it out"
 
 
-def _dtype(values: Mapping[str, Any]) -> str:
+def dtype_of(values: Mapping[str, Any]) -> str:
+    """Return the type of parameters that a configuration says."""
     if value_at(values, "fp16.enabled") is True:
         return "fp16"
     return "bf16" if True in (value_at(values, "bf16.enabled"), value_at(values, "bfloat16.enabled")) else "fp32"
@@ -455,7 +433,7 @@ def _made(rows: tuple[Judged, ...], values: Mapping[str, Any], sizes: tuple[int,
 
     zero: Any = get("zero_optimization", {})
     stage = int(zero) if isinstance(zero, bool) else int(get("zero_optimization.stage", 0))
-    dtype = _dtype(values)
+    dtype = dtype_of(values)
     bf16 = values.get("bf16", values.get("bfloat16")) or {}
     fp16 = section("fp16", LossScaling)
     if fp16.enabled and (fp16.loss_scale_window < 1 or fp16.hysteresis < 1 or fp16.min_loss_scale <= 0 or fp16.loss_scale < 0):
@@ -535,7 +513,7 @@ def place_of(config: Any) -> tuple[Place, str]:
     ``judged``."""
     values = read(config)
     judged(values)
-    return _place(values), _dtype(values)
+    return _place(values), dtype_of(values)
 
 
 def told(rows: Sequence[Judged]) -> str:

@@ -34,9 +34,8 @@ from tiered.zero.optimizers.optimizer import Optimizer
 from tiered.zero.page import no_sync, offload, onload
 from tiered.zero.rank_stores import has_commit, shared_json
 
-__all__ = ["NARROW", "Engine", "several"]
+__all__ = ["Engine", "several"]
 
-NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 COUNTERS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")
 
 

@@ -20,7 +20,8 @@ from tiered import MisuseError, TieredStore
 from tiered.errors import ManifestError
 from tiered.integrations.deepspeed import optimizers
 from tiered.integrations.deepspeed.config import Config, Place, place_of, told
-from tiered.integrations.deepspeed.engine import NARROW, Engine, several
+from tiered.integrations.deepspeed.engine import Engine, several
+from tiered.integrations.deepspeed.saved import NARROW
 from tiered.integrations.deepspeed.schedules import scheduler_of
 from tiered.integrations.deepspeed.tags import BUDGET, budget_of
 from tiered.store.at_rest import listing

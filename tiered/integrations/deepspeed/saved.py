@@ -28,7 +28,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -37,11 +36,12 @@ from tiered.errors import MisuseError, TorchFileError, quoted, shown
 from tiered.format.foreign.documents import text_of
 from tiered.format.foreign.pickled import Instance, Name, as_dict, as_list, as_text, sizes_of
 from tiered.format.foreign.torch_file import ELEMENTS, StoredTensor, TorchFile
+from tiered.integrations.deepspeed.config import dtype_of
 from tiered.integrations.deepspeed.tags import LATEST, MOST_TEXT
 from tiered.types import format_size
 from tiered.zero.checkpoint.foreign import Described, Sound
 
-__all__ = ["INERT", "Counters", "Saved", "SavedGroup", "is_saved", "plain", "tag_of"]
+__all__ = ["INERT", "NARROW", "Counters", "Saved", "SavedGroup", "is_saved", "plain", "tag_of"]
 
 INERT = (
     *("deepspeed.runtime.fp16.loss_scaler.LossScaler", "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
@@ -75,6 +75,8 @@ MOST_STATES = 16
 """States of a parameter."""
 FLOATING = ("float32", "float16", "bfloat16", "float64")
 """Types of masters and moments."""
+NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Types of parameters by their names in a configuration, beside fp32."""
 MOST_PADDING = 1 << 20
 """Bytes: 1 KiB for each thread of DeepSpeed's aio."""
 
@@ -179,9 +181,7 @@ class Saved:
     def __enter__(self) -> Saved:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -328,7 +328,7 @@ class Saved:
         shared = as_dict(model.get("shared_params") or {})
         self.aliases: Mapping[str, str] = {as_text(alias): as_text(name) for alias, name in shared.items()}
         found: dict[str, Described] = {}
-        narrow = next((torch_type for key, torch_type in TYPES.items() if _enabled(self.config, key)), torch.float32)
+        narrow = NARROW.get(dtype_of(self.config), torch.float32)
         for name, value in module.items():
             if name in buffers or name in self.aliases:
                 continue
@@ -441,9 +441,6 @@ class Saved:
             kind = torch.float32 if state != "param" else self.parameters[name].dtype
             return torch.empty(0, dtype=kind, device="cpu")
         return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
-
-
-TYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}
 
 
 def _files(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
@@ -627,11 +624,6 @@ def plain(value: Any) -> Any:
         raise ValueError(f"it has a {type(one).__name__}")
 
     return made(value, 0)
-
-
-def _enabled(config: Mapping[str, Any], key: str) -> bool:
-    section = config.get(key)
-    return isinstance(section, dict) and section.get("enabled") is True
 
 
 def _type(name: str) -> torch.dtype:

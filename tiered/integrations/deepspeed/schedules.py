@@ -31,13 +31,15 @@ Formula = Callable[[int], list[float]]
 
 
 class _Schedule(LRScheduler):
-    """Scheduler whose rates are a formula of the iteration."""
+    """Scheduler whose rates are a formula of the iteration. ``said``: what the formula is of, which scripts read by DeepSpeed's
+    names, as ``scheduler.max_lrs``."""
 
-    def __init__(self, optimizer: Optimizer, rates: Formula, last_batch_iteration: int) -> None:
+    def __init__(self, optimizer: Optimizer, rates: Formula, last_batch_iteration: int, **said: Any) -> None:
         if last_batch_iteration != -1:
             for group in optimizer.param_groups:
                 group.setdefault("initial_lr", group["lr"])
-        self._rates = rates
+        self._rates, self._said = rates, tuple(said)
+        vars(self).update(said)
         super().__init__(optimizer, last_batch_iteration)
 
     @property
@@ -57,7 +59,12 @@ class _Schedule(LRScheduler):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what ``load_state_dict`` takes: where the schedule is. Its formula is that of the constructor."""
-        return {name: value for name, value in super().state_dict().items() if not callable(value)}
+        left_out = ("_said", "_rates", "_betas", *self._said)
+        return {name: value for name, value in super().state_dict().items() if name not in left_out}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where a schedule was, by the formula of this one, whatever the state says of another."""
+        super().load_state_dict({name: value for name, value in state_dict.items() if name not in self._said})
 
 
 class WarmupLR(_Schedule):
@@ -81,8 +88,10 @@ class WarmupLR(_Schedule):
         low = _each(optimizer, warmup_min_lr, "warmup_min_lr")
         given = warmup_max_lr if warmup_max_lr is not None else [float(group["lr"]) for group in optimizer.param_groups]
         high = _each(optimizer, given, "warmup_max_lr")
-        share = _risen(_steps(warmup_num_steps), warmup_type, then=lambda iteration: 1.0)
-        super().__init__(optimizer, _between(low, high, share), last_batch_iteration)
+        steps = _steps(warmup_num_steps)
+        rates = _between(low, high, _risen(steps, warmup_type, then=lambda iteration: 1.0))
+        said = {"warmup_num_steps": steps, "warmup_type": warmup_type}
+        super().__init__(optimizer, rates, last_batch_iteration, min_lrs=low, max_lrs=high, **said)
 
 
 class WarmupDecayLR(_Schedule):
@@ -102,7 +111,8 @@ class WarmupDecayLR(_Schedule):
         steps = _steps(warmup_num_steps)
         falling = max(1.0, total_num_steps - steps)
         share = _risen(steps, warmup_type, then=lambda iteration: max(0.0, (total_num_steps - iteration) / falling))
-        super().__init__(optimizer, _between(low, high, share), last_batch_iteration)
+        said = {"warmup_num_steps": steps, "warmup_type": warmup_type, "total_num_steps": total_num_steps}
+        super().__init__(optimizer, _between(low, high, share), last_batch_iteration, min_lrs=low, max_lrs=high, **said)
 
 
 class WarmupCosineLR(_Schedule):
@@ -134,7 +144,9 @@ class WarmupCosineLR(_Schedule):
                 return risen(iteration)
             return warmup_min_ratio + risen(iteration) * (1.0 - warmup_min_ratio)
 
-        super().__init__(optimizer, _between(low, high, share), last_batch_iteration)
+        said = {"warmup_num_steps": steps, "warmup_type": warmup_type, "warmup_min_ratio": warmup_min_ratio}
+        said |= {"total_num_steps": total_num_steps, "cos_min_ratio": cos_min_ratio}
+        super().__init__(optimizer, _between(low, high, share), last_batch_iteration, **said)
 
 
 class LRRangeTest(_Schedule):
@@ -159,7 +171,7 @@ class LRRangeTest(_Schedule):
             grown = 1 + lr_range_test_step_rate * (math.floor(intervals) if lr_range_test_staircase else intervals)
             return [least * grown for least in low]
 
-        super().__init__(optimizer, rates, last_batch_iteration)
+        super().__init__(optimizer, rates, last_batch_iteration, min_lrs=low)
 
 
 class OneCycle(_Schedule):
@@ -212,7 +224,7 @@ class OneCycle(_Schedule):
 
         has_betas = cycle_momentum and all("betas" in group for group in optimizer.param_groups)
         self._betas = betas if has_betas else None
-        super().__init__(optimizer, rates, last_batch_iteration)
+        super().__init__(optimizer, rates, last_batch_iteration, min_lrs=low, max_lrs=high)
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Set the rates and betas of the next iteration, or of the one with this number."""

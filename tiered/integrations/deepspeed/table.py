@@ -22,8 +22,10 @@ from tiered.errors import MisuseError
 __all__ = [
     "ALIASES",
     "AUTO",
+    "FILLED",
     "GROUPS",
     "KEYS",
+    "NEEDED",
     "QUESTIONS",
     "SECTION",
     "Judged",
@@ -92,6 +94,8 @@ class Key(_Ruling, frozen=True, kw_only=True):
 class _Table(msgspec.Struct, forbid_unknown_fields=True):
     keys: dict[str, list[_Row]]
     aliases: dict[str, str]
+    filled: dict[str, str]
+    needed: tuple[str, ...]
     questions: dict[str, tuple[str, Any]]
 
 
@@ -116,6 +120,10 @@ GROUPS: Mapping[str, list[Key]] = {title: [key for row in rows for key in _keys(
 KEYS: tuple[Key, ...] = tuple(key for keys in GROUPS.values() for key in keys)
 ALIASES = _TABLE.aliases
 """Other names that DeepSpeed takes for a key."""
+FILLED = _TABLE.filled
+"""The attributes of Hugging Face's ``TrainingArguments`` that their Trainer fills keys with that are "auto"."""
+NEEDED = _TABLE.needed
+"""Keys whose default is not what Hugging Face would fill in."""
 QUESTIONS = _TABLE.questions
 """For each method of DeepSpeed's engine that asks for a key: the key, and DeepSpeed's default."""
 
