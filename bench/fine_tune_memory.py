@@ -13,27 +13,21 @@ than was said.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import select
 import shutil
-import subprocess
 import sys
 import tempfile
-import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.memory import anonymous_of, kills, limit_of, memory_cgroup, read_peak, usage
+from bench.limited import Ended, anonymous_of, say, under
+from bench.llama import config_of, quiet, write_weights
 from tiered.types import format_size, parse_size
 
 MIB = 1 << 20
 SAID = 128 * MIB
 """What a process may take beside imports, 1.1 x the pool and activations; and what it may grow by while it saves."""
 STEPS, SAVE, TOKENS = 6, 2, 32
-LLAMA = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 16}
-LLAMA |= {"vocab_size": 8000, "num_hidden_layers": 19, "max_position_embeddings": 128, "tie_word_embeddings": False}
+LAYERS, WIDTH, VOCABULARY = 19, 1024, 8000
 
 
 # -- the child, in the cgroup -------------------------------------------------------------------------------------------------
@@ -51,13 +45,8 @@ def child(way: str, folder: Path, budget: int) -> None:
     from tiered.integrations.transformers import TieredTrainer, from_pretrained
 
     torch.set_num_threads(2)
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    quiet()
     assert LlamaForCausalLM is not None  # imported before the memory of the imports is read
-
-    def say(phase: str, **more: Any) -> None:
-        print(json.dumps({"phase": phase, **more}), flush=True)
-        sys.stdin.readline()
 
     class Saves:
         def _save_checkpoint(self, *given: Any, **options: Any) -> None:
@@ -71,7 +60,7 @@ def child(way: str, folder: Path, budget: int) -> None:
     class Ours(Saves, TieredTrainer):
         pass
 
-    tokens = torch.randint(0, LLAMA["vocab_size"], (STEPS, TOKENS), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(0, VOCABULARY, (STEPS, TOKENS), generator=torch.Generator().manual_seed(0))
     args = TrainingArguments(
         str(folder / ("memory-out" if way == "memory" else "out")),
         per_device_train_batch_size=1,
@@ -117,113 +106,25 @@ def child(way: str, folder: Path, budget: int) -> None:
 # -- the parent ---------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Phase:
-    name: str
-    begins: int
-    most: int
-    seconds: float
+def run(way: str, folder: Path, budget: int, activations: int) -> Ended:
+    """Run a child in a cgroup that gets its limit once the child has ended its imports."""
+    words = ["bench.fine_tune_memory", "--child", way, str(folder), str(budget)]
+    return under(words, budget + budget // 10 + SAID + activations, look=anonymous_of)
 
 
-@dataclass
-class Ended:
-    code: int
-    imports: int = 0
-    limit: int = 0
-    peak: int = 0
-    killed: int = 0
-    phases: list[Phase] = field(default_factory=list)
-    last: dict[str, Any] = field(default_factory=dict)
-
-    def most(self, name: str) -> int:
-        return max((phase.most for phase in self.phases if phase.name == name), default=0)
-
-    @property
-    def growth(self) -> int:
-        """How much anonymous memory grew at most while it saved a checkpoint."""
-        return max((phase.most - phase.begins for phase in self.phases if phase.name == "save"), default=0)
-
-
-def under(way: str, folder: Path, budget: int, activations: int) -> Ended:
-    """Run a child in a cgroup that gets its limit once the child has ended its imports. Its memory is read every millisecond
-    or so."""
-    with memory_cgroup(1 << 40) as group:
-        if group is None:
-            sys.exit("no memory cgroup can be made here: run it as root")
-        knob = limit_of(group)
-        command = [sys.executable, "-m", "bench.fine_tune_memory", "--child", way, str(folder), str(budget)]
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            preexec_fn=lambda: (group / "cgroup.procs").write_text(str(os.getpid())) and None,
-            env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        ended, phase = Ended(-1), Phase("start", 0, 0, time.monotonic())
-        while True:
-            while not select.select([process.stdout], [], [], 0.001)[0]:
-                phase.most = max(phase.most, anonymous_of(process.pid))
-            line = process.stdout.readline()
-            phase.seconds = time.monotonic() - phase.seconds
-            ended.phases.append(phase)
-            if not line:
-                break
-            now = anonymous_of(process.pid)
-            phase.most = max(phase.most, now)
-            ended.last = json.loads(line)
-            phase = Phase(ended.last["phase"], now, now, time.monotonic())
-            if phase.name == "imports":
-                ended.imports = usage(group)
-                ended.limit = (ended.imports + budget + budget // 10 + SAID + activations) // 4096 * 4096
-                knob.write_text(str(ended.limit))
-                for name in ("memory.max_usage_in_bytes", "memory.peak"):
-                    if (group / name).exists():
-                        (group / name).write_text("0")
-            process.stdin.write("\n")
-            process.stdin.flush()
-        ended.code = process.wait()
-        ended.killed = kills(group)
-        ended.peak = read_peak(group) or 0
-        return ended
-
-
-def make(folder: Path) -> tuple[int, int, int]:
-    """Write the weights, a tensor at a time. Returns bytes of weights, of the largest parameter, and of activations."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from tiered import TensorSpec
-    from tiered.format.safetensors import entry_of
-    from tiered.format.safetensors_writer import Shards
-
-    config = LlamaConfig(**LLAMA, architectures=["LlamaForCausalLM"], dtype="float32")
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    entries = [entry_of(names[id(p)], TensorSpec("float32", tuple(p.shape), 4)) for p in model.parameters()]
-    generator = torch.Generator().manual_seed(0)
-
-    def values(entry: Any) -> Any:
-        shape = entry.spec.shape
-        made = torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * 0.02
-        return made.view(-1).view(torch.uint8).numpy().data
-
-    Shards(folder / "weights", entries, "250MB", "refuse").write(values(entry) for entry in entries)
-    config.save_pretrained(folder / "weights")
-    return sum(p.nbytes for p in model.parameters()), max(p.nbytes for p in model.parameters()), activations()
+def growth(ended: Ended) -> int:
+    """How much anonymous memory grew at most while it saved a checkpoint."""
+    return max((phase.most - phase.begins for phase in ended.phases if phase.name == "save"), default=0)
 
 
 def activations() -> int:
     """Bytes that autograd keeps of a forward pass beside parameters, counted in models of one and of two such layers, and the
     largest of them once more, for its gradient."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
     def kept(layers: int) -> tuple[int, int]:
-        model = LlamaForCausalLM(LlamaConfig(**{**LLAMA, "num_hidden_layers": layers})).train()
+        model = LlamaForCausalLM(config_of(layers, WIDTH, VOCABULARY)).train()
         parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
         seen: dict[int, Any] = {}
 
@@ -239,14 +140,12 @@ def activations() -> int:
         return sum(sizes), max(sizes)
 
     (one, _), (two, largest) = kept(1), kept(2)
-    return one + (LLAMA["num_hidden_layers"] - 1) * (two - one) + largest
+    return one + (LAYERS - 1) * (two - one) + largest
 
 
 def row(what: str, ended: Ended) -> str:
     cells = [what, format_size(ended.imports), format_size(ended.limit), format_size(ended.peak)]
-    anonymous = max(phase.most for phase in ended.phases)
-    cells += [format_size(anonymous), format_size(ended.growth) if ended.growth else "-"]
-    cells += [f"{sum(phase.seconds for phase in ended.phases):.0f} s"]
+    cells += [format_size(ended.most()), format_size(growth(ended)) if growth(ended) else "-", f"{ended.seconds:.0f} s"]
     cells += [f"killed by the kernel ({ended.killed})" if ended.killed else f"ended with {ended.code}"]
     return "| " + " | ".join(cells) + " |"
 
@@ -263,10 +162,10 @@ def main() -> int:
     budget = parse_size(options.dram)
     folder = Path(tempfile.mkdtemp(dir=options.dir, prefix="bench-fine-tune-")).resolve()
     try:
-        weights, largest, activations = make(folder)
+        weights, kept = write_weights(folder / "weights", LAYERS, WIDTH, VOCABULARY), activations()
         print(
-            f"{weights:,} bytes of weights, {format_size(largest)} the largest parameter; a budget of {format_size(budget)}; "
-            f"activations of a batch of {TOKENS} tokens: {format_size(activations)}.\n"
+            f"{weights:,} bytes of weights, {format_size(4 * VOCABULARY * WIDTH)} the largest parameter; a budget of "
+            f"{format_size(budget)}; activations of a batch of {TOKENS} tokens: {format_size(kept)}.\n"
         )
         print("| | after the imports | limit | at most, with page cache | anonymous at most | most growth in a save | time | |")
         print("|---|---|---|---|---|---|---|---|")
@@ -274,7 +173,7 @@ def main() -> int:
         names |= {"resume": f"resume from step {STEPS - SAVE}", "memory": "the same with `Trainer`, in memory"}
         runs = {}
         for way, name in names.items():
-            runs[way] = under(way, folder, budget, activations)
+            runs[way] = run(way, folder, budget, kept)
             print(row(name, runs[way]), flush=True)
         train, resume, memory = runs.values()
         print("\n| phase | begins with, anonymous | at most | time |\n|---|---|---|---|")
@@ -284,7 +183,7 @@ def main() -> int:
         right = len(known) == len(again) == STEPS and known == again
         print(f"\nlosses: {', '.join(f'{float.fromhex(loss):.6f}' for loss in known.values())}")
         print(f"those after resuming are {'the same, bit for bit' if right else f'others: {again}'}")
-        held = [run.code == 0 and not run.killed and run.peak <= run.limit and run.growth < SAID for run in (train, resume)]
+        held = [ended.right and ended.peak <= ended.limit and growth(ended) < SAID for ended in (train, resume)]
         if not memory.killed:
             print("training in memory was not killed: the limit does not hold, or is no limit for this model")
         return int(not (all(held) and right and memory.killed))

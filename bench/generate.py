@@ -20,7 +20,7 @@ counts within the limit, and the files are dropped from the page cache before ea
 
 The bound of a token is max(compute, (W - C + window) / read rate): W bytes of weights, C of memory, and the window, in which
 one unit computes while others arrive (the largest unit, and what the plan leaves to read-ahead). The read rate is that of the
-drive in the same round: eight threads read the store's own data with O_DIRECT, without the store. That of the first token is
+drive in the same round, which reads the store's own data with O_DIRECT, without the store. That of the first token is
 1.2 x max(W / read rate, compute of the prompt) + 1 s. Prints Markdown; exits 1 where tokens differ.
 
 Each process finds memory of its limit ready (``ready_memory``); ``--fresh`` leaves that out. Prints the rate at which the
@@ -31,31 +31,24 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import os
-import select
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bench.drive import Reading
-from bench.memory import kills, limit_of, memory_cgroup, read_peak, ready_memory, usage
+from bench.limited import Ended, drop, say, under
+from bench.llama import PROMPT, VOCABULARY, generated, quiet, write_weights
 from tiered.measuring.drive import read_rate
 from tiered.measuring.meters import environment
 from tiered.types import format_size, parse_size
 
 MIB = 1 << 20
 SAID = 128 * MIB
-VOCABULARY = 8192
-PROMPT = "The quick brown fox jumps"
 WAYS = ("tiered", "accelerate", "accelerate, all on disk", "mapped")
 MEMORY = "in memory"
 BESIDE = "in memory, reading beside"
@@ -67,7 +60,6 @@ BESIDE = "in memory, reading beside"
 def child(way: str, folder: Path, share: int, tokens: int) -> None:
     """Generate. The first line on standard output ends the imports, and waits for one on standard input."""
     import torch
-    import transformers
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
     import tiered.integrations.transformers.pretrained
@@ -79,10 +71,8 @@ def child(way: str, folder: Path, share: int, tokens: int) -> None:
     assert LlamaForCausalLM is not None
     assert tiered.integrations.transformers.pretrained is not None
     torch.set_num_threads(2)
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    print(json.dumps({"phase": "imports"}), flush=True)
-    sys.stdin.readline()
+    quiet()
+    say("imports")
     began = time.perf_counter()
     weights, store = folder / "weights", None
     if way == "tiered":
@@ -111,29 +101,17 @@ def child(way: str, folder: Path, share: int, tokens: int) -> None:
     opened = time.perf_counter() - began
     reading = Reading(_data_of(folder)) if way == BESIDE else None  # ``share`` bytes a token
 
-    marks: list[tuple[float, int]] = []
+    def look() -> tuple[float, int]:
+        if reading is not None:
+            reading.wait()
+        now = time.perf_counter(), read_bytes()
+        if reading is not None:
+            reading.begin(share if begun else sum(p.nbytes for p in model.parameters()))
+        begun.append(now)
+        return now
 
-    class Marks:
-        def put(self, made: Any) -> None:
-            if reading is not None:
-                reading.wait()
-            marks.append((time.perf_counter(), read_bytes()))
-            if reading is not None:
-                reading.begin(sum(p.nbytes for p in model.parameters()) if len(marks) == 1 else share)
-
-        def end(self) -> None:
-            pass
-
-    prompt = torch.tensor([list(PROMPT.encode())])
-    found = model.eval().generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=tokens,
-        min_new_tokens=tokens,
-        do_sample=False,
-        pad_token_id=0,
-        streamer=Marks(),
-    )
+    begun: list[tuple[float, int]] = []
+    found, marks = generated(model.eval(), torch.tensor([list(PROMPT.encode())]), tokens, look)
     if reading is not None:
         reading.close()
     seconds = [after[0] - before[0] for before, after in itertools.pairwise(marks)]
@@ -143,7 +121,7 @@ def child(way: str, folder: Path, share: int, tokens: int) -> None:
         seen = store.statistics()
         answer |= {"window": _window(model, seen.tiers[0].capacity)}
         store.close()
-    print(json.dumps({"phase": "end", "tokens": found[0, prompt.shape[1] :].tolist(), **answer}), flush=True)
+    say("end", tokens=found, **answer)
 
 
 def _data_of(folder: Path) -> Path:
@@ -177,78 +155,15 @@ def read_bytes() -> int:
 # -- the parent ---------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Ended:
-    code: int
-    imports: int
-    limit: int
-    peak: int
-    killed: int
-    fresh: float
-    """Bytes per second at which the system handed out the memory that the process found ready."""
-    answer: dict[str, Any]
-
-    @property
-    def right(self) -> bool:
-        return self.code == 0 and not self.killed
-
-    @property
-    def seconds(self) -> float:
-        """The median of the tokens after the second: in the second one a store still learns the order."""
-        return statistics.median(self.answer["seconds"][1:])
-
-    @property
-    def read(self) -> float:
-        return statistics.mean(self.answer["read"][1:])
+def seconds_of(ended: Ended) -> float:
+    """The median of the tokens after the second: in the second one a store still learns the order."""
+    found: float = statistics.median(ended.last["seconds"][1:])
+    return found
 
 
-def under(way: str, folder: Path, share: int, tokens: int, extra: int | None, imports: int, ready: int) -> Ended:
-    """Run a child in a cgroup that gets its limit once its imports have ended: ``imports`` or what they took, if that is more,
-    + ``extra``. No limit: None. ``ready``: bytes of memory that it finds ready then."""
-    drop(folder)
-    with memory_cgroup(1 << 40) as group, ExitStack() as stack:
-        if group is None:
-            sys.exit("no memory cgroup can be made here: run it as root")
-        process = subprocess.Popen(
-            [sys.executable, "-m", "bench.generate", "--child", way, str(folder), str(share), str(tokens)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            preexec_fn=lambda: (group / "cgroup.procs").write_text(str(os.getpid())) and None,
-            env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stderr is not None
-        select.select([process.stdout], [], [])
-        process.stdout.readline()
-        took = usage(group)
-        limit = 0
-        if extra is not None:
-            limit = (max(imports, took) + extra) // 4096 * 4096
-            limit_of(group).write_text(str(limit))
-        fresh = stack.enter_context(ready_memory(ready, group)) if ready else 0.0
-        printed, errors = process.communicate("\n")
-        stack.close()
-        lines = [line for line in printed.splitlines() if line.startswith("{")]
-        killed = kills(group)
-        if process.returncode and not killed:
-            raise SystemExit(f"{way} ended with {process.returncode}:\n{errors[-2000:]}")
-        answer = json.loads(lines[-1]) if lines else {}
-        return Ended(process.returncode, took, limit, read_peak(group) or 0, killed, fresh, answer)
-
-
-def drop(folder: Path) -> None:
-    """Drop the files below ``folder`` from the page cache."""
-    for path in folder.rglob("*"):
-        if path.is_file() and path.stat().st_size > MIB:
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(descriptor)
+def read_of(ended: Ended) -> float:
+    found: float = statistics.mean(ended.last["read"][1:])
+    return found
 
 
 def make(folder: Path, options: argparse.Namespace) -> int:
@@ -260,44 +175,6 @@ def make(folder: Path, options: argparse.Namespace) -> int:
     with TieredStore.open(folder / "store", dram=max(weights // 2, 256 * MIB)) as store:
         import_model(folder / "weights", store)
         store.close()
-    return weights
-
-
-def write_weights(folder: Path, layers: int, width: int, vocabulary: int = VOCABULARY, dtype: str = "float32") -> int:
-    """Write a model with random weights of type ``dtype``, a tensor at a time. Returns the bytes of weights."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from tiered import TensorSpec
-    from tiered.format.safetensors import entry_of
-    from tiered.format.safetensors_writer import Shards
-
-    config = LlamaConfig(
-        hidden_size=width,
-        intermediate_size=width * 11 // 4 // 256 * 256,
-        num_hidden_layers=layers,
-        num_attention_heads=width // 64,
-        num_key_value_heads=width // 64,
-        vocab_size=vocabulary,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        architectures=["LlamaForCausalLM"],
-        dtype=dtype,
-    )
-    stored = getattr(torch, dtype)
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(stored)
-    entries = [entry_of(n, TensorSpec(dtype, tuple(p.shape), stored.itemsize)) for n, p in model.named_parameters()]
-    generator = torch.Generator().manual_seed(0)
-
-    def values(entry: Any) -> Any:
-        shape = entry.spec.shape
-        made = torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * 0.02
-        return made.to(stored).view(-1).view(torch.uint8).numpy().data
-
-    weights = sum(p.nbytes for p in model.parameters())
-    Shards(folder, entries, "500MB", "refuse").write(values(entry) for entry in entries)
-    config.save_pretrained(folder)
     return weights
 
 
@@ -327,15 +204,17 @@ def compared(folder: Path, options: argparse.Namespace, weights: int, say: Calla
                 ready = 0 if options.fresh else weights + SAID if limit is None else limit
                 while True:
                     given = share - less.get(way, 0) if way != BESIDE else max(0, weights - share) + window
-                    ended = under(way, folder, given, options.tokens, limit, imports, ready)
-                    window = ended.answer.get("window", window)
+                    drop(folder)
+                    words = ["bench.generate", "--child", way, str(folder), str(given), str(options.tokens)]
+                    ended = under(words, limit, imports=imports, ready=ready)
+                    window = ended.last.get("window", window)
                     imports = max(imports, ended.imports)
                     if ended.right or way != "accelerate" or given < share // 2:
                         break
                     less[way] += share // 10
                 found[way].append(ended)
-        tokens = found[MEMORY][0].answer["tokens"]
-        compute = [ended.seconds for ended in found[MEMORY]]
+        tokens = found[MEMORY][0].last["tokens"]
+        compute = [seconds_of(ended) for ended in found[MEMORY]]
         moved = max(0, weights - share) + window if share < weights else 0
         bounds = [max(c, moved / rate) for c, rate in zip(compute, rates, strict=True)]
         print(f"| {part:g} | {MEMORY}, no limit | {spread(compute)} |{' |' * (len(titles) - 3)}")
@@ -346,25 +225,25 @@ def compared(folder: Path, options: argparse.Namespace, weights: int, say: Calla
                 print(f"| {part:g} | {way} | {' | '.join(cells)} | {format_size(ends[0].limit)} |")
                 right = right and way != "tiered"
                 continue
-            if any(ended.answer["tokens"] != tokens for ended in ends):
+            if any(ended.last["tokens"] != tokens for ended in ends):
                 right = False
                 print(f"{way}: OTHER TOKENS")
-            ours = [ended.seconds for ended in found["tiered"]] if all(e.right for e in found["tiered"]) else None
-            seconds = [ended.seconds for ended in ends]
-            cells = [spread(seconds), format_size(int(statistics.median(ended.read for ended in ends)))]
+            ours = [seconds_of(ended) for ended in found["tiered"]] if all(e.right for e in found["tiered"]) else None
+            seconds = [seconds_of(ended) for ended in ends]
+            cells = [spread(seconds), format_size(int(statistics.median(read_of(ended) for ended in ends)))]
             cells += [spread([a / b for a, b in zip(seconds, bounds, strict=True)])]
-            cells += [f"{statistics.median(ended.read for ended in ends) / moved:.3f}"]
+            cells += [f"{statistics.median(read_of(ended) for ended in ends) / moved:.3f}"]
             cells += [spread([a / b for a, b in zip(seconds, ours, strict=True)]) if ours else ""]
-            first = [ended.answer["first"] + ended.answer["opened"] for ended in ends]
-            prompt = min(ended.answer["first"] for ended in found[MEMORY])
+            first = [ended.last["first"] + ended.last["opened"] for ended in ends]
+            prompt = min(ended.last["first"] for ended in found[MEMORY])
             allowed = [1.2 * max(weights / rate, prompt) + 1 for rate in rates]
             cells += [spread(first), spread([a / b for a, b in zip(first, allowed, strict=True)])]
             if way == BESIDE:  # its process is not measured while it loads
-                first = [ended.answer["first"] for ended in ends]
+                first = [ended.last["first"] for ended in ends]
                 cells[-2:] = [spread(first), spread([a / b for a, b in zip(first, allowed, strict=True)])]
                 print(f"| {part:g} | {way} | " + " | ".join(cells) + " | | |", flush=True)
                 continue
-            cells += [spread([ended.answer["opened"] for ended in ends])]
+            cells += [spread([ended.last["opened"] for ended in ends])]
             cells += [f"{max(e.peak for e in ends) / ends[0].limit:.2f} of {format_size(ends[0].limit)}"]
             print(f"| {part:g} | {way} | " + " | ".join(cells) + " |", flush=True)
         fresh = [ended.fresh / 1e9 for ends in found.values() for ended in ends]

@@ -28,11 +28,12 @@ import statistics
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bench.llama import generated, quiet
 from tiered.cli.arguments import count, size
 from tiered.cli.output import told_environment
 from tiered.measuring.meters import environment, scratch_folder
@@ -151,42 +152,12 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
-def generate(model: Any, tokens: int, seed: int, streamer: Any = None) -> list[int]:
+def generate(model: Any, tokens: int, seed: int, look: Callable[[], Any] = time.perf_counter) -> tuple[list[int], list[Any]]:
+    """Draw tokens; return them, and what ``look`` returned for the prompt and for each."""
     import torch
 
     torch.manual_seed(seed)
-    prompt = torch.tensor([list(PROMPT)])
-    made = model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=tokens,
-        min_new_tokens=tokens,
-        do_sample=True,
-        top_k=0,
-        pad_token_id=0,
-        streamer=streamer,
-    )
-    found: list[int] = made[0, prompt.shape[1] :].tolist()
-    return found
-
-
-class Marks:
-    """Takes the times of tokens; ``seen`` is what ``look`` returned at the first one, whose prompt uses nearly all experts."""
-
-    def __init__(self, look: Callable[[], Any]) -> None:
-        self._look, self._given = look, 0
-        self.seen: Any = None
-        self.times: list[float] = []
-
-    def put(self, tokens: Any) -> None:
-        self._given += 1
-        if self._given == 2:  # the prompt comes before it
-            self.seen = self._look()
-        if self._given >= 2:
-            self.times.append(time.perf_counter())
-
-    def end(self) -> None:
-        pass
+    return generated(model, torch.tensor([list(PROMPT)]), tokens, look, do_sample=True, top_k=0)
 
 
 def measured(options: argparse.Namespace, folder: Path, memory: int, expected: dict[int, list[int]]) -> dict[str, Any]:
@@ -202,22 +173,29 @@ def measured(options: argparse.Namespace, folder: Path, memory: int, expected: d
         always = sum(unit.plan.stored_nbytes for unit in pager_of(model).units if not unit.plan.of_expert)
         each = experts.sizes[0][0]
         choices = experts.recorded = []
-        wrong = generate(model, options.warm, 0) != expected[0]
+        wrong = generate(model, options.warm, 0)[0] != expected[0]
         counted: list[range] = []
         sides = {"off": Side(), "on": Side()}
         for number in range(options.rounds):
             for kind in ("off", "on") if number % 2 == 0 else ("on", "off"):
                 side = sides[kind]
                 experts.speculate = kind
-                marks = Marks(lambda: (experts.statistics(), store.statistics(), len(choices), time.monotonic()))
+                turn, first = itertools.count(), list[Any]()
+
+                def look(turn: Iterator[int] = turn, first: list[Any] = first) -> float:
+                    if next(turn) == 1:  # the first token: its prompt uses nearly all experts
+                        first += experts.statistics(), store.statistics(), len(choices), time.monotonic()
+                    return time.perf_counter()
+
                 with store.timeline() as timeline:
                     # the same tokens in both, with others in between: what was read for the one does not serve the other
-                    wrong |= generate(model, options.tokens, 1 + number, marks) != expected[1 + number]
-                before, then, begin, since = marks.seen
+                    found, times = generate(model, options.tokens, 1 + number, look)
+                wrong |= found != expected[1 + number]
+                before, then, begin, since = first
                 after, now = experts.statistics(), store.statistics()
                 counted.append(range(begin, len(choices)))
                 side.tokens += options.tokens - 1
-                side.seconds += [b - a for a, b in itertools.pairwise(marks.times)]
+                side.seconds += [b - a for a, b in itertools.pairwise(times[1:])]
                 side.read += now.links[-1].up.bytes - then.links[-1].up.bytes
                 side.hits += after.hits - before.hits
                 side.chosen += after.hits + after.misses - before.hits - before.misses
@@ -233,9 +211,9 @@ def measured(options: argparse.Namespace, folder: Path, memory: int, expected: d
                 experts.speculate = "off"
                 generate(model, options.between, 1000 + number)
         room = (store.statistics().tiers[0].capacity - always) // each
-        found = {"sides": sides, "wrong": wrong, "room": room, "always": always, "each": each}
-        found |= {"lru": lru(choices, room, counted), "belady": belady(choices, room, counted), "slope": slope(choices)}
-        return found
+        counts = {"sides": sides, "wrong": wrong, "room": room, "always": always, "each": each}
+        counts |= {"lru": lru(choices, room, counted), "belady": belady(choices, room, counted), "slope": slope(choices)}
+        return counts
 
 
 def slope(choices: Choices) -> float:
@@ -278,21 +256,19 @@ def main() -> int:
     options = parser.parse_args()
 
     import torch
-    from transformers.utils import logging
 
     from tiered import TieredStore
     from tiered.integrations.transformers import import_model
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quiet()
     torch.set_num_threads(options.threads)
     wrong = False
     with scratch_folder(options.dir) as place:
         folder = Path(place)
         model = make(options)
         weights = sum(parameter.nbytes for parameter in model.parameters())
-        expected = {0: generate(model, options.warm, 0)}
-        expected |= {1 + number: generate(model, options.tokens, 1 + number) for number in range(options.rounds)}
+        expected = {0: generate(model, options.warm, 0)[0]}
+        expected |= {1 + number: generate(model, options.tokens, 1 + number)[0] for number in range(options.rounds)}
         model.save_pretrained(folder / "weights")
         del model
         with TieredStore.open(folder / "store", dram=options.import_dram) as store:

@@ -27,9 +27,9 @@ from typing import Any
 
 import torch
 
-from bench.generate import PROMPT, VOCABULARY, write_weights
 from bench.gpu_paths import MIB, Device
 from bench.gpu_train import Result
+from bench.llama import PROMPT, VOCABULARY, generated, quiet, write_weights
 from tiered import TieredStore
 from tiered.measuring.meters import scratch_folder
 from tiered.types import format_size
@@ -72,38 +72,11 @@ def offloaded(folder: Path, device: Device, budget: int) -> tuple[Any, Callable[
 MAKE = dict(zip(WAYS, (in_memory, in_store, offloaded), strict=True))
 
 
-def generated(model: Any, device: torch.device, tokens: int) -> tuple[list[int], list[float]]:
-    """Return the tokens, and the seconds of each."""
-    marks: list[float] = []
-
-    class Marks:
-        def put(self, made: Any) -> None:
-            marks.append(time.perf_counter())
-
-        def end(self) -> None:
-            pass
-
-    prompt = torch.tensor([list(PROMPT.encode())], device=device)
-    found = model.eval().generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=tokens,
-        min_new_tokens=tokens,
-        do_sample=False,
-        pad_token_id=0,
-        streamer=Marks(),
-    )
-    return found[0, prompt.shape[1] :].tolist(), [after - before for before, after in itertools.pairwise(marks)]
-
-
 def run(options: argparse.Namespace) -> None:
     """Measure each way, and write what was measured."""
-    import transformers
-
     from tiered.integrations.transformers import import_model
 
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    quiet()
     device, result = Device(options.device), Result(options.json)
     with scratch_folder(options.dir) as scratch:
         folder = Path(scratch)
@@ -124,7 +97,9 @@ def run(options: argparse.Namespace) -> None:
             model, close = MAKE[way](folder, device, budget)
             opened = time.perf_counter() - began
             there = device.device if way != "accelerate" or device.cuda else torch.device("cpu")
-            found, seconds = generated(model, there, options.tokens)
+            prompt = torch.tensor([list(PROMPT.encode())], device=there)
+            found, marks = generated(model.eval(), prompt, options.tokens, time.perf_counter)
+            seconds = [after - before for before, after in itertools.pairwise(marks)]
             peak = torch.cuda.max_memory_allocated(device.device) if device.cuda else None
             one = {"opened": opened, "first": seconds[0], "seconds": seconds[1:], "tokens": found, "peak": peak}
             result.keep(ways={**result.data["ways"], way: one})

@@ -6,7 +6,7 @@
 A Llama with random weights (fp32, W bytes) is written as safetensors files once. Each round then measures, the files dropped
 from the page cache before each step:
 
-- the read rate of the drive on these files, and its write rate on a file of W bytes, without a store (``bench.drive``). The
+- the read rate of the drive on these files, and its write rate on a file of W bytes, without a store. The
   bound of an import is W/read rate + W/write rate.
 - the import, in a process of its own in a memory cgroup with a limit of its imports (measured, printed) + 1.1 x ``--dram`` +
   128 MiB. Its seconds are those of opening the store and ``import_model``, committed.
@@ -23,22 +23,16 @@ exits 1 where a process was killed, or a token is not that of the model in memor
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import select
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from bench.generate import MIB, PROMPT, SAID, drop, write_weights
-from bench.memory import kills, limit_of, memory_cgroup, read_peak, ready_memory, usage
+from bench.limited import MIB, Ended, anonymous_of, drop, say, under
+from bench.llama import PROMPT, quiet, write_weights
 from tiered.cli.arguments import count, size
 from tiered.cli.output import told_environment
 from tiered.measuring.drive import read_rate, write_rate
@@ -47,6 +41,8 @@ from tiered.types import format_size
 
 __all__ = ["main"]
 
+SAID = 128 * MIB
+
 
 # -- the children -------------------------------------------------------------------------------------------------------------
 
@@ -54,7 +50,6 @@ __all__ = ["main"]
 def child(what: str, folder: Path, dram: int) -> None:
     """The first line on standard output ends the imports, and waits for one on standard input."""
     import torch
-    import transformers
     from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
     from tiered import TieredStore
@@ -62,16 +57,14 @@ def child(what: str, folder: Path, dram: int) -> None:
 
     assert LlamaForCausalLM is not None
     torch.set_num_threads(2)
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    print(json.dumps({"phase": "imports"}), flush=True)
-    sys.stdin.readline()
+    quiet()
+    say("imports")
     began, computed = time.perf_counter(), time.process_time()
     if what == "import":
         store = TieredStore.open(folder / "store", dram=dram)
         import_model(folder / "weights", store, progress=lambda what, share: None)
         took = {"seconds": time.perf_counter() - began, "cpu": time.process_time() - computed}
-        print(json.dumps(took | {"written": store.statistics().links[-1].down.bytes}), flush=True)
+        say("end", written=store.statistics().links[-1].down.bytes, **took)
         store.close()
         return
     prompt = torch.tensor([list(PROMPT.encode())])
@@ -85,7 +78,7 @@ def child(what: str, folder: Path, dram: int) -> None:
         model.generate(prompt, pad_token_id=0, **given)
         began, opened = time.perf_counter(), 0.0
     token = model.generate(prompt, pad_token_id=0, **given)[0, -1].item()
-    print(json.dumps({"seconds": time.perf_counter() - began, "opened": opened, "token": token}), flush=True)
+    say("end", seconds=time.perf_counter() - began, opened=opened, token=token)
     if what == "open":
         store.close()
 
@@ -93,48 +86,13 @@ def child(what: str, folder: Path, dram: int) -> None:
 # -- the parent ---------------------------------------------------------------------------------------------------------------
 
 
-def under(what: str, folder: Path, dram: int, limited: bool, ready: int) -> dict[str, Any]:
-    """Run a child, ``limited`` by a cgroup from the end of its imports on; then it finds ``ready`` bytes of memory ready.
-    Returns what it printed, and its memory."""
+def run(what: str, folder: Path, options: argparse.Namespace, *, limited: bool) -> Ended:
+    """Run a child, ``limited`` by a cgroup from the end of its imports on; then it finds its memory ready."""
     drop(folder)
-    with memory_cgroup(1 << 40) as group:
-        if group is None:
-            sys.exit("no memory cgroup can be made here: run it as root")
-        process = subprocess.Popen(
-            [sys.executable, "-m", "bench.import_model", "--child", what, str(folder), str(dram)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            preexec_fn=lambda: (group / "cgroup.procs").write_text(str(os.getpid())) and None,
-            env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        )
-        assert process.stdout is not None
-        select.select([process.stdout], [], [])
-        process.stdout.readline()
-        imports = usage(group)
-        limit = (imports + dram + dram // 10 + SAID) // 4096 * 4096
-        if limited:
-            limit_of(group).write_text(str(limit))
-        highest, stop = [imports], threading.Event()
-
-        def watch() -> None:
-            while not stop.wait(0.002):
-                highest[0] = max(highest[0], usage(group))
-
-        watching = threading.Thread(target=watch)
-        with ready_memory(ready, group) if ready else nullcontext(0.0) as fresh:
-            watching.start()
-            printed, errors = process.communicate("\n")
-        stop.set()
-        watching.join()
-        lines = [line for line in printed.splitlines() if line.startswith("{")]
-        killed = kills(group)
-        if process.returncode and not killed:
-            raise SystemExit(f"{what} ended with {process.returncode}:\n{errors[-2000:]}")
-        found = json.loads(lines[-1]) if lines else {}
-        peaks = {"imports": imports, "limit": limit, "highest": highest[0], "peak": read_peak(group) or 0}
-        return found | peaks | {"killed": killed, "fresh": fresh}
+    extra = options.dram + options.dram // 10 + SAID
+    words = ["bench.import_model", "--child", what, str(folder), str(options.dram)]
+    ready = extra if limited and not options.fresh else 0
+    return under(words, extra if limited else None, ready=ready, look=anonymous_of)
 
 
 COLUMNS = (
@@ -151,20 +109,18 @@ def compared(folder: Path, options: argparse.Namespace, weights: int) -> bool:
         shutil.rmtree(folder / "store", ignore_errors=True)
         drop(folder)
         reading, writing = read_rate(files), write_rate(folder / "written", weights)
-        ready = 0 if options.fresh else options.dram + options.dram // 10 + SAID
-        imported = under("import", folder, options.dram, limited=True, ready=ready)
-        opened = under("open", folder, options.dram, limited=True, ready=ready)
-        whole = under("memory", folder, options.dram, limited=False, ready=0)
-        if imported["killed"] or opened["killed"] or opened["token"] != whole["token"]:
-            print(f"round {number + 1}: killed {imported['killed']}, {opened['killed']}, or another token than in memory")
+        importing, opening = (run(what, folder, options, limited=True) for what in ("import", "open"))
+        imported, opened, whole = importing.last, opening.last, run("memory", folder, options, limited=False).last
+        if not (importing.right and opening.right) or opened["token"] != whole["token"]:
+            print(f"round {number + 1}: killed {importing.killed}, {opening.killed}, or another token than in memory")
             right = False
             continue
         bound = weights / reading + weights / writing
         first = 1.2 * max(weights / reading, whole["seconds"]) + 1
-        peak = max((one["highest"] - one["imports"]) / (one["limit"] - one["imports"]) for one in (imported, opened))
+        peak = max((one.most() - one.imports) / (one.limit - one.imports) for one in (importing, opening))
         rows.append(
             (
-                *(imported["fresh"] / 1e9, reading / 1e9, writing / 1e9),
+                *(importing.fresh / 1e9, reading / 1e9, writing / 1e9),
                 *(imported["seconds"], imported["cpu"], imported["seconds"] / bound, peak),
                 *(opened["opened"], opened["seconds"], opened["seconds"] / first),
             )
@@ -173,10 +129,11 @@ def compared(folder: Path, options: argparse.Namespace, weights: int) -> bool:
     if rows:
         medians = [statistics.median(column) for column in zip(*rows, strict=True)]
         print(f"| median | {' | '.join(f'{value:.2f}' for value in medians)} |\n")
-        sizes = {name: format_size(imported[name] - imported["imports"]) for name in ("limit", "highest", "peak")}
+        taken = {"limit": importing.limit, "highest": importing.most(), "peak": importing.peak}
+        sizes = {name: format_size(nbytes - importing.imports) for name, nbytes in taken.items()}
         print(
             f"W = {weights:,} bytes; {imported['written']:,} were written to the store. The programs' own imports are "
-            f"{format_size(imported['imports'])}, the limit {sizes['limit']} more. The import took {sizes['highest']} of that, "
+            f"{format_size(importing.imports)}, the limit {sizes['limit']} more. The import took {sizes['highest']} of that, "
             f"or {sizes['peak']} with the page cache. The prompt in memory: {whole['seconds']:.2f} s."
         )
     return right

@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench.llama import generated, quiet
 from tiered.cli.arguments import count, size
 from tiered.cli.output import told_environment
 from tiered.measuring.meters import environment, peak_memory, scratch_folder
@@ -45,17 +46,16 @@ def sizes(layers: int, context: int, tokens: int) -> tuple[int, int]:
     return layer, layers * layer
 
 
-def generated(options: argparse.Namespace) -> dict[str, Any]:
+def measured(options: argparse.Namespace) -> dict[str, Any]:
     """Generate with one kind of cache, in this process."""
     import torch
     from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
-    from transformers.utils import logging
 
     from tiered import TieredStore
     from tiered.integrations.transformers import TieredCache
     from tiered.integrations.transformers.kv_model import ARGUMENT
 
-    logging.set_verbosity_error()
+    quiet()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     wide = {"hidden_size": HEADS * HEAD, "intermediate_size": 2 * HEADS * HEAD, "max_position_embeddings": 1 << 20}
@@ -77,33 +77,26 @@ def generated(options: argparse.Namespace) -> dict[str, Any]:
         cache.reuse(ids)
     else:
         opened, cache = 0.0, DynamicCache(config=model.config, offloading=options.kind == "offloaded")
-    marks: list[tuple[float, int, int]] = []
 
-    def mark(*_: Any) -> None:
+    def look() -> tuple[float, int, int]:
         links = () if store is None else store.statistics().links
-        marks.append((time.perf_counter(), sum(link.up.bytes for link in links), sum(link.down.bytes for link in links)))
+        return time.perf_counter(), sum(link.up.bytes for link in links), sum(link.down.bytes for link in links)
 
-    class Streamer:
-        put = staticmethod(mark)
-        end = staticmethod(lambda: None)
-
-    given = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "prefill_chunk_size": CHUNK, "streamer": Streamer}
-    made = model.generate(
-        ids, attention_mask=torch.ones_like(ids), **{ARGUMENT: cache}, max_new_tokens=options.tokens, **given
-    )
-    mark()
+    given = {ARGUMENT: cache, "eos_token_id": None, "prefill_chunk_size": CHUNK}
+    made, marks = generated(model, ids, options.tokens, look, **given)
+    marks.append(look())
     peak = peak_memory() - before
     began = time.perf_counter()
     if store is not None:
         cache.commit()
-        Path(options.folder, "tokens").write_text(json.dumps(made[0].tolist()))
+        Path(options.folder, "tokens").write_text(json.dumps(ids[0].tolist() + made))
     committed = time.perf_counter() - began
     first, later = marks[1], marks[-1]
     steps = options.tokens - 1
     if store is not None:
         store.close()
     return {
-        "tokens": made[0, ids.shape[1] :].tolist(),
+        "tokens": made,
         "prompt": first[0] - marks[0][0],
         "seconds": (later[0] - first[0]) / steps,
         "read": (later[1] - first[1]) / steps,
@@ -140,7 +133,7 @@ def main() -> int:
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.kind:
-        print(json.dumps(generated(options)))
+        print(json.dumps(measured(options)))
         return 0
     layer, whole = sizes(options.layers, options.context, options.tokens)
     limit = int(1.1 * options.pool) + 128 * MIB + layer

@@ -27,6 +27,7 @@ from unittest import mock
 
 import torch
 
+from bench.llama import config_of, generated, quiet
 from tiered import TieredStore
 from tiered.cli.output import told_environment
 from tiered.measuring.meters import environment
@@ -46,48 +47,29 @@ SKIPPED = 2
 
 def made(folder: Path, layers: int, width: int) -> int:
     """Save the model in fp32 and in bf16, and return the bytes of its fp32 weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": width, "intermediate_size": 11 * width // 4, "num_hidden_layers": layers}
-    heads = {"num_attention_heads": width // 64, "num_key_value_heads": width // 64}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=4 * width, **sizes, **heads))
+    model = LlamaForCausalLM(config_of(layers, width, 4 * width))
     weights = sum(parameter.numel() * 4 for parameter in model.parameters())
     model.save_pretrained(folder / "fp32")
     model.to(torch.bfloat16).save_pretrained(folder / "bf16")
     return weights
 
 
-class Clock:
-    """A streamer: when each token came, and what the process had computed and the store had read by then."""
-
-    def __init__(self, store: TieredStore) -> None:
-        self._store = store
-        self.seen: list[tuple[float, float, int]] = []
-
-    def put(self, tokens: torch.Tensor) -> None:
-        if tokens.dim() == 1:
-            read = sum(link.up.bytes for link in self._store.statistics().links)
-            self.seen.append((time.perf_counter(), time.process_time(), read))
-
-    def end(self) -> None:
-        pass
-
-
-def generated(folder: Path, dram: int, tokens: int) -> tuple[list[float], list[int]]:
+def measured(folder: Path, dram: int, tokens: int) -> tuple[list[float], list[int]]:
     """Return seconds, CPU seconds and bytes a token, and the tokens."""
     from tiered.integrations.transformers import open_model
 
-    prompt = torch.arange(10)[None]
     with TieredStore.open(folder, dram=dram, access="read") as store:
-        model, clock = open_model(store), Clock(store)
-        options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": -1}
-        found = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=SKIPPED + tokens, streamer=clock, **options
-        )
+
+        def look() -> tuple[float, float, int]:
+            return time.perf_counter(), time.process_time(), sum(link.up.bytes for link in store.statistics().links)
+
+        found, seen = generated(open_model(store), torch.arange(10)[None], SKIPPED + tokens, look)
         store.close()
-    before, after = clock.seen[SKIPPED - 1], clock.seen[-1]
-    return [(late - early) / tokens for early, late in zip(before, after, strict=True)], found[0].tolist()
+    before, after = seen[SKIPPED], seen[-1]
+    return [(late - early) / tokens for early, late in zip(before, after, strict=True)], found
 
 
 def kernels() -> None:
@@ -137,13 +119,10 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=8, help="counted in each run")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    import transformers
-
     from tiered.integrations.kept import opening_of
     from tiered.integrations.transformers import import_model
 
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    quiet()
     print(told_environment(environment()) + "\n")
     with tempfile.TemporaryDirectory(dir=options.dir) as place:
         folder = Path(place)
@@ -164,7 +143,7 @@ def main() -> int:
             order = list(runs)
             for form in order[number % len(order) :] + order[: number % len(order)]:
                 memory = 2 * weights if form == "full" else dram
-                runs[form].append(generated(folder / ("fp32" if form == "full" else form) / "store", memory, options.tokens))
+                runs[form].append(measured(folder / ("fp32" if form == "full" else form) / "store", memory, options.tokens))
     print(f"{format_size(weights)} of fp32 weights, {format_size(dram)} of memory; medians of {options.rounds} rounds\n")
     print("| stored as | at rest | of fp32 | import, s | s a token | CPU s | MB read a token | of fp32 | error |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|---|")

@@ -12,7 +12,7 @@ shuffled rows), ``fill`` (rows of 1 KiB, appended one at a time), ``sample`` (25
 Peers: numpy.memmap, with and without MADV_RANDOM; LMDB; safetensors; zarr, uncompressed, one chunk an array. All are as a first
 program would use them; LMDB without sync and with one transaction a batch (or a row, in ``fill``).
 
-Each run is a process forked from one that has imported everything. "limit": a memory cgroup of v1 that takes twice ``--memory``
+Each run is a process forked from one that has imported everything. "limit": a memory cgroup that takes twice ``--memory``
 and 48 MiB beyond that; tiered's pool is ``--memory``, the peers have the page cache, which is dropped before (tiered reads past
 it). "free": no limit, a run before the one that is measured, and a pool that holds all. Runs take turns, and each round begins
 with another. Every reader's sum of what it read is compared with the others'. ``fill`` and ``update`` make nothing durable,
@@ -43,12 +43,12 @@ from typing import Any
 import numpy
 import torch
 
+from bench.limited import drop, enter, memory_cgroup
 from tiered import TieredStore
 from tiered.cli.output import told_environment
 from tiered.measuring.meters import environment
 from tiered.types import format_size, parse_size
 
-CGROUPS = Path("/sys/fs/cgroup/memory")
 SEED = 7
 MOST = 256
 """Arrays that a run reads, of those that there are."""
@@ -534,30 +534,13 @@ JOBS = {
 # -- runs ----------------------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def limited(nbytes: int) -> Iterator[Path | None]:
-    """A memory cgroup, or None where none can be made."""
-    folder = CGROUPS / f"tiered-jobs-{os.getpid()}"
-    try:
-        folder.mkdir()
-        (folder / "memory.limit_in_bytes").write_text(str(nbytes))
-    except OSError:
-        yield None
-        return
-    try:
-        yield folder
-    finally:
-        folder.rmdir()
-
-
 def in_child(work: Callable[[], dict[str, Any]], group: Path | None = None) -> dict[str, Any]:
     """Run ``work`` in a forked process, within ``group``; return what it returns, or {"failed": why}."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
         try:
-            if group is not None:
-                (group / "cgroup.procs").write_text(str(os.getpid()))
+            enter(group)
             found = work()
         except BaseException as error:
             traceback.print_exc()
@@ -570,15 +553,6 @@ def in_child(work: Callable[[], dict[str, Any]], group: Path | None = None) -> d
         said = pipe.read()
     _, status = os.waitpid(child, 0)
     return json.loads(said) if said else {"failed": f"ended by signal {os.waitstatus_to_exitcode(status)}"}
-
-
-def drop_caches(folder: Path) -> None:
-    """Drop what the page cache has of the files in ``folder``."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def disk_bytes(folder: Path) -> int:
@@ -634,7 +608,7 @@ def compare(name: str, kinds: dict[str, Any], sizes: Sizes, rounds: int, place: 
                 shutil.rmtree(folder)
                 folder.mkdir()
             if mode == "limit":
-                drop_caches(folder)
+                drop(folder)
             once = warm if job.make is not None else None
             work = partial(measured, kinds[kind], job, sizes, folder, memory, once, number + 2)
             found[kind].append(in_child(work, group if mode == "limit" else None))
@@ -676,11 +650,11 @@ def main() -> int:
     print(told_environment(environment()) + "\n")
     print(f"{format_size(sizes.memory)} of memory; medians of {options.rounds} rounds [least, most]\n")
     print("| job | memory | with | ms | CPU ms | for one | on the disk |\n|---|---|---|---:|---:|---|---:|")
-    with tempfile.TemporaryDirectory(dir=options.dir) as folder, limited(2 * sizes.memory + (48 << 20)) as group:
+    with tempfile.TemporaryDirectory(dir=options.dir) as folder, memory_cgroup(2 * sizes.memory + (48 << 20)) as group:
         for name in options.job or JOBS:
             for mode in options.mode or ("limit", "free"):
                 if mode == "limit" and group is None:
-                    print(f"| {name} | limit | no memory cgroup of v1 can be made here | | | | |")
+                    print(f"| {name} | limit | no memory cgroup can be made here | | | | |")
                     continue
                 place = Path(folder, f"{name}-{mode}")
                 place.mkdir()
