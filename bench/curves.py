@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bench.command import tiered
 from tiered.cli.output import refuse_unplottable, told_environment
 from tiered.cli.train.options import OPTIMIZERS
 from tiered.measuring.meters import environment
@@ -44,15 +44,13 @@ def train(name: str, options: argparse.Namespace, folder: str) -> dict[str, Any]
         kept: dict[str, Any] = json.loads(report.read_text())
         return kept
     words = [
-        *(sys.executable, "-m", "tiered", "train", "--dir", f"{folder}/{name}", "--json", str(report)),
+        *("train", "--dir", f"{folder}/{name}"),
         *("--optimizer", name, "--lr", str(options.rate or RATES[name]), "--steps", str(options.steps)),
         *("--layers", str(options.layers), "--width", str(options.width), "--heads", str(options.width // 64)),
         *("--dram", options.dram),
     ]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}: {done.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(report.read_text())
+    _, found = tiered(*words)
+    report.write_text(json.dumps(found))
     return found
 
 

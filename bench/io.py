@@ -8,25 +8,11 @@ medians hide a drive that changes its mind halfway.
 
 from __future__ import annotations
 
-import json
 import shlex
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
-
-def measure(command: list[str]) -> tuple[str, dict[str, Any]]:
-    """What ``tiered`` prints, and its report."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.json"
-        done = subprocess.run(
-            [sys.executable, "-m", "tiered.cli", *command, "--json", str(report)], stdout=subprocess.PIPE, text=True
-        )
-        if done.returncode:
-            sys.exit(done.returncode)
-        return done.stdout, json.loads(report.read_text())
+from bench.command import tiered
 
 
 def page(title: str, command: list[str], printed: str) -> str:
@@ -50,7 +36,7 @@ def main() -> None:
         return
     beside = [] if "--no-fio" in given else ["--fio"]
     command = ["bench", "io", *beside, *(word for word in given if word != "--no-fio")]
-    printed, report = measure(command)
+    printed, report = tiered(*command)
     print(page("Large tensors through the store" + (", beside fio" if beside else ""), command, printed))
     if report.get("modes"):
         print(f"Rounds, GB/s:\n\n{rounds(report)}")

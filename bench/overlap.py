@@ -1,6 +1,6 @@
 """How much of the I/O hides behind the compute: ``tiered train`` with and without fetching ahead, in interleaved pairs.
 
-    .venv/bin/python bench/overlap.py --pairs 2 --steps 12
+    .venv/bin/python -m bench.overlap --pairs 2 --steps 12
 
 Prints a Markdown table: a row per run, then the medians. "Disk by itself" is how long the same bytes take at the
 rates that each run measures right after its training, when nothing else goes on.
@@ -9,27 +9,13 @@ rates that each run measures right after its training, when nothing else goes on
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
-import subprocess
-import sys
 import tempfile
-from pathlib import Path
 from typing import Any
 
-import psutil
-import torch
-
-
-def train(folder: str, steps: int, more: list[str]) -> dict[str, Any]:
-    out = Path(folder) / "summary.json"
-    command = ["train", "--dir", f"{folder}/store", "--existing", "overwrite", "--steps", str(steps), "--json", str(out)]
-    done = subprocess.run([sys.executable, "-m", "tiered.cli", *command, *more], capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"tiered train failed ({done.returncode}): {done.stderr.strip()[-2000:]}")
-    summary: dict[str, Any] = json.loads(out.read_text())
-    return summary
+from bench.command import tiered
+from tiered.cli.output import told_environment, told_noise
+from tiered.measuring.meters import Noise, environment
 
 
 def numbers(summary: dict[str, Any]) -> list[float]:
@@ -53,22 +39,22 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=2)
     parser.add_argument("--steps", type=int, default=12)
     options = parser.parse_args()
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
-    print(f"commit {commit}, torch {torch.__version__}, Python {platform.python_version()}, {platform.platform()}")
-    print(f"{psutil.cpu_count()} cores, {psutil.virtual_memory().total >> 30} GiB\n")
+    print(told_environment(environment()) + "\n")
     columns = ["prefetch", "s/step", "compute", "optimizer", "waited", "disk by itself", "waited, % of it"]
     columns += ["read GB/s", "write GB/s", "B/param read", "written"]
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     rows: dict[str, list[list[float]]] = {"on": [], "off": []}
-    busy = psutil.cpu_times()
+    noise = Noise()
     with tempfile.TemporaryDirectory(dir=".", prefix="bench-overlap-") as folder:
+        command = ["train", "--dir", f"{folder}/store", "--existing", "overwrite", "--steps", str(options.steps)]
         for _ in range(options.pairs):
             for name, more in (("on", []), ("off", ["--no-prefetch"])):
-                rows[name].append(numbers(train(folder, options.steps, more)))
+                _, summary = tiered(*command, *more)
+                rows[name].append(numbers(summary))
                 print(f"| {name} | " + " | ".join(f"{n:.2f}" for n in rows[name][-1]) + " |", flush=True)
     for name, found in rows.items():
         print(f"| {name}, median | " + " | ".join(f"{statistics.median(n):.2f}" for n in zip(*found, strict=True)) + " |")
-    print(f"\nsteal time on this machine meanwhile: {psutil.cpu_times().steal - busy.steal:.1f} s")
+    print(f"\n{told_noise(noise.seen())}")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 
-from bench.io import measure, page
+from bench.command import tiered
+from bench.io import page
 
 
 def main() -> None:
@@ -18,7 +19,7 @@ def main() -> None:
         print(__doc__)
         return
     command = ["bench", "store", *given]
-    print(page("Every call of the store, by size", command, measure(command)[0]).rstrip())
+    print(page("Every call of the store, by size", command, tiered(*command)[0]).rstrip())
 
 
 if __name__ == "__main__":

@@ -9,32 +9,17 @@ is leased; ``bench/optimum.py`` says how few bytes that takes in the whole budge
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
-import json
 import shlex
 import sys
 from contextlib import ExitStack
-from typing import Any
 
+from bench.command import tiered
 from bench.watched import least_of_round, watch
 from tiered.cli.bench import command
-from tiered.cli.bench.train import WARM_UP, describe
+from tiered.cli.bench.train import WARM_UP
 from tiered.cli.bench.trainer import Options, Trainer
-from tiered.cli.main import main as tiered
 from tiered.cli.train.model import open_text
 from tiered.measuring.meters import scratch_store
-
-
-def report_of(arguments: list[str]) -> dict[str, Any]:
-    """What ``tiered bench train`` found."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        code = tiered(["bench", "train", *arguments, "--json", "-"])
-    if code:
-        sys.exit(code)
-    found: dict[str, Any] = json.loads(out.getvalue())
-    return found
 
 
 def optimum(options: Options) -> float:
@@ -64,12 +49,12 @@ def main() -> int:
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
     options = options_of(arguments)
-    report = report_of(arguments)
+    printed, report = tiered("bench", "train", *arguments)
     least = optimum(options)
     moved = report["variants"]["disk"]["bytes_per_parameter"]
     kernel = [moved[name]["median"] for name in ("kernel_read", "kernel_written") if moved[name] is not None]
     own = sum(kernel) if kernel else moved["read"]["median"] + moved["written"]["median"]
-    print(f"```\n$ tiered bench train {shlex.join(arguments)}\n{describe(report)}\n```\n")
+    print(f"```\n$ tiered bench train {shlex.join(arguments)}\n{printed.rstrip()}\n```\n")
     print(f"Bytes per parameter and step: {own:.2f}; the offline optimum {least:.2f}, ours by it {own / least:.3f}.")
     return 0
 
