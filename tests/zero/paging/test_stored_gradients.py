@@ -744,6 +744,91 @@ def test_an_exception_in_a_hook_of_a_parameter_leaves_nothing_that_a_model_that_
             assert (done.result() if calls == "commit_async" else done) == store.generation
 
 
+class Hooked(nn.Module):
+    """Its parameters have hooks, or attributes, that refer to it."""
+
+    def __init__(self, mode: str, reentrant: bool | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(96, 96), nn.Linear(96, 96)
+        self.mode, self.reentrant, self.fails, self.calls = mode, reentrant, False, 0
+
+    def hook(self) -> Any:
+        if self.mode == "a method":
+            return self.first.weight.register_hook(self.called)
+        if self.mode == "a closure":
+            return self.first.weight.register_hook(lambda gradient: self.called(gradient))
+        self.first.weight.module = self  # type: ignore[assignment]
+        return self.first.weight.register_hook(called) if self.mode == "an attribute, and a hook" else None
+
+    def called(self, gradient: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.fails:
+            raise ArithmeticError
+        return gradient * 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layers = nn.Sequential(self.first, nn.Tanh(), self.second)
+        return layers(x) if self.reentrant is None else checkpoint(layers, x, use_reentrant=self.reentrant)
+
+
+def called(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient * 2
+
+
+REFERRING = ["a method", "a closure", "an attribute", "an attribute, and a hook"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("mode", REFERRING)
+def test_a_model_that_its_parameters_refer_to_is_collected_after_backward(tmp_path: Path, mode: str, fails: bool) -> None:
+    with TieredStore.open(tmp_path, dram=DRAM) as store:
+        model = zero.page(Hooked(mode), store)
+        model(torch.ones(2, 96)).sum().backward()  # without hooks yet
+        model.hook()
+        model.fails = fails and mode in ("a method", "a closure")
+        try:
+            model(torch.ones(2, 96)).sum().backward()
+        except ArithmeticError:
+            assert model.fails
+        gone = weakref.ref(model)
+        del model
+        gc.collect()
+        assert gone() is None
+        assert store.commit() == 1
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("mode", REFERRING)
+def test_gradients_of_parameters_that_refer_to_their_model_are_those_of_memory(
+    store: TieredStore, mode: str, reentrant: bool | None
+) -> None:
+    theirs, ours = Hooked(mode, reentrant), Hooked(mode, reentrant)
+    zero.page(ours, store)
+    x = torch.randn(3, 96, requires_grad=True)
+
+    def step(model: Hooked, *, twice: bool = False) -> None:
+        loss = model(x).square().mean()
+        for again in (True, False) if twice else (False,):
+            loss.backward(retain_graph=again)
+
+    handles: list[Any] = []
+    for number in range(6):
+        for model in (theirs, ours):
+            if number == 1:
+                handles.append(model.hook())
+            if number == 4 and handles[0] is not None:
+                handles.pop(0).remove()
+            if number == 5:
+                model.zero_grad()
+            losses = [model(x).sum(), model(x).square().sum()] if number == 3 else []  # two graphs at a time
+            step(model, twice=number == 2 and reentrant is None)
+            for loss in losses:
+                loss.backward()
+        assert alike(ours, theirs)
+        assert ours.calls == theirs.calls
+
+
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
 def test_a_gradient_that_lost_its_graph_leads_none_in_silence(store: TieredStore) -> None:
     """After ``backward(create_graph=True)`` it has its values, and raises where autograd would record a use of it."""
