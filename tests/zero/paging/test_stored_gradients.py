@@ -25,7 +25,7 @@ from tests.quick import quick
 from tests.zero.harness import Clip, equal, in_memory, train
 from tests.zero.models import Mixed, Tied, parameter_groups
 from tests.zero.narrow import MasterAdamW, Narrow
-from tiered import InterruptedStep, MisuseError, TieredStore, zero
+from tiered import InterruptedStep, LeaseConflict, MisuseError, TieredStore, zero
 from tiered.zero.paging.gradients import UnitGradients
 from tiered.zero.paging.pager import placement_of
 from tiered.zero.paging.tensors.stored import StoredTensor
@@ -742,6 +742,126 @@ def test_an_exception_in_a_hook_of_a_parameter_leaves_nothing_that_a_model_that_
         else:
             done: Any = getattr(store, calls)()
             assert (done.result() if calls == "commit_async" else done) == store.generation
+
+
+class Cut(torch.autograd.Function):
+    """Its backward fails, if it is told to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, fails: bool) -> torch.Tensor:
+        ctx.fails = fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        if ctx.fails:
+            raise ArithmeticError
+        return gradient, None
+
+
+class Unpacked:
+    """What unpacks saved tensors, and fails."""
+
+    def __call__(self, saved: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError
+
+
+class Ended(nn.Module):
+    """Its backward pass is ended by an exception, in the way that it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.Linear(96, 96) for _ in range(4))
+        self.way = ""
+
+    def hook(self, way: str) -> Any:
+        layer: Any = self.layers[1]
+        if way == "a hook of a parameter":
+            return layer.weight.register_hook(fail)
+        if way == "a hook after accumulation":
+            return layer.weight.register_post_accumulate_grad_hook(fail)
+        if way == "a hook of a module":
+            return layer.register_full_backward_hook(lambda module, given, taken: fail(taken[0]))
+        self.way = way
+        return None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x).tanh()
+            if number == 1 and self.way == "unpacking":
+                with torch.autograd.graph.saved_tensors_hooks(torch.clone, Unpacked()):
+                    x = x.square()
+            x = Cut.apply(x, number == 1 and self.way == "a function")
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("calls", ["commit", "commit_async", "rollback"])
+@pytest.mark.parametrize(
+    "way", ["a function", "unpacking", "a hook of a parameter", "a hook after accumulation", "a hook of a module"]
+)
+def test_the_store_alone_goes_on_after_an_exception_in_backward(tmp_path: Path, way: str, calls: str) -> None:
+    theirs, ours, x = Ended(), Ended(), torch.ones(2, 96)
+    with TieredStore.open(tmp_path, dram="1MiB") as store:
+        zero.page(ours, store)
+        store.commit()
+        for model in (theirs, ours):
+            handle = model.hook(way)
+            with pytest.raises(ArithmeticError):
+                model(x).backward()
+            model.way = ""
+            if handle is not None:
+                handle.remove()
+        found: Any = getattr(store, calls)()
+        assert (found.result() if calls == "commit_async" else found) == store.generation
+        assert store.statistics().tiers[0].held == 0
+        if calls == "rollback":  # gradients are of the store
+            theirs.zero_grad()
+            ours.zero_grad()
+        for model in (theirs, ours):  # else they add up with what had arrived
+            model(x).backward()
+        assert alike(ours, theirs)
+        assert store.commit() == store.generation
+
+
+def test_a_commit_of_the_store_leaves_a_gradient_that_was_cut_off_refused(store: TieredStore) -> None:
+    model, x = Ended(), torch.ones(2, 96)
+    zero.page(model, store)
+    optimizer = zero.AdamW(model.parameters())
+    model(x).backward()
+    _, unit, _ = placement_of(model.layers[1].weight)
+    real, unit.gradients.write = unit.gradients.write, fail  # type: ignore[method-assign, assignment]
+    with pytest.raises(TypeError):
+        model(x).backward()
+    unit.gradients.write = real  # type: ignore[method-assign]
+    store.commit()
+    for use in (optimizer.step, lambda: zero.commit(model, optimizer), lambda: model(x).backward()):
+        with pytest.raises(InterruptedStep, match=r"was added to one of before.*zero_grad\(\)"):
+            use()
+        store.commit()
+    optimizer.zero_grad()
+    model(x).backward()
+    optimizer.step()
+
+
+def test_a_commit_within_backward_lets_go_of_nothing(store: TieredStore) -> None:
+    theirs, ours, x = Ended(), Ended(), torch.ones(2, 96)
+    zero.page(ours, store)
+    refused: list[Exception] = []
+
+    def commit(gradient: torch.Tensor) -> None:
+        try:
+            store.commit()
+        except LeaseConflict as error:
+            refused.append(error)
+
+    layer: Any = ours.layers[1]
+    layer.bias.register_hook(commit)
+    layer.weight.register_hook(commit)
+    for model in (theirs, ours):
+        model(x).backward()
+    assert refused
+    assert alike(ours, theirs)
 
 
 class Hooked(nn.Module):

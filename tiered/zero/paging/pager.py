@@ -316,6 +316,7 @@ class Pager:
                 module.forward = self._guarded(module, module.forward)  # of this one object
             self._forwards[module].append(module.__dict__.get("forward"))
         _pagers.add(self)
+        store._held_by(self)
 
     # -- installing --------------------------------------------------------------------------------------------------------
 
@@ -760,6 +761,14 @@ class Pager:
         self._let_go(Unit.let_go)
         self.intent.refuse()
 
+    def let_go_of_ended(self) -> None:
+        """Let go of everything where an exception ended what the model was doing, for a commit or the like of the store alone.
+        What has become of the step is said when the model is used next. Several ranks can end a pass only together. Raises
+        MisuseError where a parameter was written to while it could only be read."""
+        mine = self._thread == threading.get_ident() and self._reduce_scatter is None
+        if mine and self.phase is not Phase.IDLE and not self.computing and not self._gathered():
+            self._let_go(Unit.let_go)
+
     def give_up(self) -> None:
         """Let go of everything before all is rolled back. Raises nothing."""
         self._gatherings.clear()
@@ -979,11 +988,11 @@ class Pager:
         for unit in self.units:
             unit.gradients.end_pass()
         self._close_gradients()
+        self._backward = None
         if self.splitter is not None:
             self.splitter.activations.sweep()
         if self.saved is not None:
             self.saved.sweep()
-        self._backward = None
 
     # -- gradients ---------------------------------------------------------------------------------------------------------
 
