@@ -60,7 +60,7 @@ TREE: dict[str, tuple[str, ...]] = {
         *("compiling", "functions", "sources", "stored", "parameters", "copies", "states", "sliced", "gradients", "patches"),
     ),
     "zero.optimizers": ("resident_shard", "belonging", "resident", "optimizer", "named", "elementwise"),
-    "zero.build": ("staging", "construct", "deferred"),
+    "zero.build": ("staging", "construct", "deferred", "shown"),
     "zero.checkpoint": ("weights", "loaders", "beside", "checkpoint", "reshard", "safetensors", "foreign", "exports", "dcp"),
     "integrations": ("saves", "kept", "importing", "transformers", "axolotl", "accelerate", "lightning"),
     "integrations.transformers": (

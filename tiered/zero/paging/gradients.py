@@ -442,7 +442,10 @@ class UnitGradients:
     def zero(self, placement: Placement, zeros: torch.Tensor) -> None:
         """Overwrite the gradient, whatever it was, with ``zeros``, which have the parameter's shape."""
         self.take(placement, zeros)
-        self.states[placement].adding = False
+        state = self.states[placement]
+        state.adding = False
+        if state.marker is not None:
+            state.marker.of_graph = False
 
     def forget(self, placement: Placement) -> None:
         """Forget the gradient: the parameter has none any more."""
