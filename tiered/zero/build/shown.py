@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from tiered.errors import MisuseError, SharedMemoryWarning
+from tiered.store.activations import users_of
 
 __all__ = ["ShownParameters"]
 
@@ -119,9 +120,9 @@ def _views(parameters: Sequence[tuple[str, nn.Parameter]], tensors: Sequence[tor
         uses.setdefault(tensor.untyped_storage()._cdata, set()).add(id(tensor))
     shown: dict[int, list[tuple[str, nn.Parameter, int, int]]] = {}
     for name, parameter in parameters:
-        storage = parameter.untyped_storage()
-        if parameter.numel() and torch._C._storage_Use_Count(storage._cdata) - 1 > len(uses[storage._cdata]):  # it is one, too
-            shown.setdefault(storage._cdata, []).append((name, parameter, *_extent(parameter)))
+        number = parameter.untyped_storage()._cdata
+        if users_of(parameter)[0] >= len(uses[number]):
+            shown.setdefault(number, []).append((name, parameter, *_extent(parameter)))
     if not shown:
         return
     ours = {id(tensor) for tensor in tensors}
