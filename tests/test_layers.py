@@ -61,7 +61,7 @@ TREE: dict[str, tuple[str, ...]] = {
     "zero.optimizers": (
         *("loaded", "updates", "paged", "resident_shard", "belonging", "resident", "optimizer", "named", "elementwise"),
     ),
-    "zero.build": ("staging", "construct", "deferred"),
+    "zero.build": ("staging", "construct", "deferred", "shown"),
     "zero.checkpoint": ("weights", "loaders", "beside", "checkpoint", "reshard", "safetensors", "foreign", "exports", "dcp"),
     "integrations": ("saves", "kept", "importing", "deepspeed", "transformers", "axolotl", "accelerate", "lightning"),
     "integrations.deepspeed": (
@@ -167,7 +167,8 @@ LONG, SHORT = 600, 60
 
 # Tokens without comments and docstrings. A rise stands here with the idea that it bought; a fall lowers the number.
 # + 1,700: an optimizer of paged parameters and one of parameters in memory are two classes, not sixteen branches.
-TOTALS = {"tiered": 465_507, "bench": 119_313, "libaio_ext": 6_870}
+# + 2,000: what shows parameters before zero.page is a view afterwards, or named; what an exception left is let go of.
+TOTALS = {"tiered": 467_550, "bench": 119_313, "libaio_ext": 6_870}
 
 # Compiled, without a Python file.
 EXTENSIONS = {"io._aio": "io", "packing._unpack": "packing", "tables._rows": "tables"}

@@ -24,7 +24,8 @@
      +- TorchFileError            a file of torch.save is damaged, or has what could run code
      +- InterruptedStep           an exception cut off a training step that cannot be resumed: says what to call
 
-``UncommittedWarning`` is no error: ``close`` warns with it of changes that it drops.
+``UncommittedWarning`` and ``SharedMemoryWarning`` are no errors: ``close`` warns with the former of changes that it drops,
+``zero.page`` with the latter of tensors that show parameters.
 """
 
 from __future__ import annotations
@@ -261,6 +262,10 @@ class ManifestError(TieredError):
 
 class UncommittedWarning(UserWarning):
     """``close`` dropped changes that were not committed; the message says of how many tensors."""
+
+
+class SharedMemoryWarning(UserWarning):
+    """Something outside of a model keeps tensors that show memory of its parameters, which ``zero.page`` takes away."""
 
 
 class RankError(TieredError):

@@ -31,6 +31,7 @@ from torch import nn
 
 from tests.forged import signed
 from tests.stress.mutations import changed_bytes, changed_document
+from tests.versions import NO_DIST
 from tiered import (
     MisuseError,
     RankError,
@@ -466,7 +467,7 @@ class Metadata:
         torch.manual_seed(0)
         self.model = Model()
         state = {"model": self.model.state_dict(), "optimizer": {"state": {"first.weight": {"step": 3}}}}
-        dcp.save(state, checkpoint_id=self.folder, no_dist=True)
+        dcp.save(state, checkpoint_id=self.folder, **NO_DIST)
         self.path = self.folder / ".metadata"
         self.whole = self.path.read_bytes()
         self.document = described(unpickled(self.whole, "there", INERT))

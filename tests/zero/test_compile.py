@@ -19,11 +19,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
 
+from tests.versions import COMPILES
 from tests.zero.harness import equal
 from tests.zero.models import Tied
 from tiered import MisuseError, TieredStore, zero
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), COMPILES]
 AOT: dict[str, Any] = {"backend": "aot_eager"}
 
 

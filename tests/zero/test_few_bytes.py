@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tests.quick import quick
+from tests.versions import FULLY_SHARDS
 from tests.zero.harness import clipping, equal, train
 from tests.zero.ranks import averaged, on_ranks
 from tests.zero.test_rules import CUT, WHOLE, Experts, continued, groups, opened, same_states
@@ -703,6 +704,7 @@ def sharded_on_a_rank(rank: int, folder: Path) -> dict[str, Any]:
     return {name: value.full_tensor().clone() for name, value in model.state_dict().items()}
 
 
+@FULLY_SHARDS
 def test_shards_of_fully_shard(tmp_path: Path) -> None:
     torch.manual_seed(0)
     reference = nn.Sequential(nn.Linear(128, 64), nn.Tanh(), nn.Linear(64, 32))

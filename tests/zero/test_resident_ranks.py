@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.versions import FULLY_SHARDS
 from tests.zero.harness import equal
 from tests.zero.narrow import MasterAdamW
 from tests.zero.ranks import on_ranks
@@ -132,6 +133,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return on_ranks(2, sharded, tmp_path_factory.mktemp("sharded") / "run")
 
 
+@FULLY_SHARDS
 def test_sharded_parameters_are_those_of_torch_bit_for_bit(shards: list[dict[str, Any]]) -> None:
     for found in shards:
         assert found["numbers"] == found["expected"]
@@ -141,6 +143,7 @@ def test_sharded_parameters_are_those_of_torch_bit_for_bit(shards: list[dict[str
         assert all(equal(theirs[index], ours[index]) for index in theirs)
 
 
+@FULLY_SHARDS
 def test_each_rank_has_the_states_of_its_shard(shards: list[dict[str, Any]]) -> None:
     for found in shards:
         assert 8 * found["local"] <= found["bytes"] <= 8 * (found["local"] + 7 * 16)  # each parameter begins a line of its own
@@ -148,6 +151,7 @@ def test_each_rank_has_the_states_of_its_shard(shards: list[dict[str, Any]]) -> 
     assert max(sizes) < 0.56 * sum(sizes)
 
 
+@FULLY_SHARDS
 def test_distributed_checkpoints_take_and_give_them(shards: list[dict[str, Any]]) -> None:
     for found in shards:
         assert found["wrapped"]

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import sys
 import threading
 import weakref
 from collections import deque
@@ -48,6 +49,7 @@ __all__ = [
     "pop_hooks",
     "push_hooks",
     "refuse_one_tier",
+    "users_of",
 ]
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -454,7 +456,7 @@ class SavedTensors:
         assert region.alias is not None
         regions = (trace() for trace in self._known.get(region.trace.address, ()))
         mine = sum(one is not None and one.alias is not None for one in regions)
-        return _users(region.alias) - mine > _users(torch.empty(1, dtype=torch.uint8, device="cpu")) - 1
+        return users_of(region.alias)[0] >= mine
 
     # -- backward ----------------------------------------------------------------------------------------------------------
 
@@ -659,10 +661,19 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return begin * tensor.itemsize, (begin + (reach if tensor.numel() else 0)) * tensor.itemsize
 
 
-def _users(tensor: torch.Tensor) -> int:
-    """Return how many references there are to the memory of ``tensor``."""
+def users_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return how many tensors are on the memory of ``tensor`` beside it, and how many references to that memory as a storage
+    Python has."""
+    (tensors, objects), alone = _counted(tensor), _ALONE
+    return tensors - alone[0], objects - alone[1]
+
+
+def _counted(tensor: torch.Tensor) -> tuple[int, int]:
     storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata))
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+
+
+_ALONE = _counted(torch.empty(1, dtype=torch.uint8, device="cpu"))
 
 
 def _stream(device: torch.device) -> Any:

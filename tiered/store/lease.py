@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import FrameType, FunctionType, TracebackType
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 import torch
 
@@ -31,7 +31,10 @@ from tiered.tensors.specs import dtype_of
 from tiered.tiers.dram import DramTier
 from tiered.types import Access, Key, TensorSpec
 
-__all__ = ["LeaseOfAddresses", "LeaseOfMany", "LeaseOfOne", "clear_ended", "drop_queued", "end_struck", "without_ended"]
+__all__ = [
+    *("Holder", "LeaseOfAddresses", "LeaseOfMany", "LeaseOfOne", "Made", "clear_ended", "drop_queued", "end_struck"),
+    "without_ended",
+]
 
 Made = TypeVar("Made")
 
@@ -280,9 +283,17 @@ def drop_queued() -> None:
         torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True).clone().backward()  # type: ignore[no-untyped-call]
 
 
-def without_ended(call: Callable[[], Made]) -> Made:
+class Holder(Protocol):
+    """What holds leases of a store from one call to another."""
+
+    def let_go_of_ended(self) -> None:
+        """End leases that only a pass holds which an exception ended, in this thread. Nothing of it goes on."""
+        ...
+
+
+def without_ended(call: Callable[[], Made], holders: Iterable[Holder]) -> Made:
     """Return what ``call`` returns, which changes nothing where it raises LeaseConflict. Where it does, leases that only a
-    backward pass holds which an exception ended are let go of, and it is called once more."""
+    backward pass holds which an exception ended are let go of, also by ``holders``, and it is called once more."""
     try:
         return call()
     except LeaseConflict:
@@ -290,6 +301,8 @@ def without_ended(call: Callable[[], Made]) -> Made:
             raise
         drop_queued()
         gc.collect()  # the graph may be in a cycle with the exception
+    for holder in list(holders):
+        holder.let_go_of_ended()
     return call()
 
 

@@ -27,7 +27,7 @@ from tiered.errors import listed as items_of
 from tiered.interfaces import EvictionPolicy, IOBackend, Returnable
 from tiered.small.tensors import SmallTensors, open_small
 from tiered.store.commit import Commits, Generations
-from tiered.store.lease import LeaseOfAddresses, LeaseOfMany, LeaseOfOne, clear_ended, end_struck, without_ended
+from tiered.store.lease import Holder, LeaseOfAddresses, LeaseOfMany, LeaseOfOne, Made, clear_ended, end_struck, without_ended
 from tiered.store.opening import Existing, Newer, OpenOptions, Parts, access_of, assemble
 from tiered.store.readers import StoreReader
 from tiered.system import memory_of_process
@@ -91,6 +91,7 @@ class TieredStore(TensorMapping):
         self._copies = Copies()
         self._small: weakref.WeakValueDictionary[str, SmallTensors] = weakref.WeakValueDictionary()
         self._before_commits: dict[str, Callable[[], object]] = {}
+        self._holders: weakref.WeakSet[Holder] = weakref.WeakSet()
         _open.add(self)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -666,7 +667,7 @@ class TieredStore(TensorMapping):
         """
         refuse_keys([key])
         self._generations.refuse_change(self)
-        without_ended(lambda: self._running().wait(Delete(key, owner)))
+        self._without_ended(lambda: self._running().wait(Delete(key, owner)))
 
     # -- who owns what ----------------------------------------------------------------------------------------------------
 
@@ -873,7 +874,7 @@ class TieredStore(TensorMapping):
         """
         commits = self._committing(meta)
         self._prepare_commit()
-        return without_ended(lambda: commits.commit(meta, self))
+        return self._without_ended(lambda: commits.commit(meta, self))
 
     def before_commits(self, name: str, call: Callable[[], object] | None) -> Callable[[], object] | None:
         """Have ``call`` called before each commit, in the thread that commits, to put what the commit is to have.
@@ -905,7 +906,7 @@ class TieredStore(TensorMapping):
         """
         commits = self._committing(meta)
         self._prepare_commit()
-        return without_ended(lambda: commits.commit_async(meta, self))
+        return self._without_ended(lambda: commits.commit_async(meta, self))
 
     @from_here
     def refresh(self) -> int:
@@ -915,7 +916,7 @@ class TieredStore(TensorMapping):
         of a tensor that differs, and MisuseError where the store is open for writing, or a model is paged from it.
         """
         self._running()
-        return without_ended(lambda: self._generations.refresh(self))
+        return self._without_ended(lambda: self._generations.refresh(self))
 
     @from_here
     def reader(self) -> StoreReader[TieredStore]:
@@ -955,7 +956,14 @@ class TieredStore(TensorMapping):
         commits = self._committing(None)
         clear_ended(is_stored)
         self._went_back += 1  # before anything changes: see tiered/tables
-        return without_ended(lambda: commits.rollback(generation, needs))
+        return self._without_ended(lambda: commits.rollback(generation, needs))
+
+    def _held_by(self, holder: Holder) -> None:
+        """Ask ``holder``, which is not kept, for its leases where they are in the way of a commit or the like."""
+        self._holders.add(holder)
+
+    def _without_ended(self, call: Callable[[], Made]) -> Made:
+        return without_ended(call, self._holders)
 
     def _committing(self, meta: object) -> Commits:
         self._running()

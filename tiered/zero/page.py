@@ -26,6 +26,7 @@ from tiered.tuning.adaptive import AutoPlan, AutoPlanStatistics
 from tiered.tuning.program import refuse_without_solver
 from tiered.zero.build.construct import unguard
 from tiered.zero.build.deferred import Deferred, expect
+from tiered.zero.build.shown import ShownParameters
 from tiered.zero.build.staging import PREFIX, Staged, Window, current, find
 from tiered.zero.checkpoint import checkpoint
 from tiered.zero.checkpoint.reshard import Source, opened, reshard
@@ -500,6 +501,7 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
     partition = _partition(options.stage, options.group, options.timeout)
     with partition.agreeing("page this model") as agree:
         window, held, staged = _found(model, store, options, owner)
+        shown = _shown(model, staged)
         if options.activations == "auto" and partition.shares > 1:
             raise MisuseError(
                 "activations='auto' is for one process: several ranks would have to choose alike; choose 'memory', 'recompute' "
@@ -591,9 +593,24 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
                 f"model {other.name!r} in {store} was replaced (existing='overwrite'), and this is the one that was there "
                 "before: use the new one"
             )
+    for show in shown:
+        show()
     if replacement is not None:
         replacement.end()  # last: an interruption in it leaves the new model, and names that the next replacement deletes
     return model
+
+
+def _shown(model: nn.Module, staged: Mapping[nn.Parameter, Staged]) -> list[Callable[[], None]]:
+    """Return what makes attributes of the model that show parameters views of these, once it is paged. Raises as
+    ``ShownParameters.within``."""
+    parameters = [(name, one) for name, one in model.named_parameters() if one not in staged and _has_memory(one)]
+    tensors = [one for _, one in parameters] + [one for one in model.buffers() if _has_memory(one)]
+    return ShownParameters(parameters, tensors).within(model)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    plain = tensor.layout is torch.strided and not tensor.is_nested and type(tensor.data) is torch.Tensor
+    return plain and not tensor.is_meta and bool(tensor.numel())
 
 
 def _found(
@@ -724,10 +741,7 @@ def _refuse_shared_memory(model: nn.Module, staged: Mapping[nn.Parameter, Staged
     parameters = [("parameter", name, one) for name, one in model.named_parameters() if one not in staged]
     found = []
     for kind, name, tensor in (*parameters, *(("buffer", name, one) for name, one in model.named_buffers())):
-        dense = tensor.layout is torch.strided and not tensor.is_nested and type(tensor.data) is torch.Tensor
-        if tensor.is_meta or not dense or not tensor.numel():
-            continue
-        if 0 not in tensor.stride():
+        if _has_memory(tensor) and 0 not in tensor.stride():
             last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
             begin = tensor.data_ptr()
             found.append((str(tensor.device), begin, begin + (last + 1) * tensor.itemsize, kind, name, tensor))

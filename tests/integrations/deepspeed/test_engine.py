@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 from tests.integrations.deepspeed.documented import SHAPES
 from tests.integrations.deepspeed.training import Net, batch, config_for, engine_of, equal, made, plain, train
+from tests.versions import COMPILES, MUON
 from tiered import MisuseError, TieredStore, zero
 from tiered.integrations.deepspeed.table import QUESTIONS
 
@@ -56,6 +57,7 @@ def test_it_trains_as_the_same_loop_in_memory(tmp_path: Path, name: str) -> None
     engine.destroy()
 
 
+@MUON
 def test_lion_and_muon_are_those_of_zero(tmp_path: Path) -> None:
     """Of which torch has none, and one that the engine gives matrices to."""
     for number, maker in enumerate(
@@ -301,6 +303,7 @@ def test_its_states_move_out_of_memory_and_back(tmp_path: Path) -> None:
     engine.destroy()
 
 
+@COMPILES
 def test_it_compiles_the_model(tmp_path: Path) -> None:
     reference = made()
     engine = engine_of(tmp_path, copy.deepcopy(reference))

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from tests.format.test_torch_file import rewritten
 from tests.integrations.deepspeed.shared import AFTER, BEFORE, CASES, Case, Small, batch, config_of, groups_of, unpacked
+from tests.versions import NO_DIST
 from tiered import MisuseError, TieredStore, TorchFileError, zero
 from tiered.cli.main import main
 from tiered.integrations.deepspeed.saved import Saved, tag_of
@@ -316,7 +317,7 @@ def test_torch_reads_what_is_exported_for_it(trained: Path, tmp_path: Path) -> N
             "param_groups": [{"lr": 0.0, "weight_decay": 1.0, "params": []} for _ in range(2)],
         },
     }
-    dcp.load(wanted, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp.load(wanted, checkpoint_id=tmp_path / "dcp", **NO_DIST)
     assert all(torch.equal(wanted["model"][name], value) for name, value in values.items())
     assert len(states) == 10
     for name, state in states.items():

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from tests.format.test_torch_file import RAN, Calling, ran
+from tests.versions import NO_DIST
 from tiered import MisuseError, TieredError, TieredStore, TorchFileError, zero
 from tiered.zero.checkpoint.dcp import Folder
 from tiered.zero.checkpoint.exports import export_dcp
@@ -55,7 +56,7 @@ def test_what_torch_wrote_goes_on_here(flat: bool, tokens: int, tmp_path: Path) 
     state: dict[str, Any] = {}
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     state["model"], state["optimizer"] = get_state_dict(model, optimizer, options=options)
-    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", **NO_DIST)
     rest = train(model, optimizer, 4, 8)
     with TieredStore.open(None, dram="1MiB" if tokens == 16 else "4MiB") as store:
         paged = zero.page(made(5, tokens), store, largest_unit=256 << 10, slice_weights=True)
@@ -81,7 +82,7 @@ def test_what_is_exported_goes_on_in_torch(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), 1.0, fused=True)
     state: dict[str, Any] = {}
     state["model"], state["optimizer"] = get_state_dict(model, optimizer)
-    dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp.load(state, checkpoint_id=tmp_path / "dcp", **NO_DIST)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     assert train(model, optimizer, 4, 8) == rest
 
@@ -93,19 +94,19 @@ def test_a_state_that_is_a_commit(tmp_path: Path) -> None:
         other = zero.AdamW(paged.parameters(), 1e-2)
         state = zero.Committed(paged, other)
         train(paged, other, 0, 4)
-        dcp.save({"tiered": state}, checkpoint_id=tmp_path / "first", no_dist=True)
+        dcp.save({"tiered": state}, checkpoint_id=tmp_path / "first", **NO_DIST)
         assert store.generation == 1
-        dcp.save({"tiered": state}, checkpoint_id=tmp_path / "same", no_dist=True)
+        dcp.save({"tiered": state}, checkpoint_id=tmp_path / "same", **NO_DIST)
         assert store.generation == 1
         rest = train(paged, other, 4, 8)
-        dcp.load({"tiered": state}, checkpoint_id=tmp_path / "same", no_dist=True)
+        dcp.load({"tiered": state}, checkpoint_id=tmp_path / "same", **NO_DIST)
         assert train(paged, other, 4, 8) == rest
         store.rollback()
     with TieredStore.open(tmp_path / "store", dram="1MiB", keep=3) as store:
         paged = zero.page(made(9), store, existing="overwrite")
         other = zero.AdamW(paged.parameters(), 1.0)
         state = zero.Committed(paged, other)
-        dcp.load({"tiered": state}, checkpoint_id=tmp_path / "first", no_dist=True)
+        dcp.load({"tiered": state}, checkpoint_id=tmp_path / "first", **NO_DIST)
         assert store.generation == 1  # it went back, and nothing was committed
         assert train(paged, other, 4, 8) == rest
         with pytest.raises(MisuseError, match="does not have it"):
@@ -117,7 +118,7 @@ def test_a_state_that_is_a_commit(tmp_path: Path) -> None:
 
 def test_other_models_are_refused(tmp_path: Path) -> None:
     model, _, _ = in_memory()
-    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp", **NO_DIST)
     with TieredStore.open(None, dram="1MiB") as store:
         paged = zero.page(nn.Sequential(nn.Embedding(16, 32), nn.Linear(32, 40)), store)
         with pytest.raises(MisuseError, match=r"has model\.\d\.\w+, which this model does not have"):
@@ -138,7 +139,7 @@ def test_a_buffer_of_another_shape_or_type_is_refused(tmp_path: Path, found: tor
         model.register_buffer("cache", buffer, persistent=False)
         return model
 
-    dcp.save({"model": made(found).state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp.save({"model": made(found).state_dict()}, checkpoint_id=tmp_path / "dcp", **NO_DIST)
     with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
         model = zero.page(made(torch.zeros(2)), store)
         before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -154,7 +155,7 @@ def test_a_buffer_of_another_shape_or_type_is_refused(tmp_path: Path, found: tor
 def test_nothing_in_a_folder_runs(tmp_path: Path) -> None:
     """A ``.metadata`` that asks for code, and 120 damaged copies of a folder: each is refused, or has the values it had."""
     model, _, _ = in_memory()
-    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp", **NO_DIST)
     RAN.clear()
     shutil.copytree(tmp_path / "dcp", tmp_path / "hostile")
     (tmp_path / "hostile" / ".metadata").write_bytes(pickle.dumps({"a": Calling(ran, 1)}))
@@ -221,7 +222,7 @@ def changed_step(metadata: Any) -> None:
 def test_metadata_that_torch_does_not_write(change: Callable[[Any], None], says: str, tmp_path: Path) -> None:
     """Before anything is computed, or read, from it."""
     model = made(0)
-    dcp.save(model.state_dict(), checkpoint_id=tmp_path, no_dist=True)
+    dcp.save(model.state_dict(), checkpoint_id=tmp_path, **NO_DIST)
     metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
     change(metadata)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))

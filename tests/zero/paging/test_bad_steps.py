@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.versions import CHECKPOINTS_END
 from tests.zero.harness import equal
 from tests.zero.models import Tied
 from tiered import MisuseError, TieredStore, zero
@@ -88,7 +89,7 @@ def fail(*_: Any) -> None:
     raise ZeroDivisionError
 
 
-@pytest.mark.parametrize("mode", ["plain", "checkpoint"])
+@pytest.mark.parametrize("mode", ["plain", pytest.param("checkpoint", marks=CHECKPOINTS_END)])
 def test_ctrl_c_in_forward_and_then_a_commit(store: TieredStore, mode: str) -> None:
     """torch calls no hook after a KeyboardInterrupt."""
 

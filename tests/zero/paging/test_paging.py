@@ -7,6 +7,7 @@ import gc
 import pickle
 import resource
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.quick import quick
 from tests.zero.models import Mixed, Tied, parameter_groups
-from tiered import CapacityError, InterruptedStep, MisuseError, TieredStore, WriteError, zero
+from tiered import CapacityError, InterruptedStep, MisuseError, SharedMemoryWarning, TieredStore, WriteError, zero
 from tiered.zero.paging.tensors.stored import StoredTensor
 
 
@@ -368,6 +369,77 @@ def hooked(register: str) -> Callable[[], nn.Module]:
         return linear
 
     return made
+
+
+class Showing(nn.Module):
+    """Its attributes show its parameters: as they are, and with what autograd records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.detached = self.first.weight.detach()[2:, 3:9]
+        self.turned = self.second.weight.t()
+        self.many = [self.first.bias[5:], {"a": self.second.bias.detach()}, (self.first.weight.data.view(-1)[7:70],)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x) @ self.turned + self.many[0].sum() + self.detached.sum()  # type: ignore[attr-defined]
+
+    def shown(self) -> list[torch.Tensor]:
+        many: Any = self.many
+        return [one.detach().clone() for one in (self.detached, self.turned, many[0], many[1]["a"], many[2][0])]
+
+
+def test_attributes_that_show_parameters_are_views_of_them_afterwards(store: TieredStore) -> None:
+    theirs, found = Showing(), list[list[torch.Tensor]]()
+    ours = Showing()
+    ours.load_state_dict(theirs.state_dict())
+    zero.page(ours, store)
+    for model, kind in ((theirs, torch.optim.SGD), (ours, zero.SGD)):
+        optimizer: Any = kind(model.parameters(), lr=0.1, **({"fused": True} if kind is torch.optim.SGD else {}))
+        seen = model.shown()
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model(torch.linspace(-1, 1, 128).view(2, 64)).square().mean()
+            loss.backward()
+            optimizer.step()
+            seen += [loss.detach(), *model.shown()]
+        with torch.no_grad():
+            model.detached.fill_(3)
+        found.append([*seen, *model.shown(), model.first.weight.detach().clone()])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("what", ["state_dict", "NumPy", "closure"])
+def test_what_shows_parameters_outside_of_the_model_is_named(store: TieredStore, what: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+    kept: Any = {
+        "state_dict": model.state_dict,
+        "NumPy": lambda: model[1].weight.detach().numpy(),
+        "closure": lambda: partial(torch.add, model[1].weight.data[1:]),
+    }[what]()
+    with pytest.warns(SharedMemoryWarning, match=r"show memory of .*'1\.weight'.*zero\.page.*\.clone\(\)") as said:
+        zero.page(model, store)
+    assert len(said) == 1
+    assert Path(said[0].filename).name == Path(__file__).name
+    del kept
+
+
+def test_a_view_that_autograd_recorded_before_is_refused_and_nothing_changes(store: TieredStore) -> None:
+    model = nn.Linear(4, 4)
+    view = model.weight.t()
+    with pytest.raises(MisuseError, match=r"a view of parameter 'weight', of shape \(4, 4\), was made before zero\.page"):
+        zero.page(model, store)
+    assert type(model.weight) is nn.Parameter
+    assert len(store) == 0
+    view.sum().backward()
+    del view
+    zero.page(model, store)
+
+
+def test_a_scripted_module_without_parameters_is_one_as_any_other(store: TieredStore) -> None:
+    model = nn.Sequential(torch.jit.script(nn.ReLU()), nn.Linear(4, 4))
+    expected = model(torch.linspace(-1, 1, 4))
+    assert torch.equal(zero.page(model, store)(torch.linspace(-1, 1, 4)), expected)
 
 
 KINDS: dict[str, tuple[Callable[[], nn.Module], str]] = {

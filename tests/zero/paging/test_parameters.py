@@ -363,6 +363,11 @@ WRITES: dict[str, Callable[[Model], None]] = {
     "gathered": gather,
     "gathered to read": gather_to_read,
     "values of state_dict": lambda m: [value.mul_(0.9) for value in m.state_dict().values()],
+    "foreach with a tensor of scalars": in_place(
+        lambda m: torch._foreach_addcmul_(
+            [m.extra, m.scale], [m.extra, m.scale], [m.extra + 9, m.scale + 9], torch.tensor([0.1, 0.2])
+        )
+    ),
     "a list of values of state_dict": lambda m: torch._foreach_mul_(list(m.state_dict().values()), 0.9),
     "a view of a value of state_dict": lambda m: m.state_dict()["extra"].t()[2].view(-1)[3:].zero_(),
     "an element of a value of state_dict": lambda m: m.state_dict()["extra"].__setitem__((0, 1), 5.0),
@@ -582,6 +587,10 @@ REFUSED: dict[str, tuple[Callable[[Model], object], str]] = {
     "another shape": (lambda m: setattr(m.extra, "data", torch.ones(3)), r"'extra' has shape \(96, 48\)"),
     "dlpack": (lambda m: m.extra.detach().__dlpack__(), "would share the memory"),
     "dlpack by its function": (lambda m: torch.utils.dlpack.to_dlpack(m.extra.t()), "would share the memory"),  # type: ignore[attr-defined]
+    "set_ by another": (lambda m: torch.empty(0).set_(m.extra), "'extra' has no memory that set_"),
+    "set_ by another, from a place on": (lambda m: torch.empty(0).set_(m.extra.t(), 4, (4,), (1,)), "'extra' has no memory"),
+    "set_ by a storage": (lambda m: torch.empty(0).set_(m.extra.untyped_storage()), "'extra' has no memory that set_"),
+    "another class": (lambda m: m.extra.as_subclass(nn.Parameter), "'extra' has no memory that a Parameter could show"),
     "memory of another": (lambda m: setattr(torch.ones(96, 48), "data", m.extra.data), r"'extra' has no memory.*data\.copy_"),
     "memory of another parameter": (lambda m: setattr(nn.Linear(2, 2).weight, "data", m.extra), r"'extra' has no memory"),
     "shared": (lambda m: m.extra.share_memory_(), "would share the memory"),
@@ -691,6 +700,18 @@ OF_THEIR_OWN: dict[str, Callable[[Model], list[Any]]] = {
         setattr(m.extra, "data", backup),
         *(m.extra.detach().clone(), m(torch.ones(2, 48)).detach()),
     ][3:],
+    "swapped, with gradients": lambda m: [
+        *(turned := m.extra.t(), row := m.extra[3], flat := m.extra.view(-1)[5:9]),
+        setattr(m.extra, "data", torch.ones(96, 48)),
+        *(turned.detach().clone(), row.detach().clone(), flat.detach().clone(), m.extra.t().detach().clone()),
+        ((turned * 2).sum() + row.sin().sum() + m.extra.sum()).backward(),
+        m.extra.grad.clone(),
+    ][4:],
+    "of the class of tensors": lambda m: [
+        plain := m.extra.as_subclass(torch.Tensor),
+        (plain.sin() + plain).sum().backward(),
+        *(type(plain.detach().clone()), plain.detach().clone(), m.extra.grad.clone()),
+    ][2:],
     "undefined": lambda m: [m.extra.t().norm(0).backward(), m.extra.grad is None],
 }
 
@@ -698,6 +719,16 @@ OF_THEIR_OWN: dict[str, Callable[[Model], list[Any]]] = {
 @named(OF_THEIR_OWN)
 def test_a_view_is_a_tensor_of_its_own_to_autograd(opened: TieredStore, name: str) -> None:
     Sides(opened).agree(OF_THEIR_OWN[name])
+
+
+def test_views_of_a_divided_parameter_keep_what_they_showed() -> None:
+    with TieredStore.open(None, dram="2MiB") as store:
+        weight: Any = zero.page(nn.Linear(512, 512, bias=False), store).weight
+        views = [weight.detach()[3], weight.t(), weight[5:9], weight.detach().view(-1)[500:600]]
+        seen = [one.detach().clone() for one in views]
+        weight.data = torch.ones(512, 512)
+        assert all(torch.equal(one.detach(), before) for one, before in zip(views, seen, strict=True))
+        assert torch.equal(weight.detach(), torch.ones(512, 512))
 
 
 def given(tensor: torch.Tensor, attribute: str, parameter: nn.Parameter) -> torch.Tensor:

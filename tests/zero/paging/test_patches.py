@@ -40,7 +40,15 @@ torch.jit._builtins._get_builtin_table()
 torch.utils._device._device_constructors()
 before = state()
 from tiered import TieredStore, zero
-print("imported:", different(before, state()))
+LISTENS = not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")  # torch 2.6 gives no other way
+HOOKS = [("torch._C._autograd", f"_{do}_saved_tensors_default_hooks") for do in ("pop", "push")]
+
+
+def left():
+    return [one for one in different(before, state()) if not (LISTENS and one in HOOKS)]
+
+
+print("imported:", left())
 known = set(torch.jit._builtins._builtin_table)
 with TieredStore.open(sys.argv[1], dram="1MiB") as store:
     models = [zero.page(nn.Linear(4, 4), store, name=f"model{i}") for i in range(2)]
@@ -52,7 +60,7 @@ with TieredStore.open(sys.argv[1], dram="1MiB") as store:
     assert torch.tensor(models[0].weight).isfinite().all()
     models.clear()
     gc.collect()
-    print("gone:", different(before, state()), set(torch.jit._builtins._builtin_table) - known)
+    print("gone:", left(), set(torch.jit._builtins._builtin_table) - known)
     again = zero.page(nn.Linear(4, 4), store, name="again")
     assert torch.tensor(again.weight).isfinite().all()
     print("again:", len(different(before, state())))

@@ -25,7 +25,7 @@ from tests.quick import quick
 from tests.zero.harness import Clip, equal, in_memory, train
 from tests.zero.models import Mixed, Tied, parameter_groups
 from tests.zero.narrow import MasterAdamW, Narrow
-from tiered import InterruptedStep, MisuseError, TieredStore, zero
+from tiered import InterruptedStep, LeaseConflict, MisuseError, TieredStore, zero
 from tiered.zero.paging.gradients import UnitGradients
 from tiered.zero.paging.pager import placement_of
 from tiered.zero.paging.tensors.stored import StoredTensor
@@ -744,6 +744,211 @@ def test_an_exception_in_a_hook_of_a_parameter_leaves_nothing_that_a_model_that_
             assert (done.result() if calls == "commit_async" else done) == store.generation
 
 
+class Cut(torch.autograd.Function):
+    """Its backward fails, if it is told to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, fails: bool) -> torch.Tensor:
+        ctx.fails = fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        if ctx.fails:
+            raise ArithmeticError
+        return gradient, None
+
+
+class Unpacked:
+    """What unpacks saved tensors, and fails."""
+
+    def __call__(self, saved: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError
+
+
+class Ended(nn.Module):
+    """Its backward pass is ended by an exception, in the way that it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList(nn.Linear(96, 96) for _ in range(4))
+        self.way = ""
+
+    def hook(self, way: str) -> Any:
+        layer: Any = self.layers[1]
+        if way == "a hook of a parameter":
+            return layer.weight.register_hook(fail)
+        if way == "a hook after accumulation":
+            return layer.weight.register_post_accumulate_grad_hook(fail)
+        if way == "a hook of a module":
+            return layer.register_full_backward_hook(lambda module, given, taken: fail(taken[0]))
+        self.way = way
+        return None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x).tanh()
+            if number == 1 and self.way == "unpacking":
+                with torch.autograd.graph.saved_tensors_hooks(torch.clone, Unpacked()):
+                    x = x.square()
+            x = Cut.apply(x, number == 1 and self.way == "a function")
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("calls", ["commit", "commit_async", "rollback"])
+@pytest.mark.parametrize(
+    "way", ["a function", "unpacking", "a hook of a parameter", "a hook after accumulation", "a hook of a module"]
+)
+def test_the_store_alone_goes_on_after_an_exception_in_backward(tmp_path: Path, way: str, calls: str) -> None:
+    theirs, ours, x = Ended(), Ended(), torch.ones(2, 96)
+    with TieredStore.open(tmp_path, dram="1MiB") as store:
+        zero.page(ours, store)
+        store.commit()
+        for model in (theirs, ours):
+            handle = model.hook(way)
+            with pytest.raises(ArithmeticError):
+                model(x).backward()
+            model.way = ""
+            if handle is not None:
+                handle.remove()
+        found: Any = getattr(store, calls)()
+        assert (found.result() if calls == "commit_async" else found) == store.generation
+        assert store.statistics().tiers[0].held == 0
+        if calls == "rollback":  # gradients are of the store
+            theirs.zero_grad()
+            ours.zero_grad()
+        for model in (theirs, ours):  # else they add up with what had arrived
+            model(x).backward()
+        assert alike(ours, theirs)
+        assert store.commit() == store.generation
+
+
+def test_a_commit_of_the_store_leaves_a_gradient_that_was_cut_off_refused(store: TieredStore) -> None:
+    model, x = Ended(), torch.ones(2, 96)
+    zero.page(model, store)
+    optimizer = zero.AdamW(model.parameters())
+    model(x).backward()
+    _, unit, _ = placement_of(model.layers[1].weight)
+    real, unit.gradients.write = unit.gradients.write, fail  # type: ignore[method-assign, assignment]
+    with pytest.raises(TypeError):
+        model(x).backward()
+    unit.gradients.write = real  # type: ignore[method-assign]
+    store.commit()
+    for use in (optimizer.step, lambda: zero.commit(model, optimizer), lambda: model(x).backward()):
+        with pytest.raises(InterruptedStep, match=r"was added to one of before.*zero_grad\(\)"):
+            use()
+        store.commit()
+    optimizer.zero_grad()
+    model(x).backward()
+    optimizer.step()
+
+
+def test_a_commit_within_backward_lets_go_of_nothing(store: TieredStore) -> None:
+    theirs, ours, x = Ended(), Ended(), torch.ones(2, 96)
+    zero.page(ours, store)
+    refused: list[Exception] = []
+
+    def commit(gradient: torch.Tensor) -> None:
+        try:
+            store.commit()
+        except LeaseConflict as error:
+            refused.append(error)
+
+    layer: Any = ours.layers[1]
+    layer.bias.register_hook(commit)
+    layer.weight.register_hook(commit)
+    for model in (theirs, ours):
+        model(x).backward()
+    assert refused
+    assert alike(ours, theirs)
+
+
+class Hooked(nn.Module):
+    """Its parameters have hooks, or attributes, that refer to it."""
+
+    def __init__(self, mode: str, reentrant: bool | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(96, 96), nn.Linear(96, 96)
+        self.mode, self.reentrant, self.fails, self.calls = mode, reentrant, False, 0
+
+    def hook(self) -> Any:
+        if self.mode == "a method":
+            return self.first.weight.register_hook(self.called)
+        if self.mode == "a closure":
+            return self.first.weight.register_hook(lambda gradient: self.called(gradient))
+        self.first.weight.module = self  # type: ignore[assignment]
+        return self.first.weight.register_hook(called) if self.mode == "an attribute, and a hook" else None
+
+    def called(self, gradient: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.fails:
+            raise ArithmeticError
+        return gradient * 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layers = nn.Sequential(self.first, nn.Tanh(), self.second)
+        return layers(x) if self.reentrant is None else checkpoint(layers, x, use_reentrant=self.reentrant)
+
+
+def called(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient * 2
+
+
+REFERRING = ["a method", "a closure", "an attribute", "an attribute, and a hook"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("mode", REFERRING)
+def test_a_model_that_its_parameters_refer_to_is_collected_after_backward(tmp_path: Path, mode: str, fails: bool) -> None:
+    with TieredStore.open(tmp_path, dram=DRAM) as store:
+        model = zero.page(Hooked(mode), store)
+        model(torch.ones(2, 96)).sum().backward()  # without hooks yet
+        model.hook()
+        model.fails = fails and mode in ("a method", "a closure")
+        try:
+            model(torch.ones(2, 96)).sum().backward()
+        except ArithmeticError:
+            assert model.fails
+        gone = weakref.ref(model)
+        del model
+        gc.collect()
+        assert gone() is None
+        assert store.commit() == 1
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("mode", REFERRING)
+def test_gradients_of_parameters_that_refer_to_their_model_are_those_of_memory(
+    store: TieredStore, mode: str, reentrant: bool | None
+) -> None:
+    theirs, ours = Hooked(mode, reentrant), Hooked(mode, reentrant)
+    zero.page(ours, store)
+    x = torch.randn(3, 96, requires_grad=True)
+
+    def step(model: Hooked, *, twice: bool = False) -> None:
+        loss = model(x).square().mean()
+        for again in (True, False) if twice else (False,):
+            loss.backward(retain_graph=again)
+
+    handles: list[Any] = []
+    for number in range(6):
+        for model in (theirs, ours):
+            if number == 1:
+                handles.append(model.hook())
+            if number == 4 and handles[0] is not None:
+                handles.pop(0).remove()
+            if number == 5:
+                model.zero_grad()
+            losses = [model(x).sum(), model(x).square().sum()] if number == 3 else []  # two graphs at a time
+            step(model, twice=number == 2 and reentrant is None)
+            for loss in losses:
+                loss.backward()
+        assert alike(ours, theirs)
+        assert ours.calls == theirs.calls
+
+
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
 def test_a_gradient_that_lost_its_graph_leads_none_in_silence(store: TieredStore) -> None:
     """After ``backward(create_graph=True)`` it has its values, and raises where autograd would record a use of it."""
@@ -762,7 +967,8 @@ def test_a_gradient_that_lost_its_graph_leads_none_in_silence(store: TieredStore
     norm = by_torch(theirs)(1.0)
     assert torch.equal(by_torch(ours)(1.0), norm)
     assert same_bits(grads[0].detach().sum(), torch.sum(theirs.all[0].grad.detach()))  # type: ignore[union-attr]
-    for model in (ours, theirs):
-        model.zero_grad(set_to_none=False)
+    for model, kind in ((ours, zero.SGD), (theirs, torch.optim.SGD)):
+        made: Any = kind
+        made(model.parameters(), lr=0.1).zero_grad(set_to_none=False)
         backward(model, 3)
     assert all(torch.equal(grad.sum(), p.grad.sum()) for grad, p in zip(grads, theirs.parameters(), strict=True))  # type: ignore[union-attr]

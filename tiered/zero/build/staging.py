@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -29,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tiered import CapacityError, MisuseError, Owner, TieredStore
 from tiered.errors import expect_type
+from tiered.store.activations import users_of
 from tiered.system import Trimmer, beside_pool, refuse_little_room
 from tiered.zero.paging.unit import Placeholder
 from tiered.zero.paging.units import ALL
@@ -341,14 +341,5 @@ def _is_movable(parameter: torch.Tensor) -> bool:
     )
 
 
-def _users(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return how many tensors are on this memory, and how many Python objects of it there are; both with an offset."""
-    storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
-
-
-_ALONE = _users(torch.empty(1, dtype=torch.uint8, device="cpu"))
-
-
 def _has_aliases(tensor: torch.Tensor) -> bool:
-    return any(count > alone for count, alone in zip(_users(tensor), _ALONE, strict=True))
+    return any(count > 0 for count in users_of(tensor))

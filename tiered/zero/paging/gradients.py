@@ -23,7 +23,7 @@ from tiered.zero.paging.tensors.stored import StoredTensor
 from tiered.zero.paging.units import Placement, UnitPlan
 from tiered.zero.paging.update import all_finite
 
-__all__ = ["Arriving", "GradientState", "LocalGradients", "Norm", "UnitGradients"]
+__all__ = ["Announced", "Arriving", "GradientState", "LocalGradients", "Norm", "UnitGradients"]
 
 
 class Norm(NamedTuple):
@@ -40,6 +40,12 @@ class Norm(NamedTuple):
         return host(torch.linalg.vector_norm(tensor, self.order))
 
 
+class Announced:
+    """What identifies the hook on an autograd node that says when it is about to accumulate. The node alone keeps it."""
+
+    __slots__ = ("__weakref__",)
+
+
 @dataclass(eq=False)
 class GradientState:
     """All that is known of one gradient.
@@ -53,8 +59,9 @@ class GradientState:
     within backward used it up, and ``optimizer.step()`` was not called since. ``adding``: the stored gradient is not in
     ``parameter.grad`` now, or only half added to; an interruption leaves it so. ``defined``: so is what autograd accumulates
     now; else ``parameter.grad`` stays what it is. ``unreduced``: this rank's sum of it is in ``LocalGradients``, and the mean
-    over the ranks is not stored yet. ``hooks``: the autograd node that accumulates it, and what identifies the hooks on it
-    that count (None: there are none).
+    over the ranks is not stored yet. ``taken``: the parameter has the hook that takes what autograd has accumulated.
+    ``announced``: what identifies the hook that counts on the autograd node which accumulates it, and is gone with the node.
+    ``node``: that node (None: only graphs have it, if any).
     """
 
     marker: StoredTensor | None = None
@@ -67,9 +74,11 @@ class GradientState:
     finite: bool = True
     spent: bool = False
     adding: bool = False
-    defined: bool = True
+    defined: bool = False
     unreduced: bool = False
-    hooks: tuple[Any, object] | None = None
+    taken: bool = False
+    announced: weakref.ref[Announced] | None = None
+    node: Any = None
 
 
 class UnitGradients:
@@ -94,6 +103,8 @@ class UnitGradients:
         self.parts = {placement: part for placement, part in parts.items() if placement in self.states}
         self.opened: torch.Tensor | None = None  # while gradients arrive: leased
         self._lease = Opened()
+        self.passing: set[GradientState] = set()
+        """Those whose node only graphs have, once the unit is held no longer."""
         self.arrived: set[Placement] = set()
         """Parameters whose gradient this process accumulated in the running backward pass."""
         self.final: set[Placement] = set()
@@ -103,6 +114,12 @@ class UnitGradients:
         self.final_last_time: set[Placement] | None = None
         self.deferred = False
         """More gradients may come, at any time until the backward pass ends, that add up with those that have arrived."""
+
+    def let_nodes_go(self) -> None:
+        """Leave the nodes of ``passing`` to the graphs."""
+        for state in self.passing:
+            state.node = None
+        self.passing.clear()
 
     def end_pass(self) -> None:
         """Forget what arrived in the backward pass; the gradients stay as they are."""
@@ -425,7 +442,10 @@ class UnitGradients:
     def zero(self, placement: Placement, zeros: torch.Tensor) -> None:
         """Overwrite the gradient, whatever it was, with ``zeros``, which have the parameter's shape."""
         self.take(placement, zeros)
-        self.states[placement].adding = False
+        state = self.states[placement]
+        state.adding = False
+        if state.marker is not None:
+            state.marker.of_graph = False
 
     def forget(self, placement: Placement) -> None:
         """Forget the gradient: the parameter has none any more."""

@@ -44,6 +44,7 @@ from tiered.tuning.adaptive import AdaptiveActivations, AutoPlan
 from tiered.types import Access
 from tiered.zero.intent import Intent
 from tiered.zero.leases import Leases
+from tiered.zero.paging.gradients import Announced, GradientState
 from tiered.zero.paging.recompute.micro_batch import Splitter, split_modules
 from tiered.zero.paging.reduction import ReduceScatter, gradient_sync
 from tiered.zero.paging.saved_tensors import (
@@ -315,6 +316,7 @@ class Pager:
                 module.forward = self._guarded(module, module.forward)  # of this one object
             self._forwards[module].append(module.__dict__.get("forward"))
         _pagers.add(self)
+        store._held_by(self)
 
     # -- installing --------------------------------------------------------------------------------------------------------
 
@@ -759,6 +761,14 @@ class Pager:
         self._let_go(Unit.let_go)
         self.intent.refuse()
 
+    def let_go_of_ended(self) -> None:
+        """Let go of everything where an exception ended what the model was doing, for a commit or the like of the store alone.
+        What has become of the step is said when the model is used next. Several ranks can end a pass only together. Raises
+        MisuseError where a parameter was written to while it could only be read."""
+        mine = self._thread == threading.get_ident() and self._reduce_scatter is None
+        if mine and self.phase is not Phase.IDLE and not self.computing and not self._gathered():
+            self._let_go(Unit.let_go)
+
     def give_up(self) -> None:
         """Let go of everything before all is rolled back. Raises nothing."""
         self._gatherings.clear()
@@ -978,56 +988,81 @@ class Pager:
         for unit in self.units:
             unit.gradients.end_pass()
         self._close_gradients()
+        self._backward = None
         if self.splitter is not None:
             self.splitter.activations.sweep()
         if self.saved is not None:
             self.saved.sweep()
-        self._backward = None
 
     # -- gradients ---------------------------------------------------------------------------------------------------------
 
     def _hook_gradients(self, unit: Unit) -> None:
-        """Hook the gradients of a unit, also of a parameter that was unfrozen since."""
+        """Hook the gradients of a unit that is held, also of a parameter that was unfrozen since.
+
+        A node refers to its parameter in C++, where the collector does not look: of one that has hooks or attributes of its
+        users, which may refer to the model, only graphs keep it, and each hold of the unit hooks what there is then.
+        """
         if not torch.is_grad_enabled() or _excluded(_AUTOGRAD):  # nothing is recorded, so there is no node to hook
             return
+        states = unit.gradients.states
         for placement in unit.plan.placements:
-            state = unit.gradients.states.get(placement)
-            if placement.parameter.requires_grad and (state is None or state.hooks is None):
-                unit.plan.refuse_writing()
-                if state is None:
-                    raise MisuseError(
-                        f"parameter {placement.name!r} is {placement.dtype}: only real floating point can be trained"
-                    )
-                parameter: Any = placement.parameter
-                # On the node, which accumulates; a hook on the parameter would run for torch.autograd.grad, too. The parameter
-                # holds its node weakly.
-                node, pair = get_gradient_edge(parameter).node, object()
-                node.register_prehook(weak_hook(parameter, partial(Pager._gradient_arrives, pair=pair)))
-                arrived = weak_hook(parameter, partial(Pager._gradient_arrived, pair=pair))
-                ours = parameter.register_post_accumulate_grad_hook(arrived).id
-                hooks = parameter._post_accumulate_grad_hooks
-                for theirs in [number for number in hooks if number != ours]:
-                    hooks[theirs] = hooks.pop(theirs)  # after ours, which gives ``parameter.grad`` its values
-                state.hooks = node, pair  # from here on they count: one of them alone would do harm
+            parameter: Any = placement.parameter
+            if not parameter.requires_grad:
+                continue
+            state = states.get(placement)
+            if state is None or not state.taken:
+                self._hook_taking(unit, placement, state)
+                state = states[placement]
+            passing = (
+                parameter._backward_hooks
+                or len(parameter._post_accumulate_grad_hooks or ()) > 1
+                or sum(map(gc.is_tracked, parameter.__dict__.values())) > 1  # our handle is one
+            )
+            if passing or state.node is None:
+                self._hook_node(parameter, state)
+            if passing:
+                unit.gradients.passing.add(state)
 
-    def _is_hook(self, unit: Unit, placement: Placement, pair: object) -> bool:
-        """Return whether hooks of this ``pair`` are those that count, and there is something for them to do."""
-        found = unit.gradients.states[placement].hooks
-        # frozen since forward: torch does not accumulate, and calls the hooks
-        return found is not None and found[1] is pair and placement.parameter.requires_grad
+    def _hook_taking(self, unit: Unit, placement: Placement, state: GradientState | None) -> None:
+        """Have a parameter give away what autograd has accumulated. Another such hook, where an exception strikes, finds
+        nothing to take."""
+        unit.plan.refuse_writing()
+        if state is None:
+            raise MisuseError(f"parameter {placement.name!r} is {placement.dtype}: only real floating point can be trained")
+        parameter: Any = placement.parameter
+        ours = parameter.register_post_accumulate_grad_hook(weak_hook(parameter, Pager._gradient_arrived)).id
+        hooks = parameter._post_accumulate_grad_hooks
+        for theirs in [number for number in hooks if number != ours]:
+            hooks[theirs] = hooks.pop(theirs)  # after ours, which gives ``parameter.grad`` its values
+        state.taken = True
 
-    def _gradient_arrives(self, unit: Unit, placement: Placement, grads: Any, *, pair: object) -> None:
-        if not self._is_hook(unit, placement, pair):
+    def _hook_node(self, parameter: nn.Parameter, state: GradientState) -> None:
+        """Hook the node that accumulates, and keep it: a hook on the parameter would run for torch.autograd.grad, too. The
+        parameter holds its node weakly."""
+        node = get_gradient_edge(parameter).node
+        if state.announced is None or state.announced() is None:
+            announced = Announced()
+            node.register_prehook(weak_hook(parameter, partial(Pager._gradient_arrives, announced=announced)))
+            state.announced = weakref.ref(announced)  # from here on it counts
+        state.node = node
+
+    def _gradient_arrives(self, unit: Unit, placement: Placement, grads: Any, *, announced: Announced) -> None:
+        state = unit.gradients.states[placement]
+        if state.announced is None or state.announced() is not announced:
+            return
+        state.defined = False
+        if not placement.parameter.requires_grad:  # frozen since forward: torch does not accumulate, and calls the hooks
             return
         self._open_gradients(unit)
-        defined = grads[0] is not None  # it is not where a function returned None, and of the norm of order 0
-        unit.gradients.states[placement].defined = defined
-        if defined:
+        if grads[0] is not None:  # as where a function returned None, and of the norm of order 0
+            state.defined = True
             unit.arriving.before(placement)
 
-    def _gradient_arrived(self, unit: Unit, placement: Placement, _: Any, *, pair: object) -> None:
-        if not self._is_hook(unit, placement, pair) or not unit.gradients.states[placement].defined:
+    def _gradient_arrived(self, unit: Unit, placement: Placement, _: Any) -> None:
+        state = unit.gradients.states[placement]
+        if not state.defined or not placement.parameter.requires_grad:
             return
+        state.defined = False
         grad = placement.parameter.grad
         assert grad is not None, "torch has accumulated it"
         unit.arriving.add(placement, grad)

@@ -10,7 +10,6 @@ first.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -20,6 +19,7 @@ import torch
 import xxhash
 
 from tiered import Access, MisuseError, Owner, Span, TensorSpec, TieredStore
+from tiered.store.activations import users_of
 from tiered.zero.collectives import Ranks, Under
 from tiered.zero.leases import Leases, Opened
 from tiered.zero.paging.units import UnitPlan
@@ -491,8 +491,7 @@ class _Beside:
 
     def give(self, memory: torch.Tensor) -> None:
         """Take back what ``take`` returned, unless another tensor shows it still, or it is the smaller one."""
-        alone = _users(torch.empty(1, dtype=torch.uint8, device="cpu"))
-        if memory.device.type != "cpu" or memory.numel() < self.LEAST or _users(memory) > alone:
+        if memory.device.type != "cpu" or memory.numel() < self.LEAST or any(count > 0 for count in users_of(memory)):
             return
         if not self._spare or self._spare[-1].numel() < memory.numel():
             self._spare[:] = [memory]
@@ -500,12 +499,6 @@ class _Beside:
 
 _beside: weakref.WeakKeyDictionary[TieredStore, _Beside] = weakref.WeakKeyDictionary()
 """By open store: what its models have beside it."""
-
-
-def _users(tensor: torch.Tensor) -> int:
-    """Return how many tensors show this memory, and how many objects of Python are of it."""
-    storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
 
 
 class Cast:

@@ -560,6 +560,8 @@ class Unit:
                     self._memory = _address(self.base), StorageWeakRef(self.base.untyped_storage())  # type: ignore[no-untyped-call]
                 self._left = [placement.parameter._version for placement in self.plan.placements]
             self.release_parameters()
+            if self.gradients.passing:
+                self.gradients.let_nodes_go()
             self.base = None
             self.memory, self.places = {}, {}
             self._aside, self.shown, self._began_aside = {}, True, False

@@ -648,7 +648,7 @@ def even_chunks(elements: int, limit: int) -> int:
 
 def is_called(module: nn.Module) -> bool:
     """Return whether the module has a forward (a ModuleList has not; its parent's runs instead)."""
-    return type(module).forward is not nn.Module.forward
+    return getattr(type(module), "forward", None) is not nn.Module.forward  # a scripted module has it in no attribute
 
 
 def _hold(model: nn.Module, home: dict[nn.Parameter, int], limit: int, plan: ModelPlan) -> None:

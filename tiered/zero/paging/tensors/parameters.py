@@ -19,7 +19,7 @@ from tiered.zero.paging.tensors.functions import RESHAPED, asks_for_gradient, wo
 from tiered.zero.paging.tensors.sources import Call, Source, owner_of, without_us
 from tiered.zero.paging.tensors.stored import Kept, StoredTensor, no_copy, reading
 
-__all__ = ["PagedParameter", "Whole", "give", "paged_class", "refuse_replacing", "refuse_sharing", "unpage"]
+__all__ = ["PagedParameter", "PagedStorage", "Whole", "give", "paged_class", "refuse_replacing", "refuse_sharing", "unpage"]
 
 
 class PagedParameter(StoredTensor, nn.Parameter):

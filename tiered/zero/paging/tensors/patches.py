@@ -1,8 +1,8 @@
 """What paging changes of torch, because torch asks no class about it: in force from the first paged model of a process until
 the last one is gone. ``import tiered.zero`` changes nothing.
 
-- ``Tensor.data`` and ``to_dlpack`` refuse to share memory that is not there; ``nn.Parameter.data`` tells the unit that holds a
-  parameter what may be written to.
+- ``Tensor.data``, ``Tensor.set_`` and ``to_dlpack`` refuse to share memory that is not there; ``nn.Parameter.data`` tells the
+  unit that holds a parameter what may be written to.
 - Functions that read memory of tensors without asking for their class take copies: ``torch.tensor`` and the like, calls of
   scripted functions, the transforms of torch.func, the gradients that a backward pass begins with.
 - ``torch.autograd.backward(inputs=)`` takes slices in place of a parameter that is divided into them.
@@ -27,7 +27,7 @@ from torch import nn
 from tiered import MisuseError
 from tiered.zero.paging.tensors.compiling import traced
 from tiered.zero.paging.tensors.functions import changed, leaves
-from tiered.zero.paging.tensors.parameters import PagedParameter
+from tiered.zero.paging.tensors.parameters import PagedParameter, PagedStorage
 from tiered.zero.paging.tensors.sliced import Divided, slices_of
 from tiered.zero.paging.tensors.stored import StoredTensor, copied, is_stored
 
@@ -106,7 +106,6 @@ def _with_values(takes: Callable[..., Any]) -> Callable[..., Any]:
     return take
 
 
-@traced
 def _with_memory(takes: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``takes``, which gives memory of a tensor away, and refuses one that has none."""
 
@@ -117,6 +116,21 @@ def _with_memory(takes: Callable[..., Any]) -> Callable[..., Any]:
     return take
 
 
+def _on_memory(takes: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``takes``, which puts a tensor on the memory of another one, or of a storage, and refuses what has none."""
+
+    @functools.wraps(takes)
+    def take(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        for given in (*args[:1], *kwargs.values()):
+            if is_stored(given) or isinstance(given, PagedStorage):
+                shown = given.source.shown if is_stored(given) else given.tiered[1]
+                raise MisuseError(f"{shown} has no memory that set_ could put another tensor on: use a copy (.clone())")
+        return takes(tensor, *args, **kwargs)
+
+    return take
+
+
+@traced
 def _has_no_values(value: Any) -> bool:
     """Return whether ``value`` is stored, or a list that has something that is."""
     if isinstance(value, list | tuple):
@@ -148,6 +162,7 @@ def _changes() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     """Yield what is changed: of what, its name, and what makes of it what takes its place."""
     yield torch.Tensor, "data", lambda _: _Data()
     yield nn.Parameter, "data", lambda _: _ParameterData()
+    yield torch.Tensor, "set_", _on_memory
     yield torch.utils.dlpack, "to_dlpack", _with_memory
     yield torch, "to_dlpack", _with_memory
     for name in ("tensor", "as_tensor", "asarray", "sparse_coo_tensor", "sparse_csr_tensor", "sparse_compressed_tensor"):

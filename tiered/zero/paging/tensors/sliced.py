@@ -31,7 +31,7 @@ from tiered import Access, MisuseError
 from tiered.zero.paging.tensors.functions import SCALING, asks_for_gradient, name_of, order_of
 from tiered.zero.paging.tensors.parameters import paged_class, refuse_replacing, refuse_sharing
 from tiered.zero.paging.tensors.sources import Call, ParameterOwner, Source, without_us
-from tiered.zero.paging.tensors.stored import StoredTensor
+from tiered.zero.paging.tensors.stored import StoredTensor, is_stored
 
 __all__ = ["Divided", "Handle", "slice_up", "slices_of"]
 
@@ -105,6 +105,10 @@ class Divided(Source):
     @property
     def views(self) -> MutableMapping[int, Any] | None:
         return handle_of(self.parameter).views
+
+    def divided_into(self) -> Sequence[Source]:
+        slices: list[Any] = slices_of(self.parameter)
+        return [one.source for one in slices if is_stored(one)]
 
     def like(self) -> torch.Tensor:
         made = meta_of(self.parameter)

@@ -128,8 +128,12 @@ class Source:
 
     @property
     def views(self) -> MutableMapping[int, Any] | None:
-        """Return the views that there are of it and that need no gradient, by number; None where nobody asks."""
+        """Return the views that there are of it, by number; None where nobody asks."""
         return None
+
+    def divided_into(self) -> Sequence[Source]:
+        """Return the sources of the parts that it is divided into, which have views of their own."""
+        return ()
 
     @property
     def version(self) -> int:
@@ -164,6 +168,8 @@ class Source:
 
     def itself(self, value: Any, call: Call) -> Any:
         """Answer a function of ``AS_IT_IS`` whose first argument is ``value``."""
+        if call.name == "untyped_storage":
+            raise MisuseError(f"{self.shown} has no storage, as its values are in the store: use that of a copy (.clone())")
         return call.as_it_is()
 
     def answer(self, value: Any, call: Call) -> Any:

@@ -143,6 +143,8 @@ class StoredTensor(torch.Tensor):
             return view
         leading: StoredTensor = _Leading.apply(step.base, source, step, made)  # type: ignore[no-untyped-call]
         leading.history, leading.version = _history(leading), source.version
+        if source.views is not None:
+            source.views[id(leading)] = leading
         return leading
 
     @property
@@ -215,6 +217,12 @@ class StoredTensor(torch.Tensor):
         if source is self and not args and not kwargs:
             return self
         raise MisuseError(f"{self.source.shown}: set_ {RESHAPED}; {self.source.mend}")
+
+    def as_subclass(self, cls: Any) -> Any:
+        """Return a view of the class ``torch.Tensor``. torch asks no class about it, and takes memory that is not there."""
+        if cls is torch.Tensor:
+            return self.view_as(self)
+        raise MisuseError(f"{self.source.shown} has no memory that a {cls.__name__} could show; {self.source.mend}")
 
     def _use_count(self) -> int:
         """Refuse ``torch.utils.swap_tensors``, which asks this before it changes anything. torch asks no class about it."""
@@ -304,6 +312,8 @@ class Kept(Source):
 
 def keep(source: Source) -> None:
     """Have the views of ``source`` that there are show its values of now from here on, because it gets others."""
+    for part in source.divided_into():
+        keep(part)
     views = [] if source.views is None else list(source.views.values())
     if views:
         with torch.no_grad(), _inside(source) as values:
@@ -676,7 +686,7 @@ def _set_data(target: StoredTensor, value: Any) -> None:
         if (own.shape, own.stride(), own.storage_offset()) == (other.shape, other.stride(), other.storage_offset()):
             return  # the same elements: written to already
         value = value.clone()  # a view may have another order
-    if target.step is None and source.views:
+    if target.step is None:
         keep(source)
     with torch.no_grad():
         target.detach().copy_(value)
@@ -693,7 +703,10 @@ def _for_each(call: Call) -> Any:
     for index in range(length):
 
         def one(value: Any, index: int = index) -> Any:
-            return [value[index]] if isinstance(value, list | tuple) and len(value) == length else value
+            if isinstance(value, list | tuple):
+                return [value[index]] if len(value) == length else value
+            scalars = isinstance(value, torch.Tensor) and value.dim() == 1 and len(value) == length  # one for each element
+            return value[index : index + 1] if scalars else value
 
         found = func(*map(one, args), **{key: one(value) for key, value in kwargs.items()})
         if found is not None:
