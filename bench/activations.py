@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from tiered.cli.bench.trainer import Options, Variant, training
 from tiered.cli.output import told_environment
 from tiered.cli.train.model import GPT, Shape
-from tiered.measuring.meters import environment
+from tiered.measuring.meters import Spread, environment, turns
 from tiered.measuring.probes import measured_machine
 from tiered.planning.machine import Machine
 from tiered.planning.plan import Activations, Choice, Planner, Prediction
@@ -108,8 +108,8 @@ def run(name: str, case: Case, folder: str, steps: int, share: float, machine: M
         rows: dict[str, list[dict[str, Any]]] = {variant: [] for variant in VARIANTS}
         for one in trainings.values():
             one.begin()
-        for number in range(WARM_UP + steps):
-            for variant in VARIANTS[number % len(VARIANTS) :] + VARIANTS[: number % len(VARIANTS)]:
+        for _, order in turns(VARIANTS, WARM_UP + steps):
+            for variant in order:
                 rows[variant].append(trainings[variant].step())
         ended = {variant: one.end() for variant, one in trainings.items()}
     losses = {variant: [one["losses"] for one in found] for variant, found in rows.items()}
@@ -126,11 +126,9 @@ def run(name: str, case: Case, folder: str, steps: int, share: float, machine: M
     for variant in VARIANTS:
         found = rows[variant][WARM_UP:]
         taken = [one["seconds"] for one in found]
-        pairs = [a / b for a, b in zip(taken, base, strict=True)]
         plan = f"{predicted[variant].seconds / predicted['memory'].seconds:.2f}" if variant in predicted else "-"
         print(
-            f"| {variant} | {statistics.median(taken):.3f} [{min(taken):.3f}, {max(taken):.3f}] "
-            f"| {statistics.median(pairs):.2f} [{min(pairs):.2f}, {max(pairs):.2f}] | {plan} "
+            f"| {variant} | {Spread.of(taken).shown(digits=3)} | {Spread.by(taken, base).shown()} | {plan} "
             f"| {statistics.median(one['phases']['waiting'] for one in found):.2f} "
             f"| {statistics.median(one['read'] + one['written'] for one in found) / 1e6:.0f} "
             f"| {ended[variant]['peak_rss'] / 2**20:.0f} |"

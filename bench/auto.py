@@ -14,18 +14,19 @@ import itertools
 import random
 import statistics
 import sys
-import tempfile
 import time
 from typing import get_args
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from bench.activations import Case, saved_by
-from tiered import TieredStore, zero
+from tiered import zero
+from tiered.cli.bench.step import Stepper
 from tiered.cli.output import told_environment
 from tiered.cli.train.model import GPT
-from tiered.measuring.meters import environment
+from tiered.measuring.meters import environment, scratch_store
 from tiered.tuning.program import Way, evaluate
 from tiered.zero.paging.pager import pager_of
 
@@ -39,21 +40,20 @@ def search(share: float, folder: str, seed: int) -> None:
     torch.manual_seed(0)
     memory = int(share * saved_by(CASE))
     drawn = random.Random(seed)
-    with tempfile.TemporaryDirectory(dir=folder) as at, TieredStore.open(f"{at}/s", dram=BUDGET, durability="none") as store:
-        model = zero.page(GPT(CASE.shape), store, plan=zero.AutoPlan(memory=memory, change=0.99))
-        optimizer = zero.AdamW(model.parameters(), lr=1e-4)
+    with scratch_store(folder, dram=BUDGET) as store:
         tokens = torch.randint(0, 256, (CASE.batch, CASE.context))
 
+        def loss(model: nn.Module) -> torch.Tensor:
+            return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+        stepper = Stepper(store, GPT(CASE.shape), loss, plan=zero.AutoPlan(memory=memory, change=0.99))
+
         def step() -> float:
-            began = time.perf_counter()
-            F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
-            return time.perf_counter() - began
+            return stepper.step().seconds
 
         for _ in range(6):
             step()
-        chooser = pager_of(model).adaptive
+        chooser = pager_of(stepper.model).adaptive
         assert chooser is not None
         profile, chosen, pool = chooser._profile, dict(chooser.ways), chooser._pool
         assert profile is not None

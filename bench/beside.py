@@ -23,7 +23,7 @@ from tiered.cli.output import told_environment, told_noise
 from tiered.cli.train.model import open_text
 from tiered.format.data_file import digest
 from tiered.measuring import fio
-from tiered.measuring.meters import Noise, Spread, environment, scratch_folder
+from tiered.measuring.meters import Noise, Spread, environment, scratch_folder, turns
 from tiered.types import PIECE_BYTES, format_size, parse_size
 
 __all__ = ["main"]
@@ -86,8 +86,7 @@ def main() -> int:
         for _ in range(2):
             trainer.step()
         noise = Noise()
-        for turn in range(options.rounds):
-            names = [*ways, *ways][turn % len(ways) :][: len(ways)]
+        for _, names in turns(list(ways), options.rounds):
             for name in names:
                 with ExitStack() as beside:
                     if not ways[name]:
@@ -102,7 +101,7 @@ def main() -> int:
     print(f"{options.rounds} rounds of {STEPS} steps each; {told_noise(noise.seen())}\n")
     print("| a step | seconds | by that alone |\n|---|---:|---:|")
     for name, found in seconds.items():
-        by = Spread.of([one / alone for one, alone in zip(found, seconds["alone"], strict=True)])
+        by = Spread.by(found, seconds["alone"])
         print(f"| {name} | {Spread.of(found).shown()} | {by.shown()} |")
     return 0
 

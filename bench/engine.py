@@ -39,9 +39,7 @@ from typing import Any
 import torch
 
 from tiered import TieredStore
-from tiered.cli.output import told_environment
 from tiered.format.data_file import digest
-from tiered.measuring.meters import environment
 from tiered.tiers.dram import DramTier
 from tiered.types import PIECE_BYTES, IOCompletion, IORequest, format_size, parse_size
 
@@ -209,16 +207,15 @@ def measured(wanted: Wanted) -> Iterator[dict[str, Any]]:
             bench.close()
 
 
-def spread(values: Sequence[float], digits: int) -> str:
-    return f"{statistics.median(values):,.{digits}f} [{min(values):,.{digits}f}, {max(values):,.{digits}f}]"
-
-
 def row(found: dict[str, Any]) -> str:
+    from tiered.measuring.meters import Spread
+
     gigabytes = [value / 1e9 for value in found["bytes"]]
     cores = statistics.median(found["cores"]) / 1e9
     return (
-        f"| {format_size(found['size'])} | {found['way']} | {spread(found['tensors'], 0)} | {spread(gigabytes, 2)} | "
-        f"{spread(found['cpu'], 3)} | {cores:.1f} | {spread(found['share'], 2)} |"
+        f"| {format_size(found['size'])} | {found['way']} | {Spread.of(found['tensors']).shown(digits=0)} | "
+        f"{Spread.of(gigabytes).shown()} | "
+        f"{Spread.of(found['cpu']).shown(digits=3)} | {cores:.1f} | {Spread.of(found['share']).shown()} |"
     )
 
 
@@ -323,6 +320,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.serve:
         serve(options.dir, options.pool)
         return 0
+    from tiered.cli.output import told_environment  # not above: --serve runs this file on other checkouts, older ones too
+    from tiered.measuring.meters import environment
+
     rounds = options.rounds or (PAIRED_ROUNDS if options.against else ROUNDS)
     told = environment()
     print(told_environment(told) + "\n")

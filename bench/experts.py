@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from collections import OrderedDict
 from typing import Literal, get_args
 
@@ -23,9 +22,10 @@ from torch import nn
 
 from bench.traces import Access, Trace
 from bench.watched import watch
-from tiered import CapacityError, TieredStore, zero
+from tiered import CapacityError
+from tiered.cli.bench.step import Stepper
 from tiered.cli.output import told_environment
-from tiered.measuring.meters import Meter, environment
+from tiered.measuring.meters import environment, scratch_store
 
 __all__ = ["measure"]
 
@@ -90,27 +90,23 @@ def measure(
     model, router = Model(layers, width), Router(routing, layers)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     dram = int(budget * 12 * parameters)
-    with tempfile.TemporaryDirectory(dir=folder) as place, TieredStore.open(f"{place}/store", dram=dram) as store:
-        zero.page(model, store, experts=experts)
-        optimizer = zero.AdamW(model.parameters(), lr=1e-4)
-        generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
 
-        def step() -> None:
-            x = torch.randn(TOKENS, width, generator=generator)
-            model(x, router.step()).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    def loss(model: nn.Module) -> torch.Tensor:
+        found: torch.Tensor = model(torch.randn(TOKENS, width, generator=generator), router.step())
+        return found.square().mean()
 
+    with scratch_store(folder, dram=dram) as store:
+        stepper = Stepper(store, model, loss, experts=experts)
+        used = []
         with watch(store) as seen:
-            for number in range(WARM_UP + STEPS):
-                if number == WARM_UP:
-                    meter = Meter(store)
-                step()
+            for _ in range(WARM_UP + STEPS):
+                used.append(stepper.step())
                 seen.cut()
-            used = meter.lap()
         before, after = (lru(seen.trace(seen.rounds[:count]), dram) for count in (WARM_UP, WARM_UP + STEPS))
-        store.close()
-    return used.read / STEPS / 2**20, used.written / STEPS / 2**20, (after - before) / STEPS / 2**20
+    moved = sum(one.read for one in used[WARM_UP:]), sum(one.written for one in used[WARM_UP:]), after - before
+    read, written, other = (nbytes / STEPS / 2**20 for nbytes in moved)
+    return read, written, other
 
 
 def lru(trace: Trace, budget: int) -> int:

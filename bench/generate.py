@@ -44,7 +44,7 @@ from bench.drive import Reading
 from bench.limited import Ended, drop, say, under
 from bench.llama import PROMPT, VOCABULARY, generated, quiet, write_weights
 from tiered.measuring.drive import read_rate
-from tiered.measuring.meters import environment
+from tiered.measuring.meters import Spread, environment, turns
 from tiered.types import format_size, parse_size
 
 MIB = 1 << 20
@@ -196,9 +196,9 @@ def compared(folder: Path, options: argparse.Namespace, weights: int, say: Calla
         share = int(weights * part)
         found: dict[str, list[Ended]] = {way: [] for way in (*WAYS, MEMORY, BESIDE)}
         rates, window = [], 0
-        for number in range(options.rounds):
+        for number, order in turns(WAYS, options.rounds):
             rates.append(read_rate([file]))
-            for way in (MEMORY, *WAYS[number % len(WAYS) :], *WAYS[: number % len(WAYS)], BESIDE):
+            for way in (MEMORY, *order, BESIDE):
                 say(f"{part:g} of the weights in memory, round {number + 1} of {options.rounds}: {way}")
                 limit = None if way in (MEMORY, BESIDE) else share + share // 10 + SAID + extra
                 ready = 0 if options.fresh else weights + SAID if limit is None else limit
@@ -217,7 +217,7 @@ def compared(folder: Path, options: argparse.Namespace, weights: int, say: Calla
         compute = [seconds_of(ended) for ended in found[MEMORY]]
         moved = max(0, weights - share) + window if share < weights else 0
         bounds = [max(c, moved / rate) for c, rate in zip(compute, rates, strict=True)]
-        print(f"| {part:g} | {MEMORY}, no limit | {spread(compute)} |{' |' * (len(titles) - 3)}")
+        print(f"| {part:g} | {MEMORY}, no limit | {Spread.of(compute).shown(digits=3)} |{' |' * (len(titles) - 3)}")
         for way in (BESIDE, *WAYS):
             ends = found[way]
             if not all(ended.right for ended in ends):
@@ -230,34 +230,30 @@ def compared(folder: Path, options: argparse.Namespace, weights: int, say: Calla
                 print(f"{way}: OTHER TOKENS")
             ours = [seconds_of(ended) for ended in found["tiered"]] if all(e.right for e in found["tiered"]) else None
             seconds = [seconds_of(ended) for ended in ends]
-            cells = [spread(seconds), format_size(int(statistics.median(read_of(ended) for ended in ends)))]
-            cells += [spread([a / b for a, b in zip(seconds, bounds, strict=True)])]
+            cells = [Spread.of(seconds).shown(digits=3), format_size(int(statistics.median(read_of(ended) for ended in ends)))]
+            cells += [Spread.by(seconds, bounds).shown(digits=3)]
             cells += [f"{statistics.median(read_of(ended) for ended in ends) / moved:.3f}"]
-            cells += [spread([a / b for a, b in zip(seconds, ours, strict=True)]) if ours else ""]
+            cells += [Spread.by(seconds, ours).shown(digits=3) if ours else ""]
             first = [ended.last["first"] + ended.last["opened"] for ended in ends]
             prompt = min(ended.last["first"] for ended in found[MEMORY])
             allowed = [1.2 * max(weights / rate, prompt) + 1 for rate in rates]
-            cells += [spread(first), spread([a / b for a, b in zip(first, allowed, strict=True)])]
+            cells += [Spread.of(first).shown(digits=3), Spread.by(first, allowed).shown(digits=3)]
             if way == BESIDE:  # its process is not measured while it loads
                 first = [ended.last["first"] for ended in ends]
-                cells[-2:] = [spread(first), spread([a / b for a, b in zip(first, allowed, strict=True)])]
+                cells[-2:] = [Spread.of(first).shown(digits=3), Spread.by(first, allowed).shown(digits=3)]
                 print(f"| {part:g} | {way} | " + " | ".join(cells) + " | | |", flush=True)
                 continue
-            cells += [spread([ended.last["opened"] for ended in ends])]
+            cells += [Spread.of([ended.last["opened"] for ended in ends]).shown(digits=3)]
             cells += [f"{max(e.peak for e in ends) / ends[0].limit:.2f} of {format_size(ends[0].limit)}"]
             print(f"| {part:g} | {way} | " + " | ".join(cells) + " |", flush=True)
         fresh = [ended.fresh / 1e9 for ends in found.values() for ended in ends]
-        drive = f"read rate {spread([rate / 1e9 for rate in rates])} GB/s; window {format_size(window)}"
-        drive += "" if options.fresh else f"; memory was handed out at {spread(fresh)} GB/s"
+        drive = f"read rate {Spread.of(rates).shown(1e-9, 3)} GB/s; window {format_size(window)}"
+        drive += "" if options.fresh else f"; memory was handed out at {Spread.of(fresh).shown(digits=3)} GB/s"
         print(f"| {part:g} | {drive} |{' |' * (len(titles) - 2)}", flush=True)
     print(f"\nAfter the imports: {format_size(imports)}; activations and KV cache: {format_size(extra)}.")
     if less["accelerate"]:
         print(f"accelerate's `max_memory` is {format_size(less['accelerate'])} less than C: the limit killed it with more.")
     return right
-
-
-def spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.3f} [{min(values):.3f}, {max(values):.3f}]"
 
 
 def main() -> int:

@@ -55,11 +55,9 @@ def follow(store: TieredStore) -> None:
     store.follow([f"t{number}" for number in range(TENSORS)])
 
 
-def spread(values: list[float], digits: int) -> str:
-    return f"{statistics.median(values):,.{digits}f} [{min(values):,.{digits}f}, {max(values):,.{digits}f}]"
-
-
 def alone() -> None:
+    from tiered.measuring.meters import Spread  # not above: --serve runs this file on other checkouts, older ones too
+
     print("| tensor | access | keys/s, median [least, most] | CPU microseconds each | wakes of the engine |")
     print("|---|---|---:|---:|---:|")
     for nbytes in SIZES:
@@ -71,7 +69,8 @@ def alone() -> None:
                 found = [one_round(store, kind) for _ in range(ROUNDS)]
                 wakes = store.statistics().wakes - before
                 rates, used = (list(values) for values in zip(*found, strict=True))
-                print(f"| {nbytes >> 10} KiB | {kind} | {spread(rates, 0)} | {spread(used, 1)} | {wakes} |", flush=True)
+                cells = Spread.of(rates).shown(digits=0), Spread.of(used).shown(digits=1)
+                print(f"| {nbytes >> 10} KiB | {kind} | {' | '.join(cells)} | {wakes} |", flush=True)
 
 
 def serve() -> None:

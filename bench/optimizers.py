@@ -26,7 +26,7 @@ from tiered.cli.train.optimizers import kind_named
 from tiered.cli.train.options import OPTIMIZERS
 from tiered.measuring.drive import DEPTH, PIECE, Drive, Point
 from tiered.measuring.fio import Mode
-from tiered.measuring.meters import Spread, environment
+from tiered.measuring.meters import Spread, environment, turns
 from tiered.types import format_size
 
 MEMORY = Variant("in memory: torch's AdamW", "memory")
@@ -58,8 +58,8 @@ def measure(options: argparse.Namespace, each: Options) -> tuple[list[Ended], li
             one.begin()
         costs = []
         total = WARM_UP + options.steps
-        for number in range(total):
-            for turn, place in enumerate((number + turn) % len(trainings) for turn in range(len(trainings))):
+        for number, order in turns(range(len(trainings)), total):
+            for turn, place in enumerate(order):
                 one = trainings[place]
                 progress.working(f"step {number + 1} of {total}, {one.variant.name}", (number + turn / len(trainings)) / total)
                 steps[place].append(one.step())
@@ -99,7 +99,7 @@ def main() -> int:
         taken = [step["seconds"] for step in one.steps]
         moved = [step["read"] + step["written"] for step in one.steps]
         bound = [max(beside, nbytes * cost) for beside, nbytes, cost in zip(memory, moved, costs, strict=True)]
-        by = [Spread.of([a / b for a, b in zip(taken, other, strict=True)]).shown() for other in (memory, usual, bound)]
+        by = [Spread.by(taken, other).shown() for other in (memory, usual, bound)]
         phases = (statistics.median(step["phases"][name] for step in one.steps) for name in ("update", "waiting"))
         print(
             f"| {one.variant.name} | {kind_named(one.variant.optimizer).bytes_kept:.2f} | {Spread.of(taken).shown()} "

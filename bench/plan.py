@@ -13,33 +13,32 @@ speed of a virtual machine changes by a third within minutes.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from bench.step import Model as Mlp
-from tiered import TieredStore, zero
+from bench.step import NextTokens
+from tiered import zero
+from tiered.cli.bench.step import Stepper, Update
 from tiered.cli.output import told_environment
 from tiered.cli.train.model import GPT, Shape
-from tiered.measuring.meters import Meter, environment, peak_memory
+from tiered.measuring.meters import environment, peak_memory, scratch_store
 from tiered.measuring.probes import measured_machine
 from tiered.planning.machine import Machine
 from tiered.planning.plan import Activations, Choice, Planner, Prediction
 from tiered.planning.sources import subject_of
 from tiered.zero import Policy
 from tiered.zero.rules.exact import AdamWRule
-
-Update = Literal["on_fetch", "in_backward"]
 
 __all__ = ["CASES", "Case", "Measured", "measure"]
 
@@ -104,10 +103,6 @@ def dram_of(case: Case) -> int:
     return max(1 << 20, int(case.budget * STATE * parameters))
 
 
-def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-
-
 def train(case: Case, folder: str) -> dict[str, Any]:
     """Train in this process; medians of a step."""
     subject = MODELS[case.model]
@@ -115,30 +110,24 @@ def train(case: Case, folder: str) -> dict[str, Any]:
     dram = dram_of(case)
     with torch.device("meta"):
         model = subject.make()
-    with tempfile.TemporaryDirectory(dir=folder) as at, TieredStore.open(f"{at}/s", dram=dram, durability="none") as store:
-        zero.page(model, store, activations=case.activations, micro_batch=case.micro_batch)
-        optimizer = zero.AdamW(model.parameters(), lr=1e-4, update=case.update)
-        generator = torch.Generator().manual_seed(0)
-        taken, moved, waited, updating = [], [], [], []
-        meter = Meter(store)
-        for number in range(WARM_UP + STEPS):
-            tokens = torch.randint(0, 256, (subject.batch, subject.tokens), generator=generator)
-            meter.lap()
-            before = zero.statistics(model).update_seconds
-            loss_of(model(tokens), tokens).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
-            used = meter.lap()
-            if number >= WARM_UP:
-                taken.append(used.seconds)
-                moved.append(used.bytes)
-                waited.append(used.stalled)
-                updating.append(zero.statistics(model).update_seconds - before)
+    with scratch_store(folder, dram=dram) as store:
+        stepper = Stepper(
+            store, model, NextTokens(subject.batch, subject.tokens), update=case.update, activations=case.activations,
+            micro_batch=case.micro_batch,
+        )  # fmt: skip
+        steps, updating = [], [0.0]
+        for _ in range(WARM_UP + STEPS):
+            steps.append(stepper.step())
+            updating.append(zero.statistics(stepper.model).update_seconds)
         pool = store.statistics().tier("dram").peak
+    steps = steps[WARM_UP:]
+    taken = [step.seconds for step in steps]
     return {
-        "seconds": statistics.median(taken), "spread": (min(taken), max(taken)), "moved": statistics.fmean(moved),
-        "process": peak_memory(), "pool": pool, "waited": statistics.median(waited), "updating": statistics.median(updating),
-    }
+        "seconds": statistics.median(taken), "spread": (min(taken), max(taken)), "process": peak_memory(), "pool": pool,
+        "moved": statistics.fmean(step.bytes for step in steps),
+        "waited": statistics.median(step.stalled for step in steps),
+        "updating": statistics.median(b - a for a, b in itertools.pairwise(updating[WARM_UP:])),
+    }  # fmt: skip
 
 
 def measure(case: Case, folder: str, threads: int) -> Measured:

@@ -30,7 +30,7 @@ import torch
 from bench.llama import config_of, generated, quiet
 from tiered import TieredStore
 from tiered.cli.output import told_environment
-from tiered.measuring.meters import environment
+from tiered.measuring.meters import environment, turns
 from tiered.types import format_size
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -139,9 +139,8 @@ def main() -> int:
                 inexact[form] = opening_of(store, "model").get("inexact", "exact")
                 store.close()
         runs: dict[str, list[tuple[list[float], list[int]]]] = {form: [] for form in (*FORMS, "full")}
-        for number in range(options.rounds):
-            order = list(runs)
-            for form in order[number % len(order) :] + order[: number % len(order)]:
+        for _, order in turns(list(runs), options.rounds):
+            for form in order:
                 memory = 2 * weights if form == "full" else dram
                 runs[form].append(measured(folder / ("fp32" if form == "full" else form) / "store", memory, options.tokens))
     print(f"{format_size(weights)} of fp32 weights, {format_size(dram)} of memory; medians of {options.rounds} rounds\n")

@@ -26,12 +26,13 @@ from torch import nn
 
 from bench.watched import least_of_round, watch
 from tiered import zero
-from tiered.cli.bench.step import Dtype, Options, Stepper
+from tiered.cli.bench.step import Dtype, Stepper, Update
 from tiered.cli.output import told_environment
+from tiered.cli.train.optimizers import kind_named
 from tiered.cli.train.options import OPTIMIZERS, UPDATES
 from tiered.measuring.meters import environment, scratch_store
 
-__all__ = ["Case", "Measured", "measure"]
+__all__ = ["Case", "Measured", "NextTokens", "measure"]
 
 Kind = Literal["one", "accumulated", "split"]
 PARTS = 8
@@ -65,20 +66,25 @@ class Model(nn.Module):
         return nn.functional.linear(self.norm(x), self.embedding.weight)
 
 
+class NextTokens:
+    """The loss of a model on the next batch of random tokens."""
+
+    def __init__(self, batch: int, length: int) -> None:
+        self._shape, self._generator = (batch, length), torch.Generator().manual_seed(0)
+
+    def __call__(self, model: nn.Module) -> torch.Tensor:
+        tokens = torch.randint(0, 256, self._shape, generator=self._generator)
+        return nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
+
+
 @dataclass(frozen=True)
 class Case:
     optimizer: str
     budget: float  # share of the state: parameters, and what the optimizer keeps for them
     kind: Kind
     dtype: Dtype
-    update: Literal["on_fetch", "in_backward"]
+    update: Update
     prefetch: Literal["on", "off"]
-
-    def options(self, parameters: int, folder: str) -> Options:
-        """Return those of ``tiered bench step`` with which its steps are made."""
-        passes, parts = PARTS if self.kind == "accumulated" else 1, PARTS if self.kind == "split" else 1
-        found = Options(folder, parameters, None, self.dtype, self.update, passes, parts, optimizer=self.optimizer)
-        return replace(found, dram=max(1 << 20, int(self.budget * found.state)))
 
 
 @dataclass(frozen=True)
@@ -99,16 +105,15 @@ class Measured:
 def measure(case: Case, layers: int, width: int, folder: str) -> Measured:
     torch.manual_seed(0)
     model = Model(layers, width)
-    options = case.options(sum(parameter.numel() for parameter in model.parameters()), folder)
-    generator = torch.Generator().manual_seed(0)
-
-    def loss(model: nn.Module) -> torch.Tensor:
-        tokens = torch.randint(0, 256, (BATCH, TOKENS), generator=generator)
-        return nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.flatten())
-
-    with scratch_store(folder, dram=options.pool) as store:
-        policy = zero.Policy() if case.dtype == "float32" else zero.Policy(storage=getattr(torch, case.dtype))
-        stepper = Stepper(store, options, model, loss, prefetch=case.prefetch, policy=policy)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    dram = max(1 << 20, int(case.budget * kind_named(case.optimizer).bytes_kept * parameters))
+    with scratch_store(folder, dram=dram) as store:
+        stepper = Stepper(
+            store, model, NextTokens(BATCH, TOKENS), optimizer=case.optimizer, update=case.update,
+            passes=PARTS if case.kind == "accumulated" else 1, micro_batch=PARTS if case.kind == "split" else 1,
+            prefetch=case.prefetch,
+            policy=zero.Policy() if case.dtype == "float32" else zero.Policy(storage=getattr(torch, case.dtype)),
+        )  # fmt: skip
         for _ in range(WARM_UP):
             stepper.step()
         with watch(store) as seen:
@@ -116,28 +121,28 @@ def measure(case: Case, layers: int, width: int, folder: str) -> Measured:
             for _ in range(STEPS):
                 used.append(stepper.step())
                 seen.cut()
-        peak = store.statistics().tiers[0].peak / options.pool
-    per = stepper.parameters * STEPS
+        peak = store.statistics().tiers[0].peak / dram
+    per = parameters * STEPS
     kernel = [one.kernel_bytes for one in used if one.kernel_bytes is not None]
     return Measured(
         sum(one.read for one in used) / per,
         sum(one.written for one in used) / per,
         sum(kernel) / per if kernel else None,
-        least_of_round(seen, options.pool) / stepper.parameters,
+        least_of_round(seen, dram) / parameters,
         peak,
     )
 
 
 def cases(
-    optimizers: Sequence[str], budgets: Sequence[float], kinds: Sequence[Kind], dtypes: Sequence[str], updates: Sequence[str]
+    optimizers: Sequence[str], budgets: Sequence[float], kinds: Sequence[Kind], dtypes: Sequence[Any], updates: Sequence[Any]
 ) -> Iterator[tuple[Case, Case]]:
     """Each with fetching ahead, and without."""
     for optimizer, dtype, update, kind in itertools.product(optimizers, dtypes, updates, kinds):
         if update == "in_backward" and kind == "accumulated":
             continue  # each backward is a step
         for budget in budgets:
-            given: Any = optimizer, budget, kind, dtype, update
-            yield Case(*given, "on"), Case(*given, "off")
+            ahead = Case(optimizer, budget, kind, dtype, update, "on")
+            yield ahead, replace(ahead, prefetch="off")
 
 
 def main() -> int:

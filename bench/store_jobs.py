@@ -46,7 +46,7 @@ import torch
 from bench.limited import drop, enter, memory_cgroup
 from tiered import TieredStore
 from tiered.cli.output import told_environment
-from tiered.measuring.meters import environment
+from tiered.measuring.meters import environment, turns
 from tiered.types import format_size, parse_size
 
 SEED = 7
@@ -598,9 +598,8 @@ def compare(name: str, kinds: dict[str, Any], sizes: Sizes, rounds: int, place: 
             if failed:
                 found[kind].append(failed)
     memory, warm = (sizes.memory, None) if mode == "limit" else (6 * sizes.memory, 1)
-    for number in range(rounds):
-        order = list(kinds)
-        for kind in order[number % len(order) :] + order[: number % len(order)]:
+    for number, order in turns(list(kinds), rounds):
+        for kind in order:
             folder = folders[kind]
             if any("failed" in run for run in found[kind]):
                 continue

@@ -107,10 +107,10 @@ def main() -> int:
         print(f"| {what} | {rates} | {format(counted[what], ',') if what in counted else ''} |")
     print("\n| ratio, round by round | |\n|---|---:|")
     for what in ("written", "read"):
-        pairs = zip(found[f"{what}, {LAYOUTS[0]}"], found[f"{what}, striped"], strict=True)
-        print(f"| {what}: rate striped, by rate whole | {Spread.of([whole / striped for whole, striped in pairs]).shown()} |")
-    beside = zip(found[f"plain reads, {len(options.drives)} drives"], found["read, striped"], strict=True)
-    print(f"| read striped, by plain reads of all drives | {Spread.of([one / striped for one, striped in beside]).shown()} |")
+        pairs = found[f"{what}, {LAYOUTS[0]}"], found[f"{what}, striped"]
+        print(f"| {what}: rate striped, by rate whole | {Spread.by(*pairs).shown()} |")
+    beside = found[f"plain reads, {len(options.drives)} drives"], found["read, striped"]
+    print(f"| read striped, by plain reads of all drives | {Spread.by(*beside).shown()} |")
     return 0
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import pkgutil
+from pathlib import Path
 
 import pytest
 
@@ -14,3 +16,11 @@ import bench
 def test_it_imports(name: str) -> None:
     module = importlib.import_module(f"bench.{name}")
     assert module.__doc__, "what it measures, and how to run it"
+
+
+@pytest.mark.parametrize("name", ["calls", "engine", "leases"])
+def test_what_runs_on_other_checkouts_asks_them_for_little(name: str) -> None:
+    """``--against`` runs the file itself on another checkout, an older one perhaps, which lacks what this one measures with."""
+    tree = ast.parse((Path(bench.__path__[0]) / f"{name}.py").read_text())
+    above = {node.module for node in tree.body if isinstance(node, ast.ImportFrom) and node.module}
+    assert not [module for module in above if module.startswith(("tiered.measuring", "tiered.cli"))]

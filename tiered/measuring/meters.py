@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -43,9 +43,11 @@ __all__ = [
     "quantiles",
     "scratch_folder",
     "scratch_store",
+    "turns",
 ]
 
 GIB = 1 << 30
+Item = TypeVar("Item")
 DATA_FILE = "data.0"
 REPEATED = 4 << 20
 """Bytes of random contents before they repeat: a drive that compresses or knows zeros gains nothing from them."""
@@ -239,6 +241,13 @@ def _children() -> float:
     return times.children_user + times.children_system
 
 
+def turns(items: Sequence[Item], rounds: int) -> Iterator[tuple[int, list[Item]]]:
+    """Number the rounds, and give the order of each, so that each item is first as often as the others."""
+    for number in range(rounds):
+        first = number % len(items)
+        yield number, [*items[first:], *items[:first]]
+
+
 @dataclass(frozen=True)
 class Spread:
     """The median and the extremes of several runs."""
@@ -252,9 +261,14 @@ class Spread:
         """Compute the spread of ``values``."""
         return cls(statistics.median(values), min(values), max(values))
 
+    @classmethod
+    def by(cls, values: Sequence[float], others: Sequence[float]) -> Spread:
+        """Compute the spread of the ratios of ``values`` to ``others``, round by round."""
+        return cls.of([one / other for one, other in zip(values, others, strict=True)])
+
     def shown(self, factor: float = 1.0, digits: int = 2) -> str:
         """Format as "median [least - most]", each multiplied by ``factor``."""
-        median, least, most = (f"{value * factor:.{digits}f}" for value in (self.median, self.least, self.most))
+        median, least, most = (f"{value * factor:,.{digits}f}" for value in (self.median, self.least, self.most))
         return f"{median} [{least} - {most}]"
 
     def as_json(self) -> dict[str, float]:

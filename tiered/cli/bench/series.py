@@ -109,7 +109,7 @@ def in_rounds(
 def ratios(series: Sequence[Series]) -> dict[str, Spread]:
     """Divide the rate of the first series by that of each other one, round by round."""
     ours, *others = series
-    return {other.name: Spread.of([a / b for a, b in zip(ours.rates, other.rates, strict=True)]) for other in others}
+    return {other.name: Spread.by(ours.rates, other.rates) for other in others}
 
 
 def series_as_json(series: Sequence[Series]) -> dict[str, Any]:

@@ -39,9 +39,10 @@ from tiered.measuring.meters import (
 from tiered.store.opening import SMALLEST_DRAM
 from tiered.types import BackendName, format_size
 
-__all__ = ["Options", "Stack", "Stepper", "bench"]
+__all__ = ["Options", "Stack", "Stepper", "Update", "bench"]
 
 Dtype = Literal["float32", "bfloat16"]
+Update = Literal["on_fetch", "in_backward"]
 WARM_UP = 4
 """Steps that do not count: the first has no updates, the second makes the moments, in the third the store learns the order."""
 TOKENS = 4
@@ -62,12 +63,12 @@ class Options:
     parameters: int
     dram: int | None
     dtype: Dtype
-    update: Literal["on_fetch", "in_backward"]
-    passes: int = 1
-    micro_batch: int = 1
-    backend: BackendName = "auto"
-    rounds: int = 5
-    beside: Literal["fio", "nothing"] = "nothing"
+    update: Update
+    passes: int
+    micro_batch: int
+    backend: BackendName
+    rounds: int
+    beside: Literal["fio", "nothing"]
     threads: int | None = None
     optimizer: str = "adamw"
 
@@ -110,13 +111,21 @@ class Stepper:
     ``zero.page``."""
 
     def __init__(
-        self, store: TieredStore, options: Options, model: nn.Module, loss: Callable[[nn.Module], torch.Tensor], **paging: Any
+        self,
+        store: TieredStore,
+        model: nn.Module,
+        loss: Callable[[nn.Module], torch.Tensor],
+        *,
+        optimizer: str = "adamw",
+        update: Update = "on_fetch",
+        passes: int = 1,
+        **paging: Any,
     ) -> None:
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.model = zero.page(model, store, micro_batch=options.micro_batch, **paging)
-        kind = kind_named(options.optimizer)
-        self._optimizer = kind.ours(self.model.parameters(), lr=1e-4, update=options.update, **kind.settings)
-        self._loss, self._passes, self._meter = loss, options.passes, Meter(store)
+        self.model = zero.page(model, store, **paging)
+        kind = kind_named(optimizer)
+        self._optimizer = kind.ours(self.model.parameters(), lr=1e-4, update=update, **kind.settings)
+        self._loss, self._passes, self._meter = loss, passes, Meter(store)
 
     def step(self) -> Usage:
         """Run forward and backward of each pass and the optimizer's step, and measure them."""
@@ -150,7 +159,10 @@ def _measure(options: Options, under: Measuring) -> Callable[[], str]:
     torch.manual_seed(0)
     model = Stack.of(options)
     inputs = next(model.parameters()).new_ones((TOKENS * options.micro_batch, model.width), device="cpu")
-    stepper = Stepper(store, options, model, lambda model: model(inputs).float().square().mean())
+    stepper = Stepper(
+        store, model, lambda model: model(inputs).float().square().mean(), micro_batch=options.micro_batch,
+        optimizer=options.optimizer, update=options.update, passes=options.passes,
+    )  # fmt: skip
     disk = _disk(options, stack)
     steps, disks = _rounds(stepper, disk, options.rounds, under)
     report |= {"parameters": stepper.parameters, "peak_bytes": store.statistics().tiers[0].peak}
@@ -226,7 +238,7 @@ def _numbers(parameters: int, steps: list[Usage], disks: list[Rates]) -> dict[st
         "disk_read_bytes_per_second": spread([disk.read for disk in disks]),
         "disk_write_bytes_per_second": spread([disk.write for disk in disks]),
         "disk_seconds": spread(alone),
-        "step_by_disk": spread([step.seconds / seconds for step, seconds in zip(steps, alone, strict=True)]),
+        "step_by_disk": Spread.by([step.seconds for step in steps], alone).as_json(),
     }
 
 

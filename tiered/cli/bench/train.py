@@ -108,9 +108,10 @@ def _numbers(steps: list[dict[str, Any]], beside: list[dict[str, Any]], paramete
         found = [step[name] / parameters for step in steps if step[name] is not None]
         return spread(found) if found else None
 
+    taken = [step["seconds"] for step in steps]
     return {
-        "seconds": spread([step["seconds"] for step in steps]),
-        "by_memory": spread([ours["seconds"] / theirs["seconds"] for ours, theirs in zip(steps, beside, strict=True)]),
+        "seconds": spread(taken),
+        "by_memory": Spread.by(taken, [step["seconds"] for step in beside]).as_json(),
         "phases": {name: spread([step["phases"][name] for step in steps]) for name in PHASES},
         "bytes_per_parameter": {name: moved(name) for name in ("read", "written", "kernel_read", "kernel_written")},
     }
