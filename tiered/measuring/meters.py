@@ -122,6 +122,14 @@ class Usage:
     stalled_for_reads: float = 0.0
     stalled_for_room: float = 0.0
 
+    def until(self, later: Usage) -> Usage:
+        """Return the differences between these totals and ``later`` ones."""
+        found: dict[str, Any] = {}
+        for name in self.__dataclass_fields__:
+            after, before = getattr(later, name), getattr(self, name)
+            found[name] = None if after is None or before is None else after - before
+        return Usage(**found)
+
     @property
     def bytes(self) -> int:
         """The bytes that the store counted, both ways."""
@@ -167,40 +175,21 @@ class Meter:
         before, self._before = self._before, self._read()
         return before.until(self._before)
 
-    def _read(self) -> _Reading:
+    def _read(self) -> Usage:
+        """Return the totals of this moment."""
         moved, stalled = (0, 0), (0.0, 0.0)
         if self._store is not None:
             seen = self._store.statistics()
             stalled = seen.stalled_for_reads, seen.stalled_for_room
             for disk in seen.links[-1:]:
                 moved = disk.up.bytes, disk.down.bytes
-        kernel = None
+        kernel: tuple[int | None, int | None] = (None, None)
         try:
             counted = self._process.io_counters()
             kernel = counted.read_bytes, counted.write_bytes
         except (psutil.Error, AttributeError, NotImplementedError, OSError):
             pass  # a kernel or container without /proc/self/io
-        return _Reading(time.perf_counter(), time.process_time(), moved, kernel, stalled)
-
-
-@dataclass(frozen=True)
-class _Reading:
-    """The totals of a ``Meter`` at one moment; pairs are (read, written), and (for reads, for room)."""
-
-    seconds: float
-    cpu_seconds: float
-    moved: tuple[int, int]
-    kernel: tuple[int, int] | None
-    stalled: tuple[float, float]
-
-    def until(self, later: _Reading) -> Usage:
-        """Return the differences between this reading and a ``later`` one."""
-        read, written = later.moved[0] - self.moved[0], later.moved[1] - self.moved[1]
-        kernel: tuple[int | None, int | None] = (None, None)
-        if self.kernel is not None and later.kernel is not None:
-            kernel = later.kernel[0] - self.kernel[0], later.kernel[1] - self.kernel[1]
-        stalled = later.stalled[0] - self.stalled[0], later.stalled[1] - self.stalled[1]
-        return Usage(later.seconds - self.seconds, later.cpu_seconds - self.cpu_seconds, read, written, *kernel, *stalled)
+        return Usage(time.perf_counter(), time.process_time(), *moved, *kernel, *stalled)
 
 
 def peak_memory() -> int:

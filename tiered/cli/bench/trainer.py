@@ -11,14 +11,12 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import IO, Any, Literal
 
 import torch
-from torch import nn
 
 from tiered import TieredError, TieredStore, zero
 from tiered.cli.train.loop import Schedule, TrainingLoop
@@ -119,7 +117,6 @@ class Trainer:
                     initialise(module)
             in_parts(self.model, split, options.micro_batch)
             self.optimizer: torch.optim.Optimizer = kind.in_memory(self.model, given)
-            clip: Callable[[float], torch.Tensor] = partial(nn.utils.clip_grad_norm_, list(self.model.parameters()))
         else:
             self.model = build(options.shape)
             plan = zero.AutoPlan(memory=variant.activation_memory) if variant.activations == "auto" else None
@@ -128,11 +125,10 @@ class Trainer:
                 param_init_fn=seeded_initialiser(self.model, options.shape),
             )  # fmt: skip
             split = zero.statistics(self.model).split
-            self.optimizer = optimizer = kind.in_store(self.model, given)
-            clip = optimizer.clip_grad_norm_
+            self.optimizer = kind.in_store(self.model, given)
         self.split = split
         self._seconds = dict.fromkeys(PHASES, 0.0)
-        self._steps = TrainingLoop(self.model, self.optimizer, clip, text, given, Schedule(given), phase=self._phase).steps()
+        self._steps = TrainingLoop(self.model, self.optimizer, text, given, Schedule(given), phase=self._phase).steps()
         self._meter = Meter(store)
 
     def step(self) -> dict[str, Any]:

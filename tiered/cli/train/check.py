@@ -20,6 +20,7 @@ from tiered.cli.train.loop import Result, Schedule, TrainingLoop
 from tiered.cli.train.model import GPT, Shape, Text, build, in_parts, open_text
 from tiered.cli.train.optimizers import kind_of
 from tiered.cli.train.options import Options
+from tiered.cli.train.ranks import Peers
 from tiered.cli.train.run import (
     describe_model,
     opened,
@@ -89,10 +90,10 @@ def check(options: Options) -> int:
         )
         try:
             with StopRequest() as stop:
-                page(model, store, options, options.existing, lambda done: None, stop)
+                page(model, store, options, options.existing, lambda done: None, stop, Peers())
                 start = model.state_dict()
                 optimizer = kind.in_store(model, options)
-                loop = TrainingLoop(model, optimizer, optimizer.clip_grad_norm_, text, options, Schedule(options))
+                loop = TrainingLoop(model, optimizer, text, options, Schedule(options))
                 stored = _outcome(loop.steps(), model, optimizer, stop)
                 evictions = store.statistics().evictions
                 remembered = _in_memory(start, text, options, zero.statistics(model).split, stop)
@@ -133,13 +134,8 @@ def _in_memory(
     model = GPT(Shape.of(options))
     model.load_state_dict(start)
     in_parts(model, split if options.micro_batch > 1 else (), options.micro_batch)
-    parameters = list(model.parameters())
     optimizer = kind_of(options).in_memory(model, options)
-
-    def clip(norm: float) -> torch.Tensor:
-        return torch.nn.utils.clip_grad_norm_(parameters, norm)
-
-    loop = TrainingLoop(model, optimizer, clip, text, options, Schedule(options))
+    loop = TrainingLoop(model, optimizer, text, options, Schedule(options))
     return _outcome(loop.steps(), model, optimizer, stop)
 
 

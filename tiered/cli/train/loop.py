@@ -81,7 +81,6 @@ class TrainingLoop:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        clip: Callable[[float], torch.Tensor],
         text: Text,
         options: Options,
         schedule: Schedule,
@@ -94,7 +93,7 @@ class TrainingLoop:
         self.done = 0
         self._peers = Peers() if peers is None else peers
         self._phase = phase
-        self._model, self._optimizer, self._clip, self._text, self._options = model, optimizer, clip, text, options
+        self._model, self._optimizer, self._text, self._options = model, optimizer, text, options
         self._begun: tuple[torch.Tensor, torch.Tensor] | None = None
         self._device = next(model.parameters()).device
 
@@ -127,12 +126,18 @@ class TrainingLoop:
             with self._phase("backward"):
                 (loss / options.accumulate).backward()  # type: ignore[no-untyped-call]
         with self._phase("update"):
-            norm = self._finite("norm of the gradients", self._clip(options.clip).item()) if options.clip else None
+            norm = self._finite("norm of the gradients", self._clip().item()) if options.clip else None
             self._optimizer.step()
         self.scheduler.step()
         self.done += 1
         self._begun = None
         return Result(self.done, tuple(losses), norm)
+
+    def _clip(self) -> torch.Tensor:
+        """Clip the gradients, where they are; returns their norm."""
+        if isinstance(self._optimizer, zero.Optimizer):
+            return self._optimizer.clip_grad_norm_(self._options.clip)
+        return nn.utils.clip_grad_norm_(self._model.parameters(), self._options.clip)
 
     def _finite(self, what: str, found: float) -> float:
         """Return ``found``. Raises MisuseError where it is NaN or infinite, because the step would make every parameter NaN."""

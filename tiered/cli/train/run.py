@@ -59,11 +59,11 @@ def page(
     existing: str,
     tell: Callable[[int], None],
     stop: StopRequest,
-    peers: Peers | None = None,
+    peers: Peers,
     source: str | None = None,
 ) -> None:
     """Move the model from the meta device into the store. ``tell`` is called with the number of initialised parameters."""
-    staged = {} if peers is None else peers.staged(options.stage)
+    staged = peers.staged(options.stage)
     torch.manual_seed(options.seed)
     initialise = initialiser(Shape.of(options))
     done = 0
@@ -363,7 +363,7 @@ def _train(session: _Session, model: GPT, stop: StopRequest) -> Summary:
         optimizer = kind_of(options).in_store(model, options)
         peers.start()
         schedule = Schedule(options, earlier.seconds if earlier is not None else 0.0, peers.clock)
-        loop = TrainingLoop(model, optimizer, optimizer.clip_grad_norm_, session.text, options, schedule, peers)
+        loop = TrainingLoop(model, optimizer, session.text, options, schedule, peers)
         if earlier is not None:
             zero.resume(model, optimizer, scheduler=loop.scheduler, data=loop.data)
             loop.continue_after(earlier.step)
