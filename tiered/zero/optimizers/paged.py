@@ -123,7 +123,7 @@ class PagedUpdates(Updates):
     def keep(self, group: Group, rule: UpdateRule) -> None:
         for parameter in group["params"]:
             for _, unit, placement in placements_of(parameter):
-                unit.keep_states(placement, forms_of(rule, unit.states.wide))
+                unit.keep_states({placement: forms_of(rule, unit.states.wide)})
 
     def stepped(self, index: int) -> bool:
         return any(self.steps.get(placement) for _, _, placement in self.found(index))
@@ -144,31 +144,28 @@ class PagedUpdates(Updates):
         missed: dict[Unit, dict[Placement, tuple[Update, dict[int, UpdateRule]]]] = {}
         deeds: list[Callable[[], object]] = []
         steps: dict[Placement, int] = {}
+        forms: _Forms = {}
         with ExitStack() as agreeing:  # of several ranks all make the step, or none
             asked = [(p, agreeing.enter_context(p.partition.agreeing("make this step"))) for p in self.pagers()]
             for index in range(len(self.groups)):
                 rule, found = self.optimizer.rule(index), self.found(index)
                 for _, unit, placement in found:
-                    unit.gradients.refuse_interrupted(placement)
-                    deeds.append(partial(unit.gradients.close_step, placement))
-                    if unit.gradients.has(placement):
-                        unit.gradients.refuse_infinite(placement)
-                        unit.gradients.close()
+                    factors = unit.gradients.for_step(placement)
+                    if factors is not None:
                         step = steps[placement] = self._next_step(unit, placement)
-                        update = Update(rule, step, *unit.gradients.factors(placement))
-                        updates.setdefault(unit, {})[placement] = update
+                        updates.setdefault(unit, {})[placement] = Update(rule, step, *factors)
+                    if unit.gradients.is_spent(placement):
+                        deeds.append(partial(unit.gradients.close_step, placement))
                 for parts in _sliced(found):
                     self._miss(parts, rule, steps, missed)
             for unit in updates:
                 updates[unit] |= {placement: update for placement, (update, _) in missed.pop(unit, {}).items()}
             for unit in updates:  # the last that can fail, before anything is marked
                 unit.apply_update()  # an earlier update that nothing has asked for yet
-                for placement, update in updates[unit].items():
-                    unit.keep_states(placement, forms_of(update.rule, unit.states.wide))
+                _keep(unit, updates[unit], forms)
                 unit.storage.give_up()
             for unit, slices in missed.items():
-                for placement, (update, _) in slices.items():
-                    unit.keep_states(placement, forms_of(update.rule, unit.states.wide))
+                _keep(unit, {placement: update for placement, (update, _) in slices.items()}, forms)
                 if not all(unit.misses(placement, update.step) for placement, (update, _) in slices.items()):
                     unit.apply_update()
             for pager, agree in asked:
@@ -232,9 +229,9 @@ class PagedUpdates(Updates):
         units: dict[Unit, list[Placement]] = {}
         deeds: list[Callable[[], object]] = []
         for _, unit, placement in self._all():
-            if set_to_none or is_spent(placement.parameter.grad):
+            if set_to_none or is_spent(placement.grad):
                 deeds.append(partial(unit.gradients.forget, placement))
-            elif placement.parameter.grad is not None or unit.gradients.was_added_to(placement):
+            elif placement.grad is not None or unit.gradients.was_added_to(placement):
                 units.setdefault(unit, []).append(placement)
         self._decide(deeds)
         if set_to_none:
@@ -273,7 +270,7 @@ class PagedUpdates(Updates):
         found = self._all()
         for _, unit, placement in found:
             unit.gradients.refuse_interrupted(placement)
-        return [one for one in found if one[2].parameter.grad is not None]
+        return [one for one in found if one[2].grad is not None]
 
     def grad(self, parameter: torch.Tensor) -> torch.Tensor | None:
         found = placements_of(parameter)
@@ -306,13 +303,15 @@ class PagedUpdates(Updates):
             unit.counted_by[placement] = self._mark
 
         rule = self.optimizer.rule(self._group_of[placement])
-        unit.keep_states(placement, forms_of(rule, unit.states.wide))
+        unit.keep_states({placement: forms_of(rule, unit.states.wide)})
         return Update(rule, step, *unit.gradients.factors(placement)), count
 
     def _next_step(self, unit: Unit, placement: Placement) -> int:
         """Return the number of a parameter's next step."""
-        self._refuse_turns(unit, placement)
-        return self.steps.get(placement, 0) + 1
+        made = self.steps.get(placement, 0)
+        if made:
+            self._refuse_turns(unit, placement)
+        return made + 1
 
     def refuse_turns(self) -> None:
         """Raise MisuseError where another optimizer has made a step since this one did."""
@@ -445,6 +444,19 @@ class PagedUpdates(Updates):
         for pager in self.pagers():
             pager.intent.spoil(None)
         return ()
+
+
+_Forms = dict[tuple[int, torch.dtype], Mapping[str, StateForm]]
+"""What rules keep, by their number and the type in which they update."""
+
+
+def _keep(unit: Unit, updates: Mapping[Placement, Update], known: _Forms) -> None:
+    """Have parameters keep what the rules of their updates keep; ``known``: of rules that were asked before."""
+    wide = unit.states.wide
+    for update in updates.values():
+        if (id(update.rule), wide) not in known:
+            known[id(update.rule), wide] = forms_of(update.rule, wide)
+    unit.keep_states({placement: known[id(update.rule), wide] for placement, update in updates.items()})
 
 
 def _sliced(found: Sequence[Located]) -> list[list[Located]]:

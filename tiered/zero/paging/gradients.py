@@ -26,6 +26,10 @@ from tiered.zero.paging.update import all_finite
 __all__ = ["Announced", "Arriving", "GradientState", "LocalGradients", "Norm", "UnitGradients"]
 
 
+Factors = tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
+"""What a gradient is multiplied by, first as it is, and then in the type of the master."""
+
+
 class Norm(NamedTuple):
     """A norm of ``order``; ``listed``: as ``torch._foreach_norm`` computes it, which on CUDA has other last bits than
     ``vector_norm``, and is what ``clip_grad_norm_`` takes there unless it is told otherwise."""
@@ -136,12 +140,12 @@ class UnitGradients:
         graded = (
             part
             for p, part in self.parts.items()
-            if p.parameter.requires_grad or p.parameter.grad is not None or p in also
+            if p.parameter.requires_grad or p.grad is not None or p in also
         )
         return max((part.offset + part.nbytes for part in graded), default=0)
 
     def has(self, placement: Placement) -> bool:
-        grad = placement.parameter.grad
+        grad = placement.grad
         return grad is not None and not is_spent(grad)
 
     @property
@@ -159,11 +163,11 @@ class UnitGradients:
         elif not state.marker.is_inference():
             torch.autograd.graph.increment_version(state.marker)
         state.marker.of_graph = state.marker.of_graph or of_graph
-        placement.parameter.grad = state.marker
+        placement.grad = state.marker
 
     def shown(self, placement: Placement) -> StoredTensor | None:
         """Return what ``parameter.grad`` is, where that is the stored gradient, or a view of it that somebody assigned."""
-        grad: Any = placement.parameter.grad
+        grad: Any = placement.grad
         return grad if is_gradient(grad) and grad.root is self.states[placement].marker else None
 
     def is_shown(self, placement: Placement) -> bool:
@@ -173,7 +177,7 @@ class UnitGradients:
 
     def assigned(self, placement: Placement) -> torch.Tensor | None:
         """Return the values of a gradient that somebody assigned to ``parameter.grad``, in ordinary memory; or None."""
-        grad: Any = placement.parameter.grad
+        grad: Any = placement.grad
         if grad is None or is_spent(grad) or self.is_shown(placement):
             return None
         return grad.source.collected(grad) if isinstance(grad, StoredTensor) else grad
@@ -182,7 +186,7 @@ class UnitGradients:
 
     def before(self, placement: Placement) -> None:
         """Clear ``parameter.grad``, to which autograd is about to accumulate, and remember what it meant."""
-        grad = placement.parameter.grad
+        grad = placement.grad
         state = self.states[placement]
         self.refuse_another(placement)
         self.refuse_interrupted(placement)
@@ -194,7 +198,7 @@ class UnitGradients:
             if assigned is not None:
                 self.take(placement, assigned)
             state.accumulate = True
-        placement.parameter.grad = None
+        placement.grad = None
 
     def refuse_another(self, placement: Placement) -> None:
         """Raise MisuseError if the parameter's last gradient was used up and the step is not over."""
@@ -231,10 +235,10 @@ class UnitGradients:
 
     def overwrite(self, placement: Placement, values: torch.Tensor) -> None:
         """Overwrite the stored gradient that ``parameter.grad`` shows with ``values``, which have the parameter's shape."""
-        state, shown = self.states[placement], placement.parameter.grad
+        state, shown = self.states[placement], placement.grad
         state.adding, state.accumulate = True, False
         self._add(placement, values)
-        placement.parameter.grad = shown  # which may be an alias, or a view that somebody assigned
+        placement.grad = shown  # which may be an alias, or a view that somebody assigned
         state.accumulate = True  # what another backward pass brings is added
         state.adding = False
         self.close()
@@ -311,7 +315,7 @@ class UnitGradients:
     def copy(self, placement: Placement) -> torch.Tensor | None:
         """Return a copy in host memory of the part of the gradient that this process stores, as torch would have it in
         ``parameter.grad``; or None."""
-        grad = placement.parameter.grad
+        grad = placement.grad
         self.refuse_interrupted(placement)
         if is_spent(grad):
             raise MisuseError(
@@ -391,6 +395,21 @@ class UnitGradients:
 
         return finite, unscale
 
+    def for_step(self, placement: Placement) -> Factors | None:
+        """Return ``factors`` of a gradient that a step is made with; None where there is none. Raises InterruptedStep where it
+        is not right, MisuseError where it is not finite."""
+        state = self.states.get(placement)
+        grad = placement.grad
+        shown = state is not None and grad is not None and grad is state.marker
+        if shown and state.finite and not (state.adding or state.scales or state.wide_scales):  # type: ignore[union-attr]
+            return (), ()
+        self.refuse_interrupted(placement)
+        if not self.has(placement):
+            return None
+        self.refuse_infinite(placement)
+        self.close()
+        return self.factors(placement)
+
     def is_finite(self, placement: Placement) -> bool:
         """Return whether the gradient has neither NaN nor infinity, and is not to be multiplied by such a factor."""
         self.collect(placement)
@@ -412,7 +431,7 @@ class UnitGradients:
     def spend(self, placement: Placement) -> None:
         """Mark the gradient as used up by an update within backward."""
         self.states[placement].spent = True
-        placement.parameter.grad = gradient(placement, Spent)
+        placement.grad = gradient(placement, Spent)
 
     def is_spent(self, placement: Placement) -> bool:
         """Return whether the parameter was updated within a backward pass of this step."""
@@ -431,8 +450,8 @@ class UnitGradients:
         """Forget a gradient that an update within backward used up, because the step is over."""
         state = self.states.get(placement)
         if state is not None and state.spent:
-            if is_spent(placement.parameter.grad):
-                placement.parameter.grad = None
+            if is_spent(placement.grad):
+                placement.grad = None
             state.spent = False
 
     def was_added_to(self, placement: Placement) -> bool:
@@ -449,13 +468,13 @@ class UnitGradients:
 
     def forget(self, placement: Placement) -> None:
         """Forget the gradient: the parameter has none any more."""
-        placement.parameter.grad = None
+        placement.grad = None
         _forget_whole(placement)
         state = self.states.get(placement)
         if state is not None:
             state.adding, state.marker = False, None
 
-    def factors(self, placement: Placement) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    def factors(self, placement: Placement) -> Factors:
         """Return what an update multiplies the stored gradient by: first, and then in the type of the master."""
         state = self.states[placement]
         return tuple(state.scales), tuple(state.wide_scales)
@@ -472,10 +491,10 @@ class UnitGradients:
         state.accumulate = present
         if not present:
             return False
-        if placement.parameter.grad is None:
+        if placement.grad is None:
             state.marker = None
             self.show(placement)
-        return not is_spent(placement.parameter.grad)
+        return not is_spent(placement.grad)
 
     # -- in a checkpoint ---------------------------------------------------------------------------------------------------
 
@@ -508,7 +527,7 @@ class UnitGradients:
             state.orders = set(map(Norm, kept["orders"]))
             state.finite, state.spent, state.accumulate = kept["finite"], False, kept["there"]
             state.adding = state.unreduced = False
-            state.marker = placement.parameter.grad = None
+            state.marker = placement.grad = None
             _forget_whole(placement)
             if kept["there"]:
                 self.show(placement)
@@ -587,19 +606,19 @@ class LocalGradients:
         self._lease = Opened()
 
     def before(self, placement: Placement) -> None:
-        grad = placement.parameter.grad
+        grad = placement.grad
         self._gradients.refuse_another(placement)
         if grad is None:
             self._states[placement].unreduced = False
             self._states[placement].accumulate, self._states[placement].marker = False, None
         else:
             self._collect(placement)
-        placement.parameter.grad = None
+        placement.grad = None
 
     def collect(self) -> None:
         """Store gradients that somebody assigned to ``parameter.grad``."""
         for placement, state in self._states.items():
-            if placement.parameter.grad is not None:
+            if placement.grad is not None:
                 self._collect(placement)
             else:
                 state.unreduced = False
@@ -647,7 +666,7 @@ class LocalGradients:
         """Return this rank's sums of all parameters of the unit, zeros where it has none; leased until ``discard``."""
         whole = self._open()
         for placement, state in self._states.items():
-            if placement.parameter.grad is None:  # somebody took it away since
+            if placement.grad is None:  # somebody took it away since
                 state.unreduced = state.accumulate = False
             if not state.unreduced:
                 placement.view(whole).zero_()

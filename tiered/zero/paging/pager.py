@@ -1063,7 +1063,7 @@ class Pager:
         if not state.defined or not placement.parameter.requires_grad:
             return
         state.defined = False
-        grad = placement.parameter.grad
+        grad = placement.grad
         assert grad is not None, "torch has accumulated it"
         unit.arriving.add(placement, grad)
         self._trimmer.passed(placement.nbytes)

@@ -277,7 +277,7 @@ class ReduceScatter:
         for unit in reversed(self._units):
             for placement, state in unit.gradients.states.items():
                 waits = 4 * state.unreduced  # was frozen between no_sync and this pass
-                flags.append(int(placement.parameter.grad is not None) + (0 if state.finite else 2) + waits)
+                flags.append(int(placement.grad is not None) + (0 if state.finite else 2) + waits)
                 owners.append((unit, placement))
         mine = torch.tensor(flags, dtype=torch.uint8, device="cpu")
         everybody = self._ranks.all_gather(mine, "which parameters have a gradient")

@@ -738,12 +738,12 @@ class Unit:
         with self._checkpoint.applying():
             self.forget_gradients()
 
-    def keep_states(self, placement: Placement, states: Mapping[str, StateForm]) -> None:
-        """Have a parameter keep ``states``: forms by name. A pending update that was made for others is applied first. Raises
-        what that raises, and what ``States.use`` raises."""
-        if dict(self.states.states_of(placement)) != dict(states):
+    def keep_states(self, kept: Mapping[Placement, Mapping[str, StateForm]]) -> None:
+        """Have parameters keep states: forms by name. A pending update that was made for others is applied first. Raises what
+        that raises, and what ``States.use`` raises."""
+        for placement, forms in self.states.others(kept):
             self.apply_update()
-            self.states.use(placement.name, states)
+            self.states.use(placement.name, forms)
 
     def state_copies(self, placement: Placement) -> dict[str, torch.Tensor]:
         """Return ``States.copies``, after applying the pending update."""

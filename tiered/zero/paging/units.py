@@ -159,6 +159,17 @@ class Placement:
         return self
 
     @property
+    def grad(self) -> torch.Tensor | None:
+        """Return ``parameter.grad``, without asking the class of a parameter that nobody holds."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.parameter.grad
+
+    @grad.setter
+    def grad(self, grad: torch.Tensor | None) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            self.parameter.grad = grad
+
+    @property
     def stored_nbytes(self) -> int:
         return self.numel * self.stored.itemsize if self.packing is None else self.packing.nbytes
 

@@ -281,6 +281,13 @@ class States:
                     "the state another name"
                 )
 
+    def others(
+        self, kept: Mapping[Placement, Mapping[str, StateForm]]
+    ) -> list[tuple[Placement, Mapping[str, StateForm]]]:
+        """Return those of ``kept`` that are not what their parameters keep."""
+        used, usual = self.used, self._usual
+        return [(placement, forms) for placement, forms in kept.items() if used.get(placement.name, usual) != forms]
+
     def states_of(self, placement: Placement) -> Mapping[str, StateForm]:
         """Return the states that a parameter keeps, without its master: forms by name, in the order of their keys."""
         return self.used.get(placement.name, self._usual)
