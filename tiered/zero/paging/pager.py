@@ -277,6 +277,8 @@ class Pager:
         self.sliced = plan.sliced
         self._references = self._counted()
         self._held = {module: [self.units[i] for i in indices] for module, indices in plan.held.items()}
+        self._titles = {module: _names(units) for module, units in self._held.items()}
+        """What spans of these modules are called."""
         self._frames: list[Frame] = []
         self._shown: dict[int, Unit] = {}
         """By the address of the memory of each parameter: the units that are held for what computes."""
@@ -423,7 +425,7 @@ class Pager:
         for unit in units:
             self._hold(frame, unit)
         kind = "recompute" if in_backward() else "forward"
-        frame.span = self.store.span(kind, _names(units) or type(module).__name__)
+        frame.span = self.store.span(kind, self._titles.get(module) or type(module).__name__)
 
     def _hold(self, frame: Frame, unit: Unit) -> None:
         if not unit.held:
@@ -835,8 +837,10 @@ class Pager:
         is the same both times, they get no parameters. Where parts are gathered from other ranks they do: an alias is smaller
         than another gather.
         """
+        if not torch.is_grad_enabled():
+            return None
         below = hooks_active()
-        if not torch.is_grad_enabled() or _owner(below) is self:
+        if _owner(below) is self:
             return None
         if of_checkpoint(below) and not (of_module and self._reduce_scatter is None):
             return None
@@ -932,7 +936,7 @@ class Pager:
             for unit in units:
                 if not unit.held:
                     self._hold(frame, unit)
-            frame.span = self.store.span("recompute", _names(units) or type(module).__name__)
+            frame.span = self.store.span("recompute", self._titles.get(module) or type(module).__name__)
             yield self._unpack
         finally:
             while frame in self._frames:

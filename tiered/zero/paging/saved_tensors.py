@@ -59,7 +59,8 @@ def graph_task() -> int:
 
 def in_backward() -> bool:
     """Return whether a backward pass runs this function: a hook, or a part of forward that is computed again."""
-    return graph_task() != -1
+    running: bool = torch._C._current_graph_task_id() != -1
+    return running
 
 
 def in_forward_mode() -> bool:

@@ -850,7 +850,8 @@ def _storage_of_its_own(memory: torch.Tensor) -> torch.Tensor:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    with torch._C.DisableTorchFunctionSubclass():  # of a parameter that nobody holds: the placeholder's
+        return tensor.untyped_storage().data_ptr()
 
 
 class BackwardUpdates:
