@@ -28,12 +28,13 @@ from typing import Any
 
 import torch
 
+from bench.io import rounds
 from tiered.cli.arguments import count, size
-from tiered.cli.bench.series import Run, Series, Setup, Workload, in_rounds, ratios
+from tiered.cli.bench.series import Run, Setup, Workload, in_rounds, ratios, series_as_json
 from tiered.cli.info.machine import store_facts
 from tiered.cli.output import Progress, told_environment, told_io, told_noise
 from tiered.cli.stop import Stopped, StopRequest
-from tiered.measuring.meters import GIB, Noise, Spread, environment, scratch_folder, scratch_store
+from tiered.measuring.meters import Moved, Noise, Spread, environment, scratch_folder, scratch_store
 from tiered.types import format_size
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -106,27 +107,8 @@ def peer(folder: Path) -> Engine:
 # Rates
 
 
-@dataclass(frozen=True)
-class Served:
-    """What the worker says of one round."""
-
-    bytes: int
-    seconds: float
-    cpu_seconds: float
-    latencies: tuple[float, ...] = ()
-    usage: None = None
-
-    @property
-    def rate(self) -> float:
-        return self.bytes / max(self.seconds, 1e-9)
-
-    @property
-    def cpu_seconds_per_gib(self) -> float:
-        return self.cpu_seconds / max(self.bytes / GIB, 1e-9)
-
-
 @contextmanager
-def serving(engine: Engine, folder: str, nbytes: int) -> Iterator[Callable[[str], Served]]:
+def serving(engine: Engine, folder: str, nbytes: int) -> Iterator[Callable[[str], Moved]]:
     """A process of the peer's that runs a round of each mode when it is asked to."""
     words = engine.command("serve", folder, str(nbytes))
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=engine.environment) as child:
@@ -134,10 +116,10 @@ def serving(engine: Engine, folder: str, nbytes: int) -> Iterator[Callable[[str]
         assert child.stdout is not None
         lines = (line for line in child.stdout if line.startswith("{"))
 
-        def run(mode: str) -> Served:
+        def run(mode: str) -> Moved:
             assert child.stdin is not None
             print(mode, file=child.stdin, flush=True)
-            return Served(**json.loads(next(lines)))
+            return Moved(**json.loads(next(lines)))
 
         try:
             if next(lines, None) is None:
@@ -165,6 +147,7 @@ def rates(options: argparse.Namespace, engine: Engine) -> str:
         for mode, run in (("read", walk.read), ("write", walk.write), ("mixed", walk.mixed)):
             runs[mode] = {"tiered": run, "async_io": lambda mode=mode: asked(mode)}  # type: ignore[misc]
         measured = in_rounds(runs, options.rounds, stop, progress)
+    as_json = {"rounds": options.rounds, "modes": {mode: series_as_json(series) for mode, series in measured.items()}}
     lines = [
         told_environment(report),
         told_io(report),
@@ -181,16 +164,7 @@ def rates(options: argparse.Namespace, engine: Engine) -> str:
         cpu = [f"{Spread.of(one.cpu).median:.2f}" for one in (mine, other)]
         rows.append("| " + " | ".join([mode, *shown, by, *cpu]) + " |")
     told = "\n".join(lines)
-    return f"## Rates\n\n```\n{told}\n```\n\n" + "\n".join(rows) + "\n\n" + _rounds(measured)
-
-
-def _rounds(measured: dict[str, list[Series]]) -> str:
-    columns = [(mode, one) for mode, series in measured.items() for one in series]
-    head = " | ".join(f"{mode}, {one.name}" for mode, one in columns)
-    lines = [f"| round | {head} |", "|---" * (len(columns) + 1) + "|"]
-    for turn in range(len(columns[0][1].rates)):
-        lines.append(f"| {turn + 1} | " + " | ".join(f"{one.rates[turn] / 1e9:.2f}" for _, one in columns) + " |")
-    return "Rounds, GB/s:\n\n" + "\n".join(lines)
+    return f"## Rates\n\n```\n{told}\n```\n\n" + "\n".join(rows) + f"\n\nRounds, GB/s:\n\n{rounds(as_json)}"
 
 
 # Errors

@@ -21,13 +21,13 @@ from tiered.format.data_file import digest
 from tiered.format.locked_file import make_direct, makes_direct
 from tiered.interfaces import IOBackend
 from tiered.measuring.fio import Mode
-from tiered.measuring.meters import GIB, Meter, Usage, bytes_of
+from tiered.measuring.meters import Meter, Moved, bytes_of
 from tiered.store.opening import open_backend
 from tiered.system import direct_io_alignment
 from tiered.tiers.dram import DramConfig, DramTier
 from tiered.types import BackendName, IORequest, Operation, exact_size
 
-__all__ = ["Blocks", "Cache", "Checksums", "Drive", "Order", "Point", "read_rate", "write_rate"]
+__all__ = ["Cache", "Checksums", "Drive", "Order", "Point", "read_rate", "write_rate"]
 
 Order = Literal["sequential", "random"]
 Cache = Literal["direct", "buffered"]
@@ -60,23 +60,6 @@ class Point:
             "depth": self.depth,
             "checksums": self.checksums,
         }
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """The result of one pass: the ``bytes`` moved, and the seconds of each block from its submission to its completion."""
-
-    bytes: int
-    usage: Usage
-    latencies: array[float]
-
-    @property
-    def rate(self) -> float:
-        return self.bytes / max(self.usage.seconds, 1e-9)
-
-    @property
-    def cpu_seconds_per_gib(self) -> float:
-        return self.usage.cpu_seconds / max(self.bytes / GIB, 1e-9)
 
 
 class Drive:
@@ -126,7 +109,7 @@ class Drive:
         with suppress(OSError):
             os.posix_fallocate(self._fd, 0, self._nbytes)
 
-    def run(self, point: Point, backend: BackendName = "auto", seconds: float = math.inf) -> Blocks:
+    def run(self, point: Point, backend: BackendName = "auto", seconds: float = math.inf) -> Moved:
         """Move each block of the file once, for at most ``seconds``, and make the written blocks durable.
 
         Raises TieredError where a block cannot be moved.
@@ -145,7 +128,7 @@ class Drive:
         with closing(open_backend(backend, point.depth)) as ring:
             return self._pass(point, ring, iter(zip(blocks, writes, strict=True)), seconds)
 
-    def _pass(self, point: Point, ring: IOBackend, order: Iterator[tuple[int, int]], seconds: float) -> Blocks:
+    def _pass(self, point: Point, ring: IOBackend, order: Iterator[tuple[int, int]], seconds: float) -> Moved:
         block, base, clock = point.block, self._memory.address, time.perf_counter
         free = list(range(point.depth))  # buffers; also the tags
         begun = [0.0] * point.depth
@@ -187,7 +170,7 @@ class Drive:
             self._check()
         if point.mode != "read":
             os.fdatasync(self._fd)
-        return Blocks(moved, meter.lap(), latencies)
+        return Moved.of(meter.lap(), moved, latencies)
 
     def _digest(self, request: IORequest) -> None:
         digest(UUID, 0, 0, request.offset, (ctypes.c_char * request.nbytes).from_address(request.address))
@@ -209,7 +192,7 @@ def read_rate(files: Sequence[Path], most: int = 4 << 30) -> float:
     for file in files:
         with closing(Drive(file, min(most, file.stat().st_size), access="read")) as drive:
             found = drive.run(Point("read", "sequential", PIECE, DEPTH))
-        moved, seconds = moved + found.bytes, seconds + found.usage.seconds
+        moved, seconds = moved + found.bytes, seconds + found.seconds
     return moved / seconds
 
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Literal
 
 from tiered.errors import MisuseError, TieredError
-from tiered.measuring.meters import GIB
+from tiered.measuring.meters import Moved
 
-__all__ = ["BLOCK", "DEPTH", "ENGINES", "Buffers", "Fio", "Job", "Mode", "Result", "huge_buffers", "version", "working"]
+__all__ = ["BLOCK", "DEPTH", "ENGINES", "Buffers", "Fio", "Job", "Mode", "huge_buffers", "version", "working"]
 
 Mode = Literal["read", "write", "mixed"]
 
@@ -128,25 +128,6 @@ class Job:
         return f"fio {self.engine}"
 
 
-@dataclass(frozen=True)
-class Result:
-    """The result of one job. ``cpu_seconds`` are in user and system mode."""
-
-    bytes: int
-    seconds: float
-    cpu_seconds: float
-    latencies: tuple[float, ...] = ()
-    usage: None = None
-
-    @property
-    def rate(self) -> float:
-        return self.bytes / max(self.seconds, 1e-9)
-
-    @property
-    def cpu_seconds_per_gib(self) -> float:
-        return self.cpu_seconds / max(self.bytes / GIB, 1e-9)
-
-
 class Fio:
     """Runs jobs on ``nbytes`` of a file in ``folder``, from ``offset`` on. ``prepare`` writes a new file twice, so that jobs
     find existing extents."""
@@ -159,7 +140,7 @@ class Fio:
         for _ in range(2):
             self.run(Job("write", "libaio"))
 
-    def run(self, job: Job) -> Result:
+    def run(self, job: Job) -> Moved:
         """Run fio. Raises TieredError with fio's message."""
         done = subprocess.run(
             [*self.command(job), "--output-format=json"],
@@ -206,8 +187,8 @@ def working(attempt: Callable[[str], object]) -> tuple[list[str], dict[str, str]
     return found, unavailable
 
 
-def _result(text: str) -> Result:
+def _result(text: str) -> Moved:
     job = json.loads(text[text.index("{") :])["jobs"][0]  # notes may come before
     seconds = max(job[way]["runtime"] for way in ("read", "write")) / 1000
     cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
-    return Result(job["read"]["io_bytes"] + job["write"]["io_bytes"], seconds, cpu)
+    return Moved(job["read"]["io_bytes"] + job["write"]["io_bytes"], seconds, cpu)

@@ -30,6 +30,7 @@ from tiered.types import BackendName
 __all__ = [
     "GIB",
     "Meter",
+    "Moved",
     "Noise",
     "Rates",
     "Spread",
@@ -161,6 +162,31 @@ class Usage:
     def stalled(self) -> float:
         """Seconds that calls waited for the store."""
         return self.stalled_for_reads + self.stalled_for_room
+
+
+@dataclass(frozen=True)
+class Moved:
+    """The ``bytes`` that count of what was moved in ``seconds``, and what that took. ``latencies``: seconds of each operation,
+    where measured; ``usage``: None for other programs."""
+
+    bytes: int
+    seconds: float
+    cpu_seconds: float
+    latencies: Sequence[float] = ()
+    usage: Usage | None = None
+
+    @classmethod
+    def of(cls, usage: Usage, nbytes: int, latencies: Sequence[float]) -> Moved:
+        """Return what this process used to move ``nbytes``."""
+        return cls(nbytes, usage.seconds, usage.cpu_seconds, latencies, usage)
+
+    @property
+    def rate(self) -> float:
+        return self.bytes / max(self.seconds, 1e-9)
+
+    @property
+    def cpu_seconds_per_gib(self) -> float:
+        return self.cpu_seconds / max(self.bytes / GIB, 1e-9)
 
 
 class Meter:

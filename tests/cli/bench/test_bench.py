@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-from array import array
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -29,8 +28,6 @@ from tiered.cli.main import main
 from tiered.cli.output import Progress, refuse_unwritable, write_report
 from tiered.cli.stop import StopRequest
 from tiered.measuring import fio, meters
-from tiered.measuring.drive import Blocks
-from tiered.measuring.meters import Usage
 
 KIB = 1 << 10
 STORE = ["bench", "store", "--sizes", "4KiB,64KiB,1MiB", "--dram", "1MiB", "--seconds", "0.01"]
@@ -129,9 +126,9 @@ class TestIo:
 
     def test_only_what_was_asked_for_and_moved_counts(self) -> None:
         usage = meters.Usage(2.0, 1.0, meters.GIB, meters.GIB, None, None)
-        assert walk.Pass(usage, 3 * meters.GIB).rate == meters.GIB
-        assert walk.Pass(usage, meters.GIB).rate == meters.GIB / 2
-        assert walk.Pass(usage, meters.GIB).cpu_seconds_per_gib == 1.0
+        assert walk.passed(usage, 3 * meters.GIB).rate == meters.GIB
+        assert walk.passed(usage, meters.GIB).rate == meters.GIB / 2
+        assert walk.passed(usage, meters.GIB).cpu_seconds_per_gib == 1.0
 
     def test_the_table(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main([*IO, "--dir", str(tmp_path), "--backend", "posix", "--json", str(tmp_path / "it.json")]) == 0
@@ -256,9 +253,9 @@ class TestFio:
 def test_each_begins_as_often(many: int) -> None:
     ran: list[int] = []
 
-    def run(number: int) -> Blocks:
+    def run(number: int) -> meters.Moved:
         ran.append(number)
-        return Blocks(1, Usage(1.0, 0.0, 0, 0, None, None), array("d"))
+        return meters.Moved(1, 1.0, 0.0)
 
     runs = {"read": {str(number): partial(run, number) for number in range(many)}}
     with StopRequest() as stop, Progress(io.StringIO()) as progress:

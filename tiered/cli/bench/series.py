@@ -8,24 +8,23 @@ import time
 from array import array
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from tiered import CapacityError, MisuseError, TieredStore
 from tiered.cli.output import Progress
 from tiered.cli.stop import StopRequest
 from tiered.measuring.drive import Order
-from tiered.measuring.meters import GIB, Meter, Spread, Usage, bytes_of, free_on, quantiles
+from tiered.measuring.meters import Meter, Moved, Spread, Usage, bytes_of, free_on, quantiles
 from tiered.store.opening import SMALLEST_DRAM
 from tiered.types import PIECE_BYTES, BackendName, TensorSpec, exact_size, format_size
 
 __all__ = [
-    "Pass",
-    "Result",
     "Run",
     "Series",
     "Setup",
     "Workload",
     "in_rounds",
+    "passed",
     "ratios",
     "refuse_full_disk",
     "series_as_json",
@@ -34,20 +33,7 @@ __all__ = [
 Group = TypeVar("Group", bound=Hashable)
 
 
-class Result(Protocol):
-    """The result of one round. ``latencies``: seconds of each operation, where measured; ``usage``: None for other programs."""
-
-    @property
-    def rate(self) -> float: ...
-    @property
-    def cpu_seconds_per_gib(self) -> float: ...
-    @property
-    def latencies(self) -> Sequence[float]: ...
-    @property
-    def usage(self) -> Usage | None: ...
-
-
-Run = Callable[[], Result]
+Run = Callable[[], Moved]
 
 
 @dataclass
@@ -60,7 +46,7 @@ class Series:
     usages: list[Usage] = field(default_factory=list)
     latencies: array[float] = field(default_factory=lambda: array("d"))
 
-    def add(self, result: Result) -> None:
+    def add(self, result: Moved) -> None:
         """Add the result of a round."""
         self.rates.append(result.rate)
         self.cpu.append(result.cpu_seconds_per_gib)
@@ -188,29 +174,12 @@ class Setup:
         }
 
 
-@dataclass(frozen=True)
-class Pass:
-    """The result of one pass. ``asked``: the bytes to move; ``latencies``: seconds of each call.
+def passed(usage: Usage, asked: int, latencies: Sequence[float] = ()) -> Moved:
+    """Return the result of a pass that had to move ``asked`` bytes.
 
-    The rate counts at most the bytes that were asked for, and at most those that moved: a tensor that was evicted before its
-    use and read twice does not improve the rate, and neither does one that was found in memory."""
-
-    usage: Usage
-    asked: int
-    latencies: list[float] = field(default_factory=list)
-
-    @property
-    def useful(self) -> int:
-        """The bytes that count."""
-        return min(self.asked, self.usage.bytes)
-
-    @property
-    def rate(self) -> float:
-        return self.useful / max(self.usage.seconds, 1e-9)
-
-    @property
-    def cpu_seconds_per_gib(self) -> float:
-        return self.usage.cpu_seconds / max(self.useful / GIB, 1e-9)
+    At most the bytes that were asked for count, and at most those that moved: a tensor that was evicted before its use and read
+    twice does not improve the rate, and neither does one that was found in memory."""
+    return Moved.of(usage, min(asked, usage.bytes), latencies)
 
 
 def refuse_full_disk(folder: str, needed: int) -> None:
@@ -245,14 +214,14 @@ class Workload:
         for _ in range(WARM_UP):
             self.write()
 
-    def read(self) -> Pass:
+    def read(self) -> Moved:
         """Lease one tensor after the other while the next ones are prefetched. The latencies are those of the leases."""
         self._begin()
         for index in range(len(self._reads)):
             self._read(index)
         return self._end(self._setup.moved)
 
-    def write(self) -> Pass:
+    def write(self) -> Moved:
         """Replace all tensors and commit, which ends when all bytes are on disk. The latencies are the waits for room."""
         self._begin()
         for key in self._writes:
@@ -262,7 +231,7 @@ class Workload:
         self._store.commit()
         return self._end(self._setup.moved)
 
-    def mixed(self) -> Pass:
+    def mixed(self) -> Moved:
         """Read and replace tensors in turn, and commit. The latencies are those of the reads."""
         self._begin()
         for index, key in enumerate(self._writes):
@@ -286,8 +255,8 @@ class Workload:
         self._latencies = []
         self._meter.lap()
 
-    def _end(self, asked: int) -> Pass:
-        return Pass(self._meter.lap(), asked, self._latencies)
+    def _end(self, asked: int) -> Moved:
+        return passed(self._meter.lap(), asked, self._latencies)
 
     def _read(self, index: int) -> None:
         self._stop.check()
