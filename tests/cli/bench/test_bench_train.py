@@ -16,8 +16,8 @@ import pytest
 
 from tests import programs
 from tests.cli.train.test_train import MIB, ONE_THREAD, command, failure, message
+from tiered.cli.bench import series, trainer
 from tiered.cli.bench import train as bench_train
-from tiered.cli.bench import trainer
 from tiered.cli.bench.trainer import PHASES, Options, Training, Variant, first_line, training
 from tiered.cli.main import main
 
@@ -105,7 +105,7 @@ class TestRefused:
         assert not list(tmp_path.iterdir())
 
     def test_full_disk(self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(bench_train, "free_on", lambda folder: 1000)
+        monkeypatch.setattr(series, "free_on", lambda folder: 1000)
         assert "of disk" in failure(capsys, *TINY, "--dir", tmp_path)
 
     def test_bad_usage_is_2(self, capsys: pytest.CaptureFixture[str]) -> None:

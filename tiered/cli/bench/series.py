@@ -182,12 +182,13 @@ def passed(usage: Usage, asked: int, latencies: Sequence[float] = ()) -> Moved:
     return Moved.of(usage, min(asked, usage.bytes), latencies)
 
 
-def refuse_full_disk(folder: str, needed: int) -> None:
-    """Raise CapacityError where the filesystem of ``folder`` has no room for ``needed`` bytes."""
+def refuse_full_disk(folder: str, needed: int, lower: str = "--size") -> None:
+    """Raise CapacityError where the filesystem of ``folder`` has no room for ``needed`` bytes, which the options
+    ``lower`` make fewer."""
     free = free_on(folder)
     if needed > free:
         raise CapacityError(
-            f"this needs {format_size(needed)} of disk, {folder} has {format_size(free)} free: lower --size, "
+            f"this needs {format_size(needed)} of disk, {folder} has {format_size(free)} free: lower {lower}, "
             "or name a folder on another device with --dir"
         )
 

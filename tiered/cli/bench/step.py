@@ -15,6 +15,7 @@ from torch import nn
 
 from tiered import CapacityError, MisuseError, TieredStore, zero
 from tiered.cli.bench.reports import Measuring, reported
+from tiered.cli.bench.series import refuse_full_disk
 from tiered.cli.info.machine import store_facts
 from tiered.cli.output import (
     counted,
@@ -31,7 +32,6 @@ from tiered.measuring.meters import (
     Rates,
     Spread,
     Usage,
-    free_on,
     measure,
     scratch_folder,
     scratch_store,
@@ -153,7 +153,7 @@ def _measure(options: Options, under: Measuring) -> Callable[[], str]:
     report |= {"pool_bytes": options.pool, "threads": options.threads or max(1, threads - 1)}
     torch.set_num_threads(report["threads"])
     report |= store_facts(options.folder, options.backend)
-    _refuse_full_disk(options)
+    refuse_full_disk(options.folder, 3 * options.state + (1 << 30 if options.beside == "fio" else 0), "--parameters")
     under.progress.working("writing the parameters", 0.0)
     store = stack.enter_context(scratch_store(options.folder, dram=options.pool, backend=options.backend))
     torch.manual_seed(0)
@@ -169,15 +169,6 @@ def _measure(options: Options, under: Measuring) -> Callable[[], str]:
     report["units"] = zero.statistics(stepper.model).units
     report |= _numbers(stepper.parameters, steps, disks)
     return lambda: _describe(report)
-
-
-def _refuse_full_disk(options: Options) -> None:
-    needed, free = 3 * options.state + (1 << 30 if options.beside == "fio" else 0), free_on(options.folder)
-    if needed > free:
-        raise CapacityError(
-            f"this needs {format_size(needed)} of disk, {options.folder} has {format_size(free)} free: lower --parameters, "
-            "or name a folder on another device with --dir"
-        )
 
 
 def _disk(options: Options, stack: ExitStack) -> Callable[[], Rates]:

@@ -10,11 +10,12 @@ import psutil
 
 from tiered import CapacityError, MisuseError
 from tiered.cli.bench.reports import Measuring, reported
+from tiered.cli.bench.series import refuse_full_disk
 from tiered.cli.bench.trainer import PHASES, Options, Training, Variant, training
 from tiered.cli.info.machine import store_facts
 from tiered.cli.output import counted, table, told_environment, told_io, told_noise
 from tiered.cli.train.model import GRADIENT_BYTES, STATE_BYTES
-from tiered.measuring.meters import Spread, free_on, scratch_folder
+from tiered.measuring.meters import Spread, scratch_folder
 from tiered.types import format_size
 
 __all__ = ["WARM_UP", "bench", "describe"]
@@ -55,12 +56,7 @@ def _refuse_small_machine(options: Options) -> None:
             f"the three trainings need {format_size(needed)} of memory without activations, {format_size(available)} is "
             "available: lower --layers or --width"
         )
-    disk, free = 2 * options.state, free_on(options.folder)
-    if disk > free:
-        raise CapacityError(
-            f"this needs {format_size(disk)} of disk, {options.folder} has {format_size(free)} free: lower --layers or "
-            "--width, or name a folder on another device with --dir"
-        )
+    refuse_full_disk(options.folder, 2 * options.state, "--layers or --width")
 
 
 def _train(options: Options, under: Measuring) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import psutil
 import torch
 from torch import nn
 
-from tiered import CapacityError, MemoryWatch, MisuseError, RankError, TieredStore, __version__, zero
+from tiered import CapacityError, MemoryWatch, MisuseError, Owner, RankError, TieredStore, __version__, zero
 from tiered.cli.arguments import Launched, launched
 from tiered.cli.output import MADE_BY, Progress, Silent, counted, refuse_unwritable, write_report
 from tiered.cli.stop import StopNoted, Stopped, StopRequest
@@ -33,7 +33,6 @@ from tiered.reporting.page import refuse_foreign, write_page
 from tiered.reporting.record import RunRecord
 from tiered.store.at_rest import StoreAtRest
 from tiered.types import format_size
-from tiered.zero.paging.storage import model_named
 
 __all__ = [
     "describe_model",
@@ -46,6 +45,8 @@ __all__ = [
     "train",
 ]
 
+MODEL = Owner("model", NAME)
+"""Whose tensors those of the model are."""
 LAYER_BYTES = 24 << 10
 """Bytes of host memory for the modules of a layer without its parameters; measured over thousands of layers."""
 RESERVE = 1.05
@@ -135,7 +136,7 @@ def refuse_full_disk(
 
 def refuse_existing(store: TieredStore, options: Options) -> None:
     """Raise MisuseError where the store has a model and ``--existing`` does not allow to overwrite it."""
-    held = store.owned(model_named(NAME))
+    held = store.owned(MODEL)
     if held and options.existing == "refuse":
         at = f", step {store.meta['step']}" if "step" in store.meta else ""
         raise MisuseError(
@@ -209,7 +210,7 @@ def _continue(place: Place, wishes: Mapping[str, Any], given: Sequence[str], pee
             else:
                 with StoreAtRest(place.newest, generation=place.generation) as other:
                     earlier = resuming.earlier(other, place.newest, NAME, wishes)
-                store.delete_owned(model_named(NAME))  # an older model; the next commit drops it
+                store.delete_owned(MODEL)  # an older model; the next commit drops it
             options = _of_first(earlier.options, peers)
             recording = _refuse_unwritable(options, earlier.step)
             text = open_text(options.text, options.context, stack)
