@@ -372,29 +372,6 @@ class TestStopping:
         assert sum(path.stat().st_size for path in left) < 4096
 
 
-class TestNumbers:
-    @pytest.mark.parametrize(
-        ("count", "share", "rank"),
-        [(1, 0.5, 1), (2, 0.5, 1), (3, 0.5, 2), (100, 0.5, 50), (100, 0.99, 99), (101, 0.99, 100), (3, 0.99, 3), (7, 1.0, 7)],
-    )
-    def test_percentile_is_the_nearest_rank(self, count: int, share: float, rank: int) -> None:
-        assert meters.percentile(range(1, count + 1), share) == rank
-
-    def test_spread(self) -> None:
-        assert meters.Spread.of([3.0, 1.0, 2.0]).shown() == "2.00 [1.00 - 3.00]"
-
-    def test_noise_is_shares(self) -> None:
-        seen = meters.Noise().seen()
-        assert set(seen) == {"others", "own", "steal"}
-        assert all(share >= 0 for share in seen.values())
-
-    def test_contents_do_not_compress(self) -> None:
-        for nbytes in 1, 4096, (4 << 20) + 1:
-            value = meters.bytes_of(nbytes)
-            assert value.shape == (nbytes,)
-            assert nbytes == 1 or value[:4096].unique().numel() > 200
-
-
 PACKAGE = b'{\n  "name": "mine",\n  "dependencies": {\n    "tiered": "^1.0"\n  }\n}\n'
 
 
