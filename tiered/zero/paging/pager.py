@@ -55,7 +55,6 @@ from tiered.zero.paging.saved_tensors import (
     in_backward,
     in_forward_mode,
     is_called_within,
-    is_compiled,
     memory_of,
     of_checkpoint,
     refuse_tracing,
@@ -65,7 +64,7 @@ from tiered.zero.paging.saved_tensors import (
 from tiered.zero.paging.sharding import Partition
 from tiered.zero.paging.step_trace import Prefetch, StepTrace
 from tiered.zero.paging.storage import CheckpointRecord, UpdateTier, in_update_tier, model_named
-from tiered.zero.paging.tensors.compiling import KEY, ForwardHooks, around, refuse_constants, traced, uncompiled
+from tiered.zero.paging.tensors.compiling import KEY, ForwardHooks, around, is_compiled, refuse_constants, traced, uncompiled
 from tiered.zero.paging.tensors.copies import CopiedParameter, CopiedValues
 from tiered.zero.paging.tensors.functions import OTHER
 from tiered.zero.paging.tensors.parameters import Whole
