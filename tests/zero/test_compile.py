@@ -383,6 +383,39 @@ def test_a_model_that_was_compiled_before_it_is_paged(store: TieredStore) -> Non
         assert torch.equal(called(batch(0)), expected)
 
 
+def test_what_is_compiled_is_compiled_in_evaluation_too(store: TieredStore) -> None:
+    """Where nothing is recorded, layers of torch may get parameters that dynamo cannot see through."""
+    made = []
+    for way in (torch.enable_grad, torch.no_grad):
+        torch._dynamo.reset()
+        counters.clear()
+        with way():
+            model = each_block(zero.page(small(), store, name=way.__name__))
+            expected = model(batch(0)).detach()
+            made.append(compilations()[1])
+            assert torch.equal(model(batch(0)).detach(), expected)
+    assert made[0] == made[1] > 0
+
+
+class Scaled(nn.Module):
+    """Its number is an input of what dynamo makes for any shape, made a tensor by ``torch.as_tensor``."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(8, 8), scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).sin() * self.scale
+
+
+def test_numbers_of_modules_in_graphs_of_any_shape(store: TieredStore) -> None:
+    model: Any = zero.page(nn.Sequential(Scaled(0.5), Scaled(0.25)), store)
+    called = torch.compile(model, backend="eager", dynamic=True)
+    for rows in (2, 3, 4):
+        x = torch.linspace(-1, 1, rows * 8).view(rows, 8)
+        assert torch.equal(called(x), model(x))
+
+
 @pytest.mark.soak
 def test_compiled_autograd(store: TieredStore) -> None:
     def way(model: Any, optimizer: torch.optim.Optimizer) -> Step:

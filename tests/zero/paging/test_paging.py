@@ -8,6 +8,7 @@ import pickle
 import resource
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -908,3 +909,51 @@ def test_a_unit_and_its_gradient_have_room_beside_what_stays_in_use(tmp_path: Pa
                 optimizer.zero_grad()
             found.append([value.clone() for value in model.state_dict().values()])
         assert all(map(torch.equal, *found))
+
+
+class ReadsOthers(nn.Module):
+    """Its forward computes with parameters of modules that it does not call."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way = way
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(30))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layers: Any = self.layers
+        for layer in layers[:2] if self.way == "written to" else ():
+            layer.bias.data.mul_(0.5)
+        weights = [layer.weight for layer in layers] if self.way == "kept" else None
+        for number in range(29):
+            first, second = (layers[at].weight if weights is None else weights[at] for at in (number, number + 1))
+            x = torch.nn.functional.linear(x, first @ second.t(), layers[number].bias).tanh()
+        if self.way == "with a penalty":
+            asked = [layers[number].weight if weights is None else weights[number] for number in range(29)]
+            gradients = torch.autograd.grad(x.square().sum(), asked, create_graph=True)
+            x = x + sum(gradient.square().mean() for gradient in gradients)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("way", "dram"),
+    [("as needed", "2MiB"), *product(["as needed", "kept", "written to"], ["1280KiB"]), ("with a penalty", "1800KiB")],
+)
+def test_a_forward_may_read_more_parameters_of_other_modules_than_fit(tmp_path: Path, way: str, dram: str) -> None:
+    with TieredStore.open(tmp_path, dram=dram, deadline=10) as store:
+        theirs, ours = ReadsOthers(way), ReadsOthers(way)
+        zero.page(ours, store)
+        fused = torch.optim.AdamW(theirs.parameters(), fused=True)
+        optimizer = zero.AdamW(ours.parameters())
+        for seed in range(3):
+            x = torch.randn(8, 128, generator=torch.Generator().manual_seed(seed))
+            for model, its in ((theirs, fused), (ours, optimizer)):
+                model(x).square().mean().backward()
+                its.step()
+                its.zero_grad()
+        assert held(store) == 0
+        with torch.no_grad():
+            if way != "with a penalty":
+                assert torch.equal(theirs(x), ours(x))
+        assert held(store) == 0
+        assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), theirs.state_dict().values(), strict=True))

@@ -1,7 +1,8 @@
 """Page a model: hold each unit before the module that needs it computes, and drop it afterwards, in forward and backward.
 
 Forward: a *frame* per running module holds its units from its pre-forward hook to its post-forward hook. A parameter that is
-read from a module whose own forward is not running (``x @ self.embedding.weight.t()``) is held by the innermost frame.
+read from a module whose own forward is not running (``x @ self.embedding.weight.t()``) is held by the innermost frame, until
+there is no room for others that it reads.
 
 Backward: what autograd saves of a paged parameter is packed as a reference (unit, version, place), so that it does not keep the
 unit in memory; unpacking it holds the unit until another one is unpacked. Gradients are moved into the store as they arrive.
@@ -54,7 +55,6 @@ from tiered.zero.paging.saved_tensors import (
     in_backward,
     in_forward_mode,
     is_called_within,
-    is_compiled,
     memory_of,
     of_checkpoint,
     refuse_tracing,
@@ -64,7 +64,7 @@ from tiered.zero.paging.saved_tensors import (
 from tiered.zero.paging.sharding import Partition
 from tiered.zero.paging.step_trace import Prefetch, StepTrace
 from tiered.zero.paging.storage import CheckpointRecord, UpdateTier, in_update_tier, model_named
-from tiered.zero.paging.tensors.compiling import KEY, ForwardHooks, around, refuse_constants, traced, uncompiled
+from tiered.zero.paging.tensors.compiling import KEY, ForwardHooks, around, is_compiled, refuse_constants, traced, uncompiled
 from tiered.zero.paging.tensors.copies import CopiedParameter, CopiedValues
 from tiered.zero.paging.tensors.functions import OTHER
 from tiered.zero.paging.tensors.parameters import Whole
@@ -109,6 +109,8 @@ _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 LAYERS = "torch.nn.modules."
 """Modules of Python with the layers of torch."""
 IN_ONE_THREAD = "another thread is computing with this model: use it in one thread at a time, or take a lock around it"
+LEAST_POOL = 1 << 20
+"""Bytes of memory that are enough for a step, with three times the largest unit."""
 HELD = 4
 """A part of forward holds one in this many bytes of the memory at most: as many as ``SHARE`` units of the largest size."""
 
@@ -129,10 +131,11 @@ class Reference:
 
 
 class Frame:
-    """Units that one running forward holds. ``below``: the saved-tensor hooks that were in force when it began; ``hooks``:
-    those that it puts in force, if any."""
+    """Units that one running forward holds. ``read``: those of them that it did not hold from its beginning, because they are
+    other modules', in the order in which they were read, and their bytes. ``below``: the saved-tensor hooks that were in force
+    when it began; ``hooks``: those that it puts in force, if any."""
 
-    __slots__ = ("below", "hooks", "module", "recording", "span", "units")
+    __slots__ = ("below", "hooks", "module", "read", "read_bytes", "recording", "span", "units")
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -140,6 +143,8 @@ class Frame:
         self.below = hooks_active()
         self.hooks: Hooks | None = None
         self.units: list[Unit] = []
+        self.read: dict[Unit, None] = {}
+        self.read_bytes = 0
         self.span: Span | None = None
 
     def end_span(self) -> None:
@@ -257,6 +262,8 @@ class Pager:
         self.not_loaded: Sequence[str] = ()
         """Names of what the checkpoint that the model was paged from has beside it, until ``zero.resume`` has loaded them."""
         self.limits = plan.limits
+        self._room_to_read = pool - LEAST_POOL - 3 * plan.largest
+        """Bytes of units of other modules that a forward holds, at most, unless it is one unit."""
         self.checkpoint, chunk = CheckpointRecord(store, model_named(name)), plan.limits.chunk
         self.owner = self.checkpoint.owner
         self.intent, self._leases = Intent(), Leases.of(store, self.owner)
@@ -439,6 +446,20 @@ class Pager:
         frame.units.append(unit)
         self._show(unit)
 
+    def _hold_read(self, frame: Frame, unit: Unit) -> None:
+        """Hold a unit of another module that a forward reads, or needs for a gradient, and no longer those that it read first
+        where they are more than there is room for: who still has a parameter of these computes with one in the store. With
+        several ranks all stay, because others may have more room, and would not gather them again."""
+        frame.read_bytes += unit.plan.nbytes
+        while frame.read and frame.read_bytes > self._room_to_read and self._reduce_scatter is None:
+            left = next(iter(frame.read))
+            del frame.read[left]
+            frame.read_bytes -= left.plan.nbytes
+            frame.units.remove(left)
+            self._drop(left)
+        self._hold(frame, unit)
+        frame.read[unit] = None
+
     def _is_alone(self, placement: Placement) -> bool:
         """Return whether nobody has a parameter but its modules, and this object."""
         more = placement.parameter in self._copied
@@ -533,7 +554,7 @@ class Pager:
         if self._frames:
             self._refuse_another_thread()
             if not unit.held:
-                self._hold(self._frames[-1], unit)
+                self._hold_read(self._frames[-1], unit)
             if not unit.shown and unit.is_aside(placement):
                 if for_layer() and not _shows_arguments():
                     return unit.apart(placement)
@@ -877,7 +898,7 @@ class Pager:
         if not self._frames:
             self._visit_backward((unit,))
         elif not unit.held:
-            self._hold(self._frames[-1], unit)
+            self._hold_read(self._frames[-1], unit)
         memory, size = unit.memory[packed.placement], packed.dtype.itemsize
         if memory.numel() % size:  # a view of another type, of a part
             memory = memory[: memory.numel() // size * size]

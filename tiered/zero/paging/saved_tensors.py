@@ -37,7 +37,6 @@ __all__ = [
     "in_backward",
     "in_forward_mode",
     "is_called_within",
-    "is_compiled",
     "memory_of",
     "of_checkpoint",
     "outside_inference",
@@ -66,11 +65,6 @@ def in_backward() -> bool:
 def in_forward_mode() -> bool:
     """Return whether derivatives are computed forward (torch.autograd.forward_ad)."""
     return torch.autograd.forward_ad._current_level >= 0
-
-
-def is_compiled() -> bool:
-    """Return whether torch.compile sees to what this thread computes."""
-    return callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
 
 
 def of_checkpoint(hooks: Hooks | None) -> bool:

@@ -25,6 +25,7 @@ __all__ = [
     "ForwardHooks",
     "around",
     "break_graph",
+    "is_compiled",
     "keep_out",
     "passed",
     "refuse_constants",
@@ -209,6 +210,11 @@ def refuse_constants() -> None:
             "torch._inductor.config.freezing keeps copies of all parameters in what it compiles, as they were then: compile a "
             "paged model without it"
         )
+
+
+def is_compiled() -> bool:
+    """Return whether torch.compile sees to what this thread computes: also in a hook of paging, which it leaves alone."""
+    return callable(_dynamo.get_eval_frame_callback()) or _is_within("torch._dynamo.eval_frame")
 
 
 def _is_within(module: str) -> bool:

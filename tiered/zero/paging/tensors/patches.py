@@ -25,7 +25,7 @@ import torch.utils.dlpack
 from torch import nn
 
 from tiered import MisuseError
-from tiered.zero.paging.tensors.compiling import traced
+from tiered.zero.paging.tensors.compiling import passed, traced
 from tiered.zero.paging.tensors.functions import changed, leaves
 from tiered.zero.paging.tensors.parameters import PagedParameter, PagedStorage
 from tiered.zero.paging.tensors.sliced import Divided, slices_of
@@ -67,6 +67,7 @@ class _ParameterData(_Data):
 def _with_copies(takes: Callable[..., Any], at: int) -> Callable[..., Any]:
     """Return ``takes``, which does not ask tensors for their class, with copies of what is stored as its argument ``at``."""
 
+    @passed  # dynamo would call what it makes of it where a graph of its own calls the function
     @functools.wraps(takes)
     def take(*args: Any, **kwargs: Any) -> Any:
         if any(is_stored(value) for value in leaves(args[at])):
@@ -80,6 +81,7 @@ def _with_values(takes: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``takes``, which reads memory of tensors that it does not ask for their class, with copies of what is stored, and
     of lists of it. What it writes to a copy is written to what that is of."""
 
+    @passed
     @functools.wraps(takes)
     def take(*args: Any, **kwargs: Any) -> Any:
         if not (any(map(_has_no_values, args)) or any(map(_has_no_values, kwargs.values()))):
@@ -109,6 +111,7 @@ def _with_values(takes: Callable[..., Any]) -> Callable[..., Any]:
 def _with_memory(takes: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``takes``, which gives memory of a tensor away, and refuses one that has none."""
 
+    @passed
     @functools.wraps(takes)
     def take(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         return tensor.__dlpack__() if is_stored(tensor) else takes(tensor, *args, **kwargs)
@@ -119,6 +122,7 @@ def _with_memory(takes: Callable[..., Any]) -> Callable[..., Any]:
 def _on_memory(takes: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``takes``, which puts a tensor on the memory of another one, or of a storage, and refuses what has none."""
 
+    @passed
     @functools.wraps(takes)
     def take(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         for given in (*args[:1], *kwargs.values()):
@@ -141,6 +145,7 @@ def _has_no_values(value: Any) -> bool:
 def _with_slices(takes: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``takes``, a function with an argument ``inputs``, with slices in place of parameters that are divided."""
 
+    @passed
     @functools.wraps(takes)
     def take(*args: Any, **kwargs: Any) -> Any:
         inputs = kwargs.get("inputs")
