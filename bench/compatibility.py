@@ -235,10 +235,18 @@ def document(found: Sequence[Outcome]) -> str:
         part = Counter(one.verdict for one in here if one.group == group)
         numbers = " | ".join(str(part[verdict]) for verdict in VERDICTS[:4])
         lines.append(f"| [{GROUPS[group]}](#{group.replace('_', '-')}) | {part.total()} | {numbers} |")
+    lines += ["", "torch's own databases of operations, modules and optimizers, run the same way:", "", *_databases()]
     for group in dict.fromkeys(one.group for one in here):
         lines += ["", f"## {NAMES.get(group, group.capitalize())}", "", f"{GROUPS[group]}.", ""]
         lines += _table(one for one in here if one.group == group)
     return "\n".join(lines + _elsewhere(found)) + "\n"
+
+
+def _databases() -> list[str]:
+    """Return the table of the newest page of results of torch's databases, and where that is."""
+    page = max((Path(__file__).parent / "results").glob("torch_databases_*.md"))
+    table = [line for line in page.read_text().splitlines() if line.startswith("|")]
+    return [*table, "", f"[How it was made](../bench/results/{page.name})."]
 
 
 def _elsewhere(found: Sequence[Outcome]) -> list[str]:
