@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from tiered.types import VERSION
+
 if TYPE_CHECKING:
     from tiered import zero
     from tiered.engine.policy import LRU, NextUse, Touch
@@ -69,7 +71,7 @@ if TYPE_CHECKING:
     )
     from tiered.types import Access, Owner, TensorSpec, Use
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "LRU",

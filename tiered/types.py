@@ -18,6 +18,7 @@ __all__ = [
     "CHECKSUM_BYTES",
     "LARGEST",
     "PIECE_BYTES",
+    "VERSION",
     "Access",
     "BackendName",
     "Candidate",
@@ -40,6 +41,9 @@ __all__ = [
     "owner_decoded",
     "parse_size",
 ]
+
+VERSION = "0.1.0"
+"""Of the package."""
 
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base ** (power + 1)

@@ -24,10 +24,11 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast
 from torch import nn
 
-from tiered import MisuseError, TieredStore, zero
-from tiered.errors import expect_type, path_of
+from tiered import zero
+from tiered.errors import MisuseError, expect_type, path_of
 from tiered.format.foreign.documents import json_of
 from tiered.integrations.saves import Pair, Saved, is_paged, restore, save, store_of
+from tiered.store import TieredStore
 from tiered.zero.paging.pager import owner_of, pager_of
 
 __all__ = ["FILE", "export_state", "register"]

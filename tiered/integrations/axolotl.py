@@ -18,8 +18,10 @@ from typing import Any, Literal
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel
 
-from tiered import MisuseError, TieredStore, zero
+from tiered import zero
+from tiered.errors import MisuseError
 from tiered.integrations.transformers import CommitCheckpoints, reading_one_at_a_time
+from tiered.store import TieredStore
 
 __all__ = ["TieredArgs", "TieredPlugin"]
 

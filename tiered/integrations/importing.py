@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 from torch import nn
 
-from tiered import ManifestError, MisuseError, TieredError, TieredStore
+from tiered.errors import ManifestError, MisuseError, TieredError
 from tiered.integrations.kept import UNFINISHED, kept_file, put_file
 from tiered.packing.quantised import Loss
+from tiered.store import TieredStore
 from tiered.types import format_size
 from tiered.zero.build.deferred import Deferred
 from tiered.zero.page import Replacement, differing

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from tiered import ManifestError, MisuseError, TieredStore
-from tiered.errors import expect_type
+from tiered.errors import ManifestError, MisuseError, expect_type
+from tiered.store import TieredStore
 from tiered.zero.paging.storage import model_named
 
 __all__ = [

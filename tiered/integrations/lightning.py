@@ -18,8 +18,10 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim.optimizer import Optimizer
 
-from tiered import MisuseError, TieredStore, zero
+from tiered import zero
+from tiered.errors import MisuseError
 from tiered.integrations.saves import Saved, is_paged, restore, save, store_of
+from tiered.store import TieredStore
 from tiered.zero.checkpoint.checkpoint import load_optimizer, optimizer_record
 from tiered.zero.checkpoint.loaders import keeping_random_states
 

@@ -14,7 +14,9 @@ from typing import Any
 
 from torch import nn
 
-from tiered import MisuseError, TieredStore, zero
+from tiered import zero
+from tiered.errors import MisuseError
+from tiered.store import TieredStore
 from tiered.store.at_rest import listing
 from tiered.zero.checkpoint.checkpoint import extra_of
 from tiered.zero.paging.pager import owner_of, pager_of

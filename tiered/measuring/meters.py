@@ -22,10 +22,9 @@ from typing import Any, TypeVar
 import psutil
 import torch
 
-import tiered
 from tiered.errors import CapacityError, MisuseError, UncommittedWarning
-from tiered.store.store import TieredStore
-from tiered.types import BackendName
+from tiered.store import TieredStore
+from tiered.types import VERSION, BackendName
 
 __all__ = [
     "GIB",
@@ -305,7 +304,7 @@ def quantiles(values: Sequence[float]) -> dict[str, float]:
 def environment() -> dict[str, Any]:
     """Describe the circumstances of a measurement: versions, the commit of a checkout, and the machine."""
     return {
-        "tiered": tiered.__version__,
+        "tiered": VERSION,
         "commit": _commit(),
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -317,7 +316,7 @@ def environment() -> dict[str, Any]:
 
 def _commit() -> str | None:
     """Return the commit of the checkout that has this package; None for an installed package, also inside another checkout."""
-    root = Path(tiered.__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
     try:

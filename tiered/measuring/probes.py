@@ -17,7 +17,7 @@ from tiered import zero
 from tiered.errors import MisuseError
 from tiered.measuring.meters import measure, scratch_store
 from tiered.planning.machine import Machine
-from tiered.store.store import TieredStore
+from tiered.store import TieredStore
 from tiered.types import PIECE_BYTES
 
 __all__ = ["measured_machine"]

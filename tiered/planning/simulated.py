@@ -16,14 +16,13 @@ import torch
 
 from tiered.allocator import FreeSpace
 from tiered.engine.engine import Engine, EngineConfig
-from tiered.engine.policy import LRU
 from tiered.engine.requests import Request, why_stuck
 from tiered.engine.state import Token
 from tiered.errors import CapacityError
 from tiered.interfaces import Streams
+from tiered.store import LRU, TieredStore
 from tiered.store.commit import Generations
 from tiered.store.opening import Parts
-from tiered.store.store import TieredStore
 from tiered.types import PIECE_BYTES, Completion, Direction, Key, Slot, TensorSpec, Transfer, Urgency
 
 __all__ = ["Clock", "DriveRates", "SimulatedDrive", "SimulatedMemory", "SimulatedStore"]

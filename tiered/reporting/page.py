@@ -19,10 +19,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from tiered import __version__
 from tiered.errors import MisuseError, shown
 from tiered.format.foreign.documents import json_of, problem_of
-from tiered.types import format_size
+from tiered.types import VERSION, format_size
 
 __all__ = ["MARK", "page", "read_run", "refuse_foreign", "write_page"]
 
@@ -154,10 +153,10 @@ def page(run: Mapping[str, Any], name: str = "the report") -> str:
         "compared": _compared(found, clean),
         "predicted_by": found.predicted.by if found.predicted is not None else "",
         "run": listed,
-        "footer": f"Made by tiered {__version__}" + (f" from a training with {found.tiered}." if found.tiered else "."),
+        "footer": f"Made by tiered {VERSION}" + (f" from a training with {found.tiered}." if found.tiered else "."),
     }
     template = (files("tiered.data") / "report.html").read_text(encoding="utf-8")
-    texts = {"__VERSION__": __version__, "__TITLE__": html.escape(f"{title} - tiered"), "__DATA__": _escaped(data)}
+    texts = {"__VERSION__": VERSION, "__TITLE__": html.escape(f"{title} - tiered"), "__DATA__": _escaped(data)}
     parts: list[str] = []
     for place, text in texts.items():
         before, mark, template = template.partition(place)

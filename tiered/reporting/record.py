@@ -9,8 +9,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from tiered.reporting.timeline import as_rows
+from tiered.store import TieredStore
 from tiered.store.memory_watch import MemoryWatch
-from tiered.store.store import TieredStore
 
 __all__ = ["RunRecord"]
 

@@ -21,8 +21,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from tiered import RankError
-from tiered.errors import shortened, shown
+from tiered.errors import RankError, shortened, shown
 
 __all__ = ["Agree", "Progress", "Ranks", "Term", "Under"]
 

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-from tiered import Owner, TieredError, TieredStore
+from tiered.errors import TieredError
+from tiered.store import TieredStore
+from tiered.types import Owner
 
 __all__ = ["Leases", "Opened", "Registered"]
 

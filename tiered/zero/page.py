@@ -18,12 +18,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from tiered import Access, ActivationStatistics, CapacityError, MisuseError, Owner, TieredError, TieredStore, WriteError
-from tiered.errors import expect_type, listed
+from tiered.errors import CapacityError, MisuseError, TieredError, WriteError, expect_type, listed
+from tiered.store import TieredStore
 from tiered.store.activations import refuse_one_tier
 from tiered.system import Trimmer, refuse_little_room, returned_at_once
+from tiered.telemetry import ActivationStatistics
 from tiered.tuning.adaptive import AutoPlan, AutoPlanStatistics
 from tiered.tuning.program import refuse_without_solver
+from tiered.types import Access, Owner
 from tiered.zero.build.construct import unguard
 from tiered.zero.build.deferred import Deferred, expect
 from tiered.zero.build.shown import ShownParameters

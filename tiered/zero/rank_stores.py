@@ -20,8 +20,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from tiered import ManifestError, MisuseError, RankError, TieredStore
-from tiered.errors import shown
+from tiered.errors import ManifestError, MisuseError, RankError, shown
+from tiered.store import TieredStore
 from tiered.store.at_rest import ListedGeneration, listing
 from tiered.zero.collectives import Ranks
 

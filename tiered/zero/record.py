@@ -24,10 +24,9 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from tiered import ManifestError, MisuseError, TensorSpec
-from tiered.errors import shown
+from tiered.errors import ManifestError, MisuseError, shown
 from tiered.packing.quantised import FORMS, TYPES, packing_of
-from tiered.types import LARGEST
+from tiered.types import LARGEST, TensorSpec
 from tiered.zero.paging.units import OLDER_SHARE_STEP, Limits, Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import UPDATED_AT_ONCE, States
 from tiered.zero.rules import exact, inexact

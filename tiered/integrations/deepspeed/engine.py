@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tiered import MisuseError, RankError, TieredStore
-from tiered.errors import expect_type, shown
+from tiered.errors import MisuseError, RankError, expect_type, shown
 from tiered.integrations.deepspeed import tags
 from tiered.integrations.deepspeed.config import Config
 from tiered.integrations.deepspeed.importing import load_imported, load_saved
@@ -26,6 +25,7 @@ from tiered.integrations.deepspeed.monitors import Monitors, Step
 from tiered.integrations.deepspeed.questions import answer, lacking
 from tiered.integrations.deepspeed.saved import Saved, is_saved
 from tiered.integrations.deepspeed.table import QUESTIONS
+from tiered.store import TieredStore
 from tiered.zero.checkpoint import checkpoint
 from tiered.zero.checkpoint import safetensors as weights
 from tiered.zero.checkpoint.loaders import Stateful

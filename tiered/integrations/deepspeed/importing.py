@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from tiered import MisuseError, TieredStore
-from tiered.errors import TorchFileError, quoted
+from tiered.errors import MisuseError, TorchFileError, quoted
 from tiered.format.foreign.pickled import Instance
 from tiered.integrations.deepspeed.saved import Saved, SavedGroup
+from tiered.store import TieredStore
 from tiered.zero.checkpoint import checkpoint
 from tiered.zero.checkpoint.foreign import ONE, ForeignGroup, put, record_of, replace, take_over
 from tiered.zero.checkpoint.loaders import Stateful

@@ -16,14 +16,14 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from tiered import MisuseError, TieredStore
-from tiered.errors import ManifestError
+from tiered.errors import ManifestError, MisuseError
 from tiered.integrations.deepspeed import optimizers
 from tiered.integrations.deepspeed.config import Config, Place, place_of, told
 from tiered.integrations.deepspeed.engine import Engine, several
 from tiered.integrations.deepspeed.saved import NARROW
 from tiered.integrations.deepspeed.schedules import scheduler_of
 from tiered.integrations.deepspeed.tags import BUDGET, budget_of
+from tiered.store import TieredStore
 from tiered.store.at_rest import listing
 from tiered.system import headroom
 from tiered.types import format_size

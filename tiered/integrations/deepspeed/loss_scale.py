@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tiered import MisuseError, TieredError
+from tiered.errors import MisuseError, TieredError
 from tiered.integrations.deepspeed.config import LossScaling
 
 __all__ = ["LossScale"]

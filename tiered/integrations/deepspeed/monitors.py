@@ -18,8 +18,9 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from tiered import MisuseError, TieredStore
+from tiered.errors import MisuseError
 from tiered.integrations.deepspeed.config import FlopsProfile, Log, Reports
+from tiered.store import TieredStore
 from tiered.types import format_size
 
 __all__ = ["Monitors", "Step"]

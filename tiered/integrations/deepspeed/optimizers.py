@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiered import MisuseError
+from tiered.errors import MisuseError
 from tiered.integrations.deepspeed.config import Maker
 from tiered.integrations.deepspeed.table import KEYS, Verdict
 from tiered.zero.optimizers import named

@@ -16,8 +16,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
-from tiered import MisuseError
-from tiered.errors import expect_type
+from tiered.errors import MisuseError, expect_type
 from tiered.integrations.deepspeed.config import Maker
 
 __all__ = ["SCHEDULES", "LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "scheduler_of"]

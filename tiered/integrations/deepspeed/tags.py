@@ -14,9 +14,11 @@ from typing import Annotated
 
 import msgspec
 
-from tiered import MisuseError, Owner, TieredStore
+from tiered.errors import MisuseError
 from tiered.format.foreign.documents import json_of, text_of
+from tiered.store import TieredStore
 from tiered.store.at_rest import listing
+from tiered.types import Owner
 
 __all__ = [
     "BUDGET",

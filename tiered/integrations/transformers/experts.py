@@ -20,8 +20,7 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from tiered import MisuseError
-from tiered.errors import expect_type
+from tiered.errors import MisuseError, expect_type
 from tiered.zero.paging.pager import Pager, pager_of
 from tiered.zero.paging.tensors.compiling import passed, uncompiled
 

@@ -21,11 +21,12 @@ import torch
 from torch import nn
 from transformers.cache_utils import DummyLayer
 
-from tiered import Access, ManifestError, MisuseError, Owner, StoreClosed, TieredStore, Touch, Use
-from tiered.errors import expect_type, quoted
+from tiered.errors import ManifestError, MisuseError, StoreClosed, expect_type, quoted
 from tiered.integrations.transformers.kv_layer import Copies, Extent, PagedLayer
 from tiered.integrations.transformers.kv_model import ARGUMENT, NO_STATE, WatchingCache, unwatch, watch, windows
 from tiered.integrations.transformers.kv_record import VERSION, LayerRecord, Model, Record, read, tensor_of
+from tiered.store import TieredStore, Touch
+from tiered.types import Access, Owner, Use
 from tiered.zero.paging.pager import pager_of
 
 __all__ = ["TieredCache"]

@@ -21,7 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from tiered import MisuseError, Owner, TensorSpec, TieredStore
+from tiered.errors import MisuseError
+from tiered.store import TieredStore
+from tiered.types import Owner, TensorSpec
 
 __all__ = ["Block", "Copies", "Extent", "Geometry", "PagedLayer"]
 

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache, EncoderDecoderCache, get_layer_types_and_kwargs
 from transformers.generation.utils import GenerationMixin
 
-from tiered import MisuseError
+from tiered.errors import MisuseError
 
 __all__ = ["ARGUMENT", "NO_STATE", "WatchingCache", "unwatch", "watch", "windows"]
 

@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 import torch
 
-from tiered import ManifestError, MisuseError, TieredStore
+from tiered.errors import ManifestError, MisuseError
 from tiered.integrations.transformers.kv_layer import Block, Extent, Geometry, PagedLayer
+from tiered.store import TieredStore
 from tiered.zero.checkpoint.weights import Weights
 
 __all__ = ["LayerRecord", "Model", "Record", "read", "tensor_of"]

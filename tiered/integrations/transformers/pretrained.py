@@ -25,14 +25,16 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, GenerationConfig, modeling_utils
 from transformers.utils import logging
 
-from tiered import Access, ManifestError, MisuseError, TieredStore, zero
-from tiered.errors import expect_type, path_of, shown
+from tiered import zero
+from tiered.errors import ManifestError, MisuseError, expect_type, path_of, shown
 from tiered.format.safetensors import INDEX, SINGLE, WeightFiles
 from tiered.integrations.importing import Import, Record, Source, Told, begun, files_in
 from tiered.integrations.kept import CONFIG, TOKENIZER, UNFINISHED, files_of, keep, kept_folder, only_model, opening_of
 from tiered.integrations.transformers.experts import around_experts
 from tiered.integrations.transformers.shapes import QUANTISED, config_of, making, refuse_config
 from tiered.packing.quantised import QUANTIZE, Loss, Quantize
+from tiered.store import TieredStore
+from tiered.types import Access
 from tiered.zero.build.deferred import CODES, Deferred, Files
 from tiered.zero.page import page_filling
 from tiered.zero.paging.pager import pager_of

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tiered import MisuseError
-from tiered.errors import quoted, shown
+from tiered.errors import MisuseError, quoted, shown
 from tiered.format.foreign.documents import json_of
 
 __all__ = ["QUANTISED", "config_of", "making", "model_of", "refuse_config"]

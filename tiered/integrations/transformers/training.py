@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from uuid import uuid4
 
 import psutil
@@ -26,18 +26,17 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
-from tiered import MisuseError, Owner, TieredStore, __version__, zero
-from tiered.errors import expect_type, shown
+from tiered import zero
+from tiered.errors import MisuseError, expect_type, shown
 from tiered.format.foreign.documents import json_of
 from tiered.integrations.saves import MARK, marks_of
 from tiered.reporting.page import page, refuse_foreign, write_page
 from tiered.reporting.record import RunRecord
+from tiered.store import TieredStore
+from tiered.types import VERSION, Owner
 from tiered.zero.checkpoint.checkpoint import extra_of
 from tiered.zero.checkpoint.loaders import of_random, random_states
 from tiered.zero.paging.pager import Listing, Pager, pager_of
-
-if TYPE_CHECKING:
-    from tiered import Plan
 
 __all__ = ["CommitCheckpoints", "TieredCallback", "TieredTrainer"]
 
@@ -102,6 +101,13 @@ def _pager(model: nn.Module) -> Pager:
     return pager_of(model)
 
 
+class Planned(Protocol):
+    """What a plan predicted: a ``tiered.Plan``."""
+
+    def of_step(self) -> dict[str, Any] | None:
+        """Return the predictions of one step, by name; None where the model does not fit."""
+
+
 class TieredCallback(TrainerCallback):
     """Commit every ``steps`` steps of any ``Trainer``. ``TieredTrainer.train(resume_from_checkpoint=True)`` goes on from there.
 
@@ -113,7 +119,7 @@ class TieredCallback(TrainerCallback):
     """
 
     def __init__(
-        self, steps: int | None = None, *, report: str | os.PathLike[str] | None = None, plan: Plan | None = None
+        self, steps: int | None = None, *, report: str | os.PathLike[str] | None = None, plan: Planned | None = None
     ) -> None:
         if steps is not None and (type(steps) is not int or steps < 1):
             raise MisuseError(f"steps is how many steps lie between two commits, at least 1, not {steps!r}")
@@ -153,7 +159,7 @@ class TieredCallback(TrainerCallback):
         found = zero.statistics(given["model"]).plan
         parameters = sum(parameter.numel() for parameter in given["model"].parameters())
         run = record.as_json() | {
-            "tiered": __version__,
+            "tiered": VERSION,
             "model": f"{type(given['model']).__name__} of {parameters:,} parameters",
             "peak_rss_bytes": psutil.Process().memory_info().rss,
             "plan": None if found is None else asdict(found),

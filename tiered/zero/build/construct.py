@@ -21,7 +21,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from tiered import MisuseError, TieredStore
+from tiered.errors import MisuseError
+from tiered.store import TieredStore
 from tiered.system import refuse_little_room, returned_at_once
 from tiered.zero.build.staging import Window, current, find
 from tiered.zero.paging.saved_tensors import outside_inference

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
-from tiered import MisuseError
+from tiered.errors import MisuseError
 from tiered.format.safetensors import CODES, WeightFiles
 from tiered.zero.paging.units import ALL
 

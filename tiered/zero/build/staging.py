@@ -26,10 +26,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from tiered import CapacityError, MisuseError, Owner, TieredStore
-from tiered.errors import expect_type
+from tiered.errors import CapacityError, MisuseError, expect_type
+from tiered.store import TieredStore
 from tiered.store.activations import users_of
 from tiered.system import Trimmer, beside_pool, refuse_little_room
+from tiered.types import Owner
 from tiered.zero.paging.unit import Placeholder
 from tiered.zero.paging.units import ALL
 

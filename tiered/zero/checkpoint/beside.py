@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from tiered import MisuseError
+from tiered.errors import MisuseError
 from tiered.zero.checkpoint.loaders import Loader
 from tiered.zero.collectives import Term
 from tiered.zero.paging.pager import Listing, Pager, owner_of

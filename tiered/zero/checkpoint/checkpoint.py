@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import nn
 
-from tiered import ManifestError, MisuseError, TensorSpec, TieredStore
+from tiered.errors import ManifestError, MisuseError
+from tiered.store import TieredStore
+from tiered.types import TensorSpec
 from tiered.zero.checkpoint import beside, loaders
 from tiered.zero.checkpoint.loaders import Loader, Stateful, random_states
 from tiered.zero.optimizers.optimizer import Optimizer

@@ -20,8 +20,7 @@ from uuid import uuid4
 import torch
 from torch import nn
 
-from tiered import MisuseError, TorchFileError
-from tiered.errors import path_of, shown
+from tiered.errors import MisuseError, TorchFileError, path_of, shown
 from tiered.format.foreign.pickled import MAX_PICKLE, Instance, Name, as_dict, as_list, as_text, sizes_of, unpickled
 from tiered.format.foreign.torch_file import ELEMENTS, StoredTensor, TorchFile
 from tiered.store.at_rest import listing

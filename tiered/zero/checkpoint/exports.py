@@ -23,8 +23,7 @@ from typing import Any
 
 import torch
 
-from tiered import MisuseError, TieredError
-from tiered.errors import CapacityError, shown
+from tiered.errors import CapacityError, MisuseError, TieredError, shown
 from tiered.zero.checkpoint.reshard import Source, opened
 from tiered.zero.checkpoint.safetensors import models_in, refuse_older
 from tiered.zero.record import RULES, in_memory, states_used

@@ -16,8 +16,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from tiered import MisuseError, TensorSpec, TieredError, TieredStore, TorchFileError
-from tiered.errors import shown
+from tiered.errors import MisuseError, TieredError, TorchFileError, shown
+from tiered.store import TieredStore
+from tiered.types import TensorSpec
 from tiered.zero.checkpoint.checkpoint import Alike, other_buffer, recall
 from tiered.zero.checkpoint.loaders import random_states
 from tiered.zero.checkpoint.reshard import Elements, reshard

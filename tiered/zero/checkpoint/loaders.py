@@ -18,7 +18,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
-from tiered import ManifestError, MisuseError, TieredError
+from tiered.errors import ManifestError, MisuseError, TieredError
 from tiered.zero.optimizers.optimizer import Optimizer
 from tiered.zero.paging.units import Placement
 

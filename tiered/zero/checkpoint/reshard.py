@@ -18,8 +18,10 @@ from typing import Any, Protocol
 
 import torch
 
-from tiered import Access, ManifestError, MisuseError, TensorSpec, TieredStore
+from tiered.errors import ManifestError, MisuseError
+from tiered.store import TieredStore
 from tiered.store.at_rest import StoreAtRest
+from tiered.types import Access, TensorSpec
 from tiered.zero.checkpoint.checkpoint import Readable, layout_of, pending_of, read_record, write_record
 from tiered.zero.paging.sharding import Partition
 from tiered.zero.paging.storage import TensorStore, in_top_tier, model_named

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from tiered import MisuseError, TensorSpec
+from tiered.errors import MisuseError
 from tiered.format.safetensors import Entry, WeightFiles, entry_of, first_of
 from tiered.format.safetensors_writer import Existing, Shards
 from tiered.system import refuse_little_room
+from tiered.types import TensorSpec
 from tiered.zero.checkpoint.beside import refuse_forgotten
 from tiered.zero.checkpoint.checkpoint import Readable, pending_of, persistent_buffers, read_record
 from tiered.zero.checkpoint.reshard import Copies, Source, opened

@@ -14,7 +14,8 @@ import msgspec
 import torch
 from torch import nn
 
-from tiered import MisuseError, TieredStore
+from tiered.errors import MisuseError
+from tiered.store import TieredStore
 from tiered.zero.paging.pager import Pager, placements_of
 from tiered.zero.paging.storage import digest_of
 from tiered.zero.paging.unit import Unit

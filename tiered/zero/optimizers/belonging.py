@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-from tiered import ManifestError, Owner, TieredStore
+from tiered.errors import ManifestError
+from tiered.store import TieredStore
+from tiered.types import Owner
 from tiered.zero.optimizers.resident_shard import LocalShard
 from tiered.zero.paging.storage import digest_of
 

@@ -11,8 +11,8 @@ import torch
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 from torch.optim.optimizer import ParamsT
 
-from tiered import MisuseError, TensorSpec
-from tiered.errors import expect_type
+from tiered.errors import MisuseError, expect_type
+from tiered.types import TensorSpec
 from tiered.zero.optimizers.named import Where
 from tiered.zero.optimizers.optimizer import Optimizer
 from tiered.zero.rules.rule import UpdateRule, step_dtype, step_within

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import ParamsT
 
-from tiered import MisuseError, TieredStore
+from tiered.errors import MisuseError
+from tiered.store import TieredStore
 from tiered.zero.optimizers.optimizer import Optimizer, refuse_betas, refuse_out_of_range, stride_of
 from tiered.zero.paging.sharding import Stage
 from tiered.zero.rules.exact import (

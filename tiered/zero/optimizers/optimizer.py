@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 from torch.optim.optimizer import ParamsT, register_optimizer_step_pre_hook
 
-from tiered import TieredError, TieredStore
-from tiered.errors import MisuseError, listed
+from tiered.errors import MisuseError, TieredError, listed
+from tiered.store import TieredStore
 from tiered.zero.collectives import Agree, Ranks, Term
 from tiered.zero.optimizers.loaded import beside_states, refuse_scalars, refuse_state, torch_names
 from tiered.zero.optimizers.paged import HALF_LOADED, PagedUpdates, pagers_of

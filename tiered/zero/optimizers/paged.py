@@ -13,8 +13,7 @@ from weakref import ref
 
 import torch
 
-from tiered import CapacityError
-from tiered.errors import MisuseError
+from tiered.errors import CapacityError, MisuseError
 from tiered.system import compiler, refuse_little_room
 from tiered.zero.collectives import Term
 from tiered.zero.intent import decide

@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
-from tiered import CapacityError, ManifestError, MisuseError, Owner, TieredStore
+from tiered.errors import CapacityError, ManifestError, MisuseError
+from tiered.store import TieredStore
+from tiered.types import Owner
 from tiered.zero.collectives import Ranks, Under
 from tiered.zero.optimizers.belonging import Belonging
 from tiered.zero.optimizers.loaded import refuse_forms, refuse_lacking

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tiered import MisuseError
+from tiered.errors import MisuseError
 from tiered.zero.paging.units import is_dense
 from tiered.zero.paging.update import all_finite, flat_view
 

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from tiered import Access, InterruptedStep, MisuseError, TensorSpec
+from tiered.errors import InterruptedStep, MisuseError
+from tiered.types import Access, TensorSpec
 from tiered.zero.leases import Opened
 from tiered.zero.paging.storage import CheckpointRecord, TensorStore, host
 from tiered.zero.paging.tensors.gradients import Spent, gradient, is_gradient, is_spent

@@ -35,12 +35,13 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.compiler import is_dynamo_compiling
 
-from tiered import CapacityError, MisuseError, Span, TieredError, TieredStore, Touch
-from tiered.errors import expect_type
+from tiered.errors import CapacityError, MisuseError, TieredError, expect_type
+from tiered.store import TieredStore, Touch
 from tiered.store.activations import Hooks, Left, SavedTensors, hooks_active, pop_hooks, push_hooks
 from tiered.store.lease import drop_queued
 from tiered.store.memory_watch import MemoryWatch
 from tiered.system import Trimmer, refuse_little_room
+from tiered.telemetry import Span
 from tiered.tuning.adaptive import AdaptiveActivations, AutoPlan
 from tiered.types import Access
 from tiered.zero.intent import Intent

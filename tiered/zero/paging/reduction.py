@@ -11,7 +11,8 @@ from typing import Protocol
 
 import torch
 
-from tiered import Access, MisuseError, RankError, TensorSpec
+from tiered.errors import MisuseError, RankError
+from tiered.types import Access, TensorSpec
 from tiered.zero.collectives import Progress, Ranks, Under
 from tiered.zero.paging.gradients import LocalGradients
 from tiered.zero.paging.sharding import Partition, Sharded

@@ -23,7 +23,8 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tiered import MisuseError, TieredStore
+from tiered.errors import MisuseError
+from tiered.store import TieredStore
 from tiered.store.activations import Hooks, are_offloading
 from tiered.zero.paging.storage import TensorStore, in_top_tier, model_named
 

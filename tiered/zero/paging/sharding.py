@@ -19,7 +19,9 @@ from uuid import uuid4
 import torch
 from torch import nn
 
-from tiered import Access, CommitError, MisuseError, Owner, RankError, TensorSpec, TieredError, TieredStore
+from tiered.errors import CommitError, MisuseError, RankError, TieredError
+from tiered.store import TieredStore
+from tiered.types import Access, Owner, TensorSpec
 from tiered.zero.collectives import Agree, Ranks, Term
 from tiered.zero.paging.gradients import Arriving, LocalGradients, UnitGradients
 from tiered.zero.paging.storage import AllGathered, CheckpointRecord, Local, ParameterStorage, Replicated, TensorStore, in_dram

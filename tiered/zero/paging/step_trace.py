@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Literal
 
-from tiered import TieredStore, Touch
+from tiered.store import TieredStore, Touch
 from tiered.types import Others
 
 __all__ = ["Prefetch", "StepTrace"]

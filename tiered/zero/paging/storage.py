@@ -18,8 +18,11 @@ from typing import Any, Literal, Protocol, cast, overload
 import torch
 import xxhash
 
-from tiered import Access, MisuseError, Owner, Span, TensorSpec, TieredStore
+from tiered.errors import MisuseError
+from tiered.store import TieredStore
 from tiered.store.activations import users_of
+from tiered.telemetry import Span
+from tiered.types import Access, Owner, TensorSpec
 from tiered.zero.collectives import Ranks, Under
 from tiered.zero.leases import Leases, Opened
 from tiered.zero.paging.units import UnitPlan

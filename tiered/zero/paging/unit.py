@@ -29,7 +29,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
-from tiered import Access, MisuseError, TieredStore
+from tiered.errors import MisuseError
+from tiered.store import TieredStore
+from tiered.types import Access
 from tiered.zero.collectives import Term
 from tiered.zero.intent import Intent, decide
 from tiered.zero.paging.gradients import UnitGradients

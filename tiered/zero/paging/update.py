@@ -21,8 +21,9 @@ from typing import NamedTuple
 
 import torch
 
-from tiered import Access, InterruptedStep, MisuseError, TensorSpec
+from tiered.errors import InterruptedStep, MisuseError
 from tiered.packing.moments import round_by_chance
+from tiered.types import Access, TensorSpec
 from tiered.zero.collectives import Term
 from tiered.zero.paging.saved_tensors import without_grad
 from tiered.zero.paging.storage import TensorStore

@@ -12,7 +12,7 @@ import torch
 from torch.optim import adagrad, adam, adamax, nadam, radam, rmsprop, sgd
 from torch.optim.adamw import adamw
 
-from tiered import TensorSpec
+from tiered.types import TensorSpec
 from tiered.zero.rules.rule import State, UpdateRule, scalar_dtype, settings_of, step_dtype, step_within
 
 __all__ = [

@@ -8,7 +8,8 @@ from math import prod
 
 import torch
 
-from tiered import MisuseError, TensorSpec
+from tiered.errors import MisuseError
+from tiered.types import TensorSpec
 from tiered.zero.rules.rule import LARGEST_BLOCK, SMALLEST_BLOCK, WHOLE, UpdateRule, block_of, rounds_by_chance
 
 __all__ = ["StateForm", "form_named", "forms_of"]

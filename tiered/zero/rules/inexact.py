@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import torch
 
-from tiered import TensorSpec
 from tiered.packing.moments import MOMENTS_4, MOMENTS_8, MomentsCode
+from tiered.types import TensorSpec
 from tiered.zero.rules.exact import MuonRule, adamw_step
 from tiered.zero.rules.rule import State
 

@@ -17,7 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
-from tiered import MisuseError, TensorSpec
+from tiered.errors import MisuseError
+from tiered.types import TensorSpec
 
 __all__ = [
     *("LARGEST_BLOCK", "SMALLEST_BLOCK", "State", "WHOLE"),

@@ -22,7 +22,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.checkpoint import checkpoint
 
-from tiered import MisuseError, TieredStore
+from tiered.errors import MisuseError
+from tiered.store import TieredStore
 from tiered.zero.paging.recompute.module_state import ModuleState, changed, uncopied
 from tiered.zero.paging.recompute.nested import Structure, flatten, paths, rebuild
 from tiered.zero.paging.saved_tensors import (

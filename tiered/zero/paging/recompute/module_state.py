@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tiered import MisuseError
+from tiered.errors import MisuseError
 from tiered.zero.paging.saved_tensors import ParameterReferences
 
 __all__ = ["ModuleState", "changed", "uncopied"]

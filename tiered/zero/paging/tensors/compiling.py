@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from tiered import MisuseError
+from tiered.errors import MisuseError
 
 __all__ = [
     "ForwardHooks",

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import nn
 
-from tiered import MisuseError, StoreClosed
+from tiered.errors import MisuseError, StoreClosed
 from tiered.zero.paging.saved_tensors import memory_of
 from tiered.zero.paging.tensors.functions import name_of, written_by
 from tiered.zero.paging.tensors.sources import ParameterOwner

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tiered import MisuseError, TieredError
+from tiered.errors import MisuseError, TieredError
 from tiered.zero.intent import Intent, decide
 from tiered.zero.paging.storage import CheckpointRecord
 from tiered.zero.paging.tensors.functions import SCALING, order_of

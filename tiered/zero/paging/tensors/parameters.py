@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from tiered import MisuseError
+from tiered.errors import MisuseError
 from tiered.zero.paging.tensors.functions import RESHAPED, asks_for_gradient, words
 from tiered.zero.paging.tensors.sources import Call, Source, owner_of, without_us
 from tiered.zero.paging.tensors.stored import Kept, StoredTensor, no_copy, reading

@@ -24,7 +24,7 @@ import torch.utils._foreach_utils
 import torch.utils.dlpack
 from torch import nn
 
-from tiered import MisuseError
+from tiered.errors import MisuseError
 from tiered.zero.paging.tensors.compiling import passed, traced
 from tiered.zero.paging.tensors.functions import changed, leaves
 from tiered.zero.paging.tensors.parameters import PagedParameter, PagedStorage

@@ -27,7 +27,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from tiered import Access, MisuseError
+from tiered.errors import MisuseError
+from tiered.types import Access
 from tiered.zero.paging.tensors.functions import SCALING, asks_for_gradient, name_of, order_of
 from tiered.zero.paging.tensors.parameters import paged_class, refuse_replacing, refuse_sharing
 from tiered.zero.paging.tensors.sources import Call, ParameterOwner, Source, without_us

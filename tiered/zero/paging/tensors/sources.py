@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from tiered import MisuseError
+from tiered.errors import MisuseError
 from tiered.types import Access
 from tiered.zero.paging.tensors.functions import OTHER, Function
 

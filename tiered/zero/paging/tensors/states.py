@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from tiered import MisuseError
+from tiered.errors import MisuseError
 from tiered.zero.paging.tensors.copies import CopiedValues
 
 __all__ = ["ParameterState", "StateView"]

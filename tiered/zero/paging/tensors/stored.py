@@ -34,7 +34,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import GradientEdge
 from torch.overrides import enable_reentrant_dispatch
 
-from tiered import MisuseError
+from tiered.errors import MisuseError
 from tiered.zero.paging.saved_tensors import in_backward, in_forward_mode
 from tiered.zero.paging.tensors.compiling import break_graph, traced
 from tiered.zero.paging.tensors.functions import (
