@@ -28,12 +28,12 @@ class _TorchRule:
     """Update by the function that ``torch_class`` calls for lists of tensors, with lists of one: by the fused kernel where
     ``fused``, else one tensor at a time.
 
-    ``function`` takes, after parameters and gradients, lists of the states ``lists``; those that ``needs`` names are there
+    ``_function`` takes, after parameters and gradients, lists of the states ``lists``; those that ``needs`` names are there
     where the hyper-parameter is not 0 or False, which must stay as it is. ``kept``: the states that are stored, if not all.
     """
 
     torch_class: ClassVar[type[torch.optim.Optimizer]]
-    function: ClassVar[Function]
+    _function: ClassVar[Function]
     lists: ClassVar[tuple[str, ...]]
     needs: ClassVar[Mapping[str, str]] = {}
     kept: ClassVar[tuple[str, ...] | None] = None
@@ -44,7 +44,7 @@ class _TorchRule:
 
     def update(self, param: torch.Tensor, grad: torch.Tensor, state: State, step: int) -> None:
         made: Any = self
-        _call(type(self).function, made, param, grad, [[state[name]] if name in state else [] for name in self.lists], step)
+        _call(type(self)._function, made, param, grad, [[state[name]] if name in state else [] for name in self.lists], step)
 
 
 def _call(
@@ -85,7 +85,7 @@ class AdamWRule(_TorchRule):
     fused: ClassVar[bool] = True
     torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.AdamW
     torch_names: ClassVar[Mapping[str, str]] = {"m": "exp_avg", "v": "exp_avg_sq"}
-    function: ClassVar[Function] = staticmethod(adamw)
+    _function: ClassVar[Function] = staticmethod(adamw)
     lists: ClassVar[tuple[str, ...]] = ("m", "v", "largest")
     kept: ClassVar[tuple[str, ...]] = ("m", "v")
 
@@ -103,7 +103,7 @@ class SGDRule(_TorchRule):
     fused: bool | None = True
 
     torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.SGD
-    function: ClassVar[Function] = staticmethod(sgd.sgd)
+    _function: ClassVar[Function] = staticmethod(sgd.sgd)
     lists: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
     needs: ClassVar[Mapping[str, str]] = {"momentum_buffer": "momentum"}
     counts_steps: ClassVar[bool] = False
@@ -132,7 +132,7 @@ class AdamRule(_TorchRule):
     optional: ClassVar[tuple[str, ...]] = ("decoupled_weight_decay",)  # torch 2.6 has it not
     torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.Adam
     torch_names: ClassVar[Mapping[str, str]] = {"m": "exp_avg", "v": "exp_avg_sq", "largest": "max_exp_avg_sq"}
-    function: ClassVar[Function] = staticmethod(adam.adam)
+    _function: ClassVar[Function] = staticmethod(adam.adam)
     lists: ClassVar[tuple[str, ...]] = ("m", "v", "largest")
     needs: ClassVar[Mapping[str, str]] = {"largest": "amsgrad"}
 
@@ -150,7 +150,7 @@ class AdagradRule(_TorchRule):
     fused: bool | None = True
 
     torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.Adagrad
-    function: ClassVar[Function] = staticmethod(adagrad.adagrad)
+    _function: ClassVar[Function] = staticmethod(adagrad.adagrad)
     lists: ClassVar[tuple[str, ...]] = ("sum",)
 
     def update(self, param: torch.Tensor, grad: torch.Tensor, state: State, step: int) -> None:
@@ -173,7 +173,7 @@ class RMSpropRule(_TorchRule):
     maximize: bool = False
 
     torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.RMSprop
-    function: ClassVar[Function] = staticmethod(rmsprop.rmsprop)
+    _function: ClassVar[Function] = staticmethod(rmsprop.rmsprop)
     lists: ClassVar[tuple[str, ...]] = ("square_avg", "grad_avg", "momentum_buffer")
     needs: ClassVar[Mapping[str, str]] = {"grad_avg": "centered", "momentum_buffer": "momentum"}
     kept: ClassVar[tuple[str, ...]] = ("square_avg", "momentum_buffer", "grad_avg")
@@ -196,7 +196,7 @@ class NAdamRule(_TorchRule):
     torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.NAdam
     torch_names: ClassVar[Mapping[str, str]] = {"m": "exp_avg", "v": "exp_avg_sq"}
     constant: ClassVar[tuple[str, ...]] = ("betas", "momentum_decay")
-    function: ClassVar[Function] = staticmethod(nadam.nadam)
+    _function: ClassVar[Function] = staticmethod(nadam.nadam)
     lists: ClassVar[tuple[str, ...]] = ("m", "v", "mu_product")
     kept: ClassVar[tuple[str, ...]] = ("m", "v")
 
@@ -222,7 +222,7 @@ class RAdamRule(_TorchRule):
 
     torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.RAdam
     torch_names: ClassVar[Mapping[str, str]] = {"m": "exp_avg", "v": "exp_avg_sq"}
-    function: ClassVar[Function] = staticmethod(radam.radam)
+    _function: ClassVar[Function] = staticmethod(radam.radam)
     lists: ClassVar[tuple[str, ...]] = ("m", "v")
 
 
@@ -237,7 +237,7 @@ class AdamaxRule(_TorchRule):
     maximize: bool = False
 
     torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.Adamax
-    function: ClassVar[Function] = staticmethod(adamax.adamax)
+    _function: ClassVar[Function] = staticmethod(adamax.adamax)
     lists: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_inf")
 
 
