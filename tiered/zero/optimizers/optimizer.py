@@ -40,9 +40,8 @@ from tiered.zero.rules.rule import (
     UpdateRule,
     constants_of,
     made_from,
+    scalars_of,
     settings_of,
-    step_dtype,
-    stores_step,
     terms_of,
     torch_name,
 )
@@ -253,12 +252,6 @@ class Optimizer(TorchOptimizer):
             self._updates.refuse_states()
         self.__dict__["state"] = states
 
-    @staticmethod
-    def scalars(rule: UpdateRule, step: int) -> dict[str, torch.Tensor]:
-        """Return the scalars of a state that has had ``step`` steps, as torch's class has them."""
-        found = {"step": torch.tensor(float(step), dtype=step_dtype(rule), device="cpu")} if stores_step(rule) else {}
-        return {**found, **(rule.scalars(step) if hasattr(rule, "scalars") else {})}
-
     def state_dict(self) -> dict[str, Any]:
         """Return copies in the form of torch's class: of AdamW step, exp_avg and exp_avg_sq per parameter; and the param
         groups.
@@ -270,7 +263,7 @@ class Optimizer(TorchOptimizer):
         rules = [rule for rule, group in zip(self._rules, self.param_groups, strict=True) for _ in group["params"]]
         for index, (rule, (step, kept)) in enumerate(zip(rules, self._updates.kept(), strict=True)):
             if step:
-                found = {**self.scalars(rule, step), **{torch_name(rule, name): value for name, value in kept.items()}}
+                found = {**scalars_of(rule, step), **{torch_name(rule, name): value for name, value in kept.items()}}
                 if found:
                     state[index] = found
         packed["state"] = state

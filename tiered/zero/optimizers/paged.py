@@ -28,7 +28,7 @@ from tiered.zero.paging.unit import Unit
 from tiered.zero.paging.units import SHARE_STEP, Placement, Sliced, UnitPlan
 from tiered.zero.paging.update import Update
 from tiered.zero.rules.forms import StateForm, forms_of
-from tiered.zero.rules.rule import SMALLEST_BLOCK, WHOLE, UpdateRule, rounds_by_chance, terms_of, torch_name
+from tiered.zero.rules.rule import SMALLEST_BLOCK, WHOLE, UpdateRule, rounds_by_chance, scalars_of, terms_of, torch_name
 
 __all__ = ["HALF_LOADED", "PagedUpdates", "pagers_of", "refuse_masters"]
 
@@ -365,11 +365,11 @@ class PagedUpdates(Updates):
         rule = self._rule_of(parameter)
         narrow = placements_of(parameter)[0][2].stored in (torch.bfloat16, torch.float16)
         master = narrow and not rounds_by_chance(rule)
-        return (*self.optimizer.scalars(rule, 1), *torch_names(rule, parameter.shape), *(["master"] if master else []))
+        return (*scalars_of(rule, 1), *torch_names(rule, parameter.shape), *(["master"] if master else []))
 
     def _state_of(self, parameter: torch.Tensor, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
         rule = self._rule_of(parameter)
-        found = self.optimizer.scalars(rule, self._steps_of(parameter))
+        found = scalars_of(rule, self._steps_of(parameter))
         if names != ("step",):
             for pager in dict.fromkeys(pager for pager, _, _ in placements_of(parameter)):
                 pager.start_anew()

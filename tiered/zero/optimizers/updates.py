@@ -39,10 +39,6 @@ class Optimizing(Protocol):
         ``rule`` keeps other states."""
         ...
 
-    def scalars(self, rule: UpdateRule, step: int) -> dict[str, torch.Tensor]:
-        """Return the scalars of a state that has had ``step`` steps, as torch's class has them."""
-        ...
-
 
 class Updates:
     """How ``optimizer`` updates its parameters, by where these are. It is referred to weakly."""

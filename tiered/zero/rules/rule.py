@@ -22,8 +22,8 @@ from tiered.types import TensorSpec
 
 __all__ = [
     *("LARGEST_BLOCK", "SMALLEST_BLOCK", "State", "WHOLE"),
-    *("UpdateRule", "block_of", "chance_of", "constants_of", "made_from", "name_of", "rounds_by_chance", "settings_of"),
-    *("scalar_dtype", "step_dtype", "step_within", "stores_step", "terms_of", "torch_name"),
+    *("UpdateRule", "block_of", "chance_of", "constants_of", "made_from", "name_of", "rounds_by_chance", "scalars_of"),
+    *("scalar_dtype", "settings_of", "step_dtype", "step_within", "stores_step", "terms_of", "torch_name"),
 ]
 
 WHOLE, SMALLEST_BLOCK, LARGEST_BLOCK = 0, 16, 1024
@@ -155,6 +155,12 @@ def scalar_dtype(fused: bool | None) -> torch.dtype:
 def step_dtype(rule: UpdateRule) -> torch.dtype:
     """Return the dtype of the number of steps in the state of torch's class."""
     return scalar_dtype(getattr(rule, "fused", False))
+
+
+def scalars_of(rule: UpdateRule, step: int) -> dict[str, torch.Tensor]:
+    """Return the scalars of a state that has had ``step`` steps, as torch's class has them."""
+    found = {"step": torch.tensor(float(step), dtype=step_dtype(rule), device="cpu")} if stores_step(rule) else {}
+    return {**found, **(rule.scalars(step) if hasattr(rule, "scalars") else {})}
 
 
 def name_of(rule: UpdateRule) -> str:
