@@ -543,6 +543,8 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
         _place(buffers)
         checkpoint.recall(pager)
         unguard(model, window)
+        for show in shown:
+            show()
         return model
     if options.param_init_fn is None and options.weights is None:
         _refuse_without_reset(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -389,3 +390,30 @@ def test_a_gradient_that_is_not_finite_raises_in_backward_for_bf16(store: Tiered
     model.loss(0).backward()
     optimizer.step()
     assert all(torch.isfinite(value).all() for value in model.state_dict().values())
+
+
+@pytest.mark.parametrize("change", ["reversed", "moved", "taken out"])
+def test_groups_that_are_changed_are_those_of_an_update_within_backward(store: TieredStore, change: str) -> None:
+    found = []
+    for paged in (False, True):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        if paged:
+            zero.page(model, store)
+        groups = [{"params": list(layer.parameters()), "lr": lr} for layer, lr in zip(model, (0.1, 0.001), strict=True)]
+        optimizer: Any = zero.SGD(groups, update="in_backward") if paged else torch.optim.SGD(groups, fused=True)
+        if change == "reversed":
+            optimizer.param_groups.reverse()
+        else:
+            taken = optimizer.param_groups[0]["params"].pop()
+            if change == "moved":
+                optimizer.param_groups[1]["params"].append(taken)
+        loss = model(torch.ones(2, 4)).square().sum()
+        if change == "taken out" and paged:
+            with pytest.raises(MisuseError, match=r"'0\.bias' was taken out of the optimizer's param_groups"):
+                loss.backward()
+            return
+        loss.backward()
+        optimizer.step()
+        found.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(map(torch.equal, *found))

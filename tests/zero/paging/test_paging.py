@@ -379,11 +379,13 @@ class Showing(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
         self.detached = self.first.weight.detach()[2:, 3:9]
+        self.left, self.right = self.first.bias.chunk(2)
         self.turned = self.second.weight.t()
         self.many = [self.first.bias[5:], {"a": self.second.bias.detach()}, (self.first.weight.data.view(-1)[7:70],)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.first(x) @ self.turned + self.many[0].sum() + self.detached.sum()  # type: ignore[attr-defined]
+        more = self.many[0].sum() + self.detached.sum() + (self.left * self.right.sin()).sum()  # type: ignore[attr-defined]
+        return self.first(x) @ self.turned + more
 
     def shown(self) -> list[torch.Tensor]:
         many: Any = self.many
@@ -391,9 +393,11 @@ class Showing(nn.Module):
 
 
 def test_attributes_that_show_parameters_are_views_of_them_afterwards(store: TieredStore) -> None:
-    theirs, found = Showing(), list[list[torch.Tensor]]()
-    ours = Showing()
-    ours.load_state_dict(theirs.state_dict())
+    found, models = list[list[torch.Tensor]](), list[Showing]()
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Showing())
+    theirs, ours = models
     zero.page(ours, store)
     for model, kind in ((theirs, torch.optim.SGD), (ours, zero.SGD)):
         optimizer: Any = kind(model.parameters(), lr=0.1, **({"fused": True} if kind is torch.optim.SGD else {}))
@@ -408,6 +412,40 @@ def test_attributes_that_show_parameters_are_views_of_them_afterwards(store: Tie
             model.detached.fill_(3)
         found.append([*seen, *model.shown(), model.first.weight.detach().clone()])
     assert all(map(torch.equal, *found))
+
+
+def test_attributes_that_show_parameters_show_those_that_were_committed(tmp_path: Path) -> None:
+    with TieredStore.open(tmp_path, dram="1MiB") as store:
+        model = zero.page(Showing(), store)
+        expected = model.shown()
+        zero.commit(model)
+    with TieredStore.open(tmp_path, dram="1MiB") as store:
+        again = zero.page(Showing(), store, existing="resume")
+        assert all(map(torch.equal, again.shown(), expected))
+
+
+def laid_out(model: Any) -> None:
+    flat = torch.arange(20.0)
+    model.weight.data, model.bias.data, model.flat = flat[:16].view(4, 4), flat[16:], flat
+
+
+def between(model: Any) -> None:
+    flat = torch.arange(20.0).view(4, 5)
+    model.weight.data, model.last = flat[:, :4], flat[:, 4]
+
+
+def of_another_type(model: Any) -> None:
+    model.whole = model.weight.data.view(torch.int32)
+
+
+@pytest.mark.parametrize("change", [laid_out, between, of_another_type])
+def test_attributes_that_cannot_show_a_paged_parameter_are_named(store: TieredStore, change: Callable[[Any], None]) -> None:
+    model = nn.Linear(4, 4)
+    change(model)
+    with pytest.raises(MisuseError, match=r"attribute '\w+' shows memory of parameter 'weight'.*\.clone\(\)"):
+        zero.page(model, store)
+    assert type(model.weight) is nn.Parameter
+    assert len(store) == 0
 
 
 @pytest.mark.parametrize("what", ["state_dict", "NumPy", "closure"])

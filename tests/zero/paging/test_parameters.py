@@ -729,6 +729,8 @@ def test_views_of_a_divided_parameter_keep_what_they_showed() -> None:
         weight.data = torch.ones(512, 512)
         assert all(torch.equal(one.detach(), before) for one, before in zip(views, seen, strict=True))
         assert torch.equal(weight.detach(), torch.ones(512, 512))
+        with pytest.raises(MisuseError, match=r"this view was made before \.data of its parameter.*make the view anew"):
+            (views[1] * 2).sum()
 
 
 def given(tensor: torch.Tensor, attribute: str, parameter: nn.Parameter) -> torch.Tensor:

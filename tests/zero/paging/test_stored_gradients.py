@@ -961,9 +961,15 @@ def test_a_gradient_that_lost_its_graph_leads_none_in_silence(store: TieredStore
     with torch.no_grad():
         assert alike(ours, theirs)
     assert all(p.grad is not None and p.grad.requires_grad for p in theirs.parameters())
-    for use in (torch.norm, torch.sum, torch.clone, lambda grad: grad.t(), lambda grad: grad.numpy()):
+    for use in (torch.norm, torch.sum, torch.clone, lambda grad: grad.view(-1).sum(), lambda grad: grad.cpu()):
         with pytest.raises(MisuseError, match=r"without its graph.*torch\.autograd\.grad\(loss, parameters, create_graph=True"):
             use(grads[-1])
+    grad, other = grads[0], theirs.all[0].grad
+    assert isinstance(other, torch.Tensor)
+    for ask in (torch.isfinite, torch.argmax, lambda grad: grad > 0, torch.Tensor.tolist, lambda grad: grad[1, 0].item()):
+        found, expected = ask(grad), ask(other)
+        assert torch.equal(found, expected) if isinstance(found, torch.Tensor) else found == expected
+    assert torch.allclose(grad, grad)
     norm = by_torch(theirs)(1.0)
     assert torch.equal(by_torch(ours)(1.0), norm)
     assert same_bits(grads[0].detach().sum(), torch.sum(theirs.all[0].grad.detach()))  # type: ignore[union-attr]

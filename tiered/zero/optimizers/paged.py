@@ -301,7 +301,7 @@ class PagedUpdates(Updates):
             self.steps[placement] = step
             unit.counted_by[placement] = self._mark
 
-        rule = self.optimizer.rule(self._group_of[placement])
+        rule = self.optimizer.rule(self._group_number(placement))
         unit.keep_states({placement: forms_of(rule, unit.states.wide)})
         return Update(rule, step, *unit.gradients.factors(placement)), count
 
@@ -311,6 +311,20 @@ class PagedUpdates(Updates):
         if made:
             self._refuse_turns(unit, placement)
         return made + 1
+
+    def _group_number(self, placement: Placement) -> int:
+        """Return the number of the param group that a parameter is in now. Raises MisuseError where it is in none."""
+        known, groups = self._group_of.get(placement, -1), self.groups
+        if 0 <= known < len(groups) and any(one is placement.whole for one in groups[known]["params"]):
+            return known
+        for index, group in enumerate(groups):
+            if any(one is placement.whole for one in group["params"]):
+                self._group_of[placement] = index
+                return index
+        raise MisuseError(
+            f"{placement.name!r} was taken out of the optimizer's param_groups, and update='in_backward' updates it as soon as "
+            "its gradient is there: freeze it (requires_grad_(False)), or make a new optimizer"
+        )
 
     def refuse_turns(self) -> None:
         """Raise MisuseError where another optimizer has made a step since this one did."""

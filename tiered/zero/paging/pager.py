@@ -789,7 +789,8 @@ class Pager:
         """Let go of everything where an exception ended what the model was doing, for a commit or the like of the store alone.
         What has become of the step is said when the model is used next. Several ranks can end a pass only together. Raises
         MisuseError where a parameter was written to while it could only be read."""
-        mine = self._thread == threading.get_ident() and self._reduce_scatter is None
+        there = {thread.ident for thread in threading.enumerate()}
+        mine = (self._thread == threading.get_ident() or self._thread not in there) and self._reduce_scatter is None
         if mine and self.phase is not Phase.IDLE and not self.computing and not self._gathered():
             self._let_go(Unit.let_go)
 

@@ -123,6 +123,9 @@ class StoredTensor(torch.Tensor):
     ) -> StoredTensor:
         """Return a tensor of the values of ``source``, or the view of them that ``step`` makes."""
 
+        above = None if step is None else step.base
+        lost = isinstance(above, StoredTensor) and above.of_graph and not name_of(step.func).startswith(("detach", "data"))  # type: ignore[union-attr]
+
         def made() -> StoredTensor:
             empty: StoredTensor = torch.Tensor._make_wrapper_subclass(
                 kind or StoredTensor,
@@ -133,6 +136,8 @@ class StoredTensor(torch.Tensor):
                 device=source.device,
             )
             empty._source, empty.geometry, empty.step, empty.history = source, geometry, step, None
+            if lost:
+                empty.of_graph = True
             return empty
 
         if step is None or not geometry.requires_grad or not (source.leads or _is_own(step.base)):
@@ -289,6 +294,11 @@ class Kept(Source):
         super().__init__(source.parameter)
         self._values, self._like, self._shown = values, source.like().detach(), source.shown
 
+    lost_history = (
+        "this view was made before .data of its parameter, which is divided into slices, was assigned, and leads no gradient "
+        "to it any more: make the view anew"
+    )
+
     @property
     def shown(self) -> str:
         return self._shown
@@ -320,6 +330,8 @@ def keep(source: Source) -> None:
             whole = torch.empty_strided(values.size(), source.like().stride(), dtype=values.dtype, device=source.device)
             kept = Kept(source, whole.copy_(values))
         for view in views:
+            if not source.leads and view.requires_grad:  # its gradient went through all the values
+                view.of_graph = True
             view._source = kept
         views.clear()
         source.views.clear()  # type: ignore[union-attr]
@@ -381,8 +393,10 @@ def _call(call: Call) -> Any:
         raise MisuseError(f"{shown(stored)}: {name} {REFUSED[name]}; {stored[0].source.mend}")
     for value in stored:
         _refuse_lost(value)
-        if value.of_graph and torch.is_grad_enabled():
-            _refuse_lost_history(value, call)
+    if torch.is_grad_enabled():
+        found = _without_history(call, stored)
+        if found is not NotImplemented:
+            return found
     if torch._C._are_functorch_transforms_active():
         return _transformed(call, stored)
     if name in GEOMETRY:
@@ -453,12 +467,21 @@ def _refuse_lost(view: StoredTensor) -> None:
         )
 
 
-def _refuse_lost_history(value: StoredTensor, call: Call) -> None:
-    """Raise MisuseError where ``call`` would lead gradients through ``value``, whose history is lost. To write to it again, to
-    detach it and to assign it as ``.data`` needs none."""
-    written = any(one is value for one in leaves(written_by(call.name, call.args, call.kwargs)))
-    if not written and call.name not in ("detach", "data.__get__", "data.__set__"):
-        raise MisuseError(f"{value.source.shown}: {value.source.lost_history}")
+def _without_history(call: Call, stored: Sequence[StoredTensor]) -> Any:
+    """Return what a function returns where a tensor among ``stored`` has lost its history, and the function needs none: it
+    writes to that, detaches it, is a view, or gives nothing that has a gradient; NotImplemented where none has lost it. Raises
+    MisuseError where gradients would be led through it."""
+    written = [id(one) for one in leaves(written_by(call.name, call.args, call.kwargs))]
+    lost = [value for value in stored if value.of_graph and id(value) not in written]
+    if not lost or call.name in ("detach", "data.__get__", "data.__set__"):
+        return NotImplemented
+    if call.name in VIEWS:
+        return _view(call)
+    with torch.no_grad():
+        found = _call(call)
+    if any(isinstance(one, torch.Tensor) and (one.is_floating_point() or one.is_complex()) for one in leaves(found)):
+        raise MisuseError(f"{lost[0].source.shown}: {lost[0].source.lost_history}")
+    return found
 
 
 def _into(call: Call) -> Any:
