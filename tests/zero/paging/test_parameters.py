@@ -723,7 +723,8 @@ def test_a_view_is_a_tensor_of_its_own_to_autograd(opened: TieredStore, name: st
 
 def test_views_of_a_divided_parameter_keep_what_they_showed() -> None:
     with TieredStore.open(None, dram="2MiB") as store:
-        weight: Any = zero.page(nn.Linear(512, 512, bias=False), store).weight
+        model = zero.page(nn.Linear(512, 512, bias=False), store)
+        weight: Any = model.weight
         views = [weight.detach()[3], weight.t(), weight[5:9], weight.detach().view(-1)[500:600]]
         seen = [one.detach().clone() for one in views]
         weight.data = torch.ones(512, 512)
