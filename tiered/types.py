@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 VERSION = "0.1.0"
-"""Of the package."""
+"""Release of this package; ``tiered.__version__`` and the build read it."""
 
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base ** (power + 1)

@@ -69,7 +69,7 @@ class PagedUpdates(Updates):
         self._mark = object()
         """Stands for this optimizer in units."""
         self._known: dict[int, _Known] = {}
-        """By param group."""
+        """Where the parameters of each param group were found last, by the number of the group."""
 
     # -- parameters --------------------------------------------------------------------------------------------------------
 
