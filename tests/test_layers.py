@@ -29,7 +29,7 @@ TREE: dict[str, tuple[str, ...]] = {
         *("safetensors", "safetensors_writer", "foreign"),
     ),
     "format.foreign": ("documents", "pickled", "torch_file"),
-    "io": ("posix", "aiofiles", "libaio", "probe"),
+    "io": ("posix", "aiofiles", "libaio", "probe", "backends"),
     "tiers": ("first_touch", "dram", "hbm", "nvme"),
     "links": ("disk", "cuda", "stand_in"),
     "engine": (
@@ -123,7 +123,7 @@ USES: dict[str, tuple[str, ...]] = {
         *("errors", "interfaces", "types", "system", "allocator", "format.foreign", "engine", "tensors", "store"),
         *("zero", "integrations"),
     ),
-    "measuring": ("", "format", "tiers", "store", "zero", "planning"),
+    "measuring": ("", "format", "io", "tiers", "store", "zero", "planning"),
     "cli": (
         *("tiered", "", "format", "io", "tiers", "links", "engine", "store", "zero", "data", "integrations", "planning"),
         *("reporting", "measuring"),
@@ -147,6 +147,7 @@ LONG_OR_SHORT: dict[str, str] = {
     "small.pages": "the pages of small tensors, and what is known of them as of a stamp",
     "tables.kernel": "copies of rows, in C or without it",
     "planning.plan": "what a plan says: predictions of choices, and which changes are better or fit",
+    "io.backends": "which backend a name means, and what is tried for \"auto\"",
     "io.probe": "whether libaio works here, asked without importing it",
     "store.store": "the public calls of a store, which threads and coroutines share",
     "store.commit": "generations of an open store: commit, rollback, recovery",

@@ -14,7 +14,7 @@ from tests.contracts.io_backend import BLOCK, PATIENCE, READ, WRITE, File, IOBac
 from tiered.errors import MisuseError, TieredError
 from tiered.io import aiofiles
 from tiered.io.aiofiles import AiofilesBackend, AiofilesConfig
-from tiered.store.opening import open_backend
+from tiered.io.backends import open_backend
 from tiered.types import IOCompletion, IORequest
 
 

@@ -20,9 +20,9 @@ from tiered.errors import MisuseError, TieredError
 from tiered.format.data_file import digest
 from tiered.format.locked_file import make_direct, makes_direct
 from tiered.interfaces import IOBackend
+from tiered.io.backends import open_backend
 from tiered.measuring.fio import Mode
 from tiered.measuring.meters import Meter, Moved, bytes_of
-from tiered.store.opening import open_backend
 from tiered.system import direct_io_alignment
 from tiered.tiers.dram import DramConfig, DramTier
 from tiered.types import BackendName, IORequest, Operation, exact_size

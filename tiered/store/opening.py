@@ -1,6 +1,6 @@
 """``TieredStore.open``: checks the options, opens the parts of a store and recovers the generation.
 
-The only file that names concrete tiers, links and backends.
+The only file that names concrete tiers and links.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
@@ -21,7 +21,7 @@ from tiered.errors import CapacityError, MisuseError, TieredError, path_of, quot
 from tiered.format.folder import cannot_open, mend_of
 from tiered.format.generations import generations
 from tiered.interfaces import EvictionPolicy, IOBackend, Link, Memory, Tier
-from tiered.io.posix import PosixBackend, PosixConfig
+from tiered.io.backends import open_backend
 from tiered.links.disk import DiskConfig, DiskLink
 from tiered.store.at_rest import StoreAtRest
 from tiered.store.commit import Commits, Generations
@@ -44,7 +44,6 @@ __all__ = [
     "assemble",
     "build",
     "default_dram",
-    "open_backend",
 ]
 
 
@@ -151,40 +150,6 @@ def _device_link(hbm: HbmTier, dram: DramTier) -> Link:
     from tiered.links.stand_in import MemoryLink
 
     return MemoryLink(hbm, dram)
-
-
-def open_backend(backend: BackendName | Callable[[], IOBackend], depth: int) -> IOBackend:
-    """Open a backend with ``depth`` requests in flight. "auto" is libaio, or posix where libaio is not built or the kernel
-    refuses it.
-
-    Raises MisuseError for one that is unknown or does not work here, CapacityError where the kernel has no room for it,
-    TieredError where the process has no descriptor or thread left for it.
-    """
-    if not isinstance(backend, str):
-        return backend()
-    if backend not in get_args(BackendName):
-        known = ", ".join(repr(name) for name in get_args(BackendName))
-        raise MisuseError(f"there is no backend {backend!r}; use one of {known}, or a function that makes one")
-    if backend in ("auto", "libaio"):
-        try:
-            from tiered.io.libaio import LibaioBackend, LibaioConfig
-
-            return LibaioBackend(LibaioConfig(depth=depth))
-        except (ImportError, OSError) as error:
-            if backend == "libaio":
-                raise MisuseError(f"the libaio backend does not work here: {error}; use backend='posix'") from error
-        except TieredError:  # no AIO in this kernel or container, or no room for another ring
-            if backend == "libaio":
-                raise
-    try:
-        if backend == "aiofiles":
-            from tiered.io.aiofiles import AiofilesBackend, AiofilesConfig
-
-            return AiofilesBackend(AiofilesConfig(depth=depth))
-        return PosixBackend(PosixConfig(depth=depth))
-    except (OSError, RuntimeError) as error:  # no descriptor, no thread
-        name = "posix" if backend == "auto" else backend
-        raise TieredError(f"the {name} backend cannot be opened: {error}; raise this process's limits (ulimit)") from error
 
 
 def default_dram() -> int:

@@ -26,8 +26,8 @@ from tiered.format.folder import NO_DAMAGE, OpenFolder, cannot_open
 from tiered.format.locked_file import make_direct, open_to_lock, open_to_read
 from tiered.format.manifest import Extent, Manifest, TensorRecord
 from tiered.format.pins import Pin
+from tiered.io.backends import open_backend
 from tiered.store.at_rest import take
-from tiered.store.opening import open_backend
 from tiered.system import direct_io_alignment
 from tiered.tiers.dram import DramConfig, DramTier
 from tiered.types import CHECKSUM_BYTES, PIECE_BYTES, BackendName, IORequest, Operation

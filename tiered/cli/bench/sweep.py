@@ -27,10 +27,10 @@ from tiered.cli.output import (
     told_io,
     told_noise,
 )
+from tiered.io.backends import open_backend
 from tiered.measuring import fio
 from tiered.measuring.drive import Cache, Checksums, Drive, Order, Point
 from tiered.measuring.meters import Spread, scratch_folder
-from tiered.store.opening import open_backend
 from tiered.types import BackendName, exact_size, format_size
 
 __all__ = ["Options", "sweep"]
