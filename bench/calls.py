@@ -1,58 +1,39 @@
-"""Count the calls from one file of ``tiered`` to another that a lease, a commit, a forward and a backward make.
+"""Count the Python functions of ``tiered`` that start for a lease, a commit, and each unit of a step, and their CPU time.
 
-    .venv/bin/python -m bench.calls                             Markdown, half a minute
-    .venv/bin/python -m bench.calls --pairs 15                  also the file -> file edges with the most calls
-    .venv/bin/python -m bench.calls --by-file --json calls.json
+    .venv/bin/python -m bench.calls                             Markdown, two minutes
+    .venv/bin/python -m bench.calls --only "commit" --functions 40
+    .venv/bin/python -m bench.calls --against CHECKOUT          this checkout beside another one, round by round
 
-Five operations, each from its first call until the store is idle again:
+Rows (``CASES``) are of tensors of 64 KiB in a pool of 2 MiB, three times as many as fit, and of a model of 16 linear layers
+with 256 x 256 weights, whose parameters and moments take twice the pool. Each round does an operation many times where it is
+short, and lasts until the store is idle again: until the process has used next to no CPU time for ``QUIET`` seconds.
 
-- "lease, resident": a READ lease of a tensor that is in DRAM;
-- "lease, from NVMe": a READ lease of a tensor that is only on NVMe, for which a clean one is evicted from a full pool;
-- "commit, one tensor": ``store.commit()`` after one resident tensor was changed;
-- "forward, 16 units" and "backward, 16 units": of 16 linear layers that are paged, in a pool of half of the bytes of their
-  parameters and Adam states, with ``zero.AdamW(update="on_fetch")``.
+A call is one start of a Python function whose file is below the folder of the package, or one continuation of a generator or a
+coroutine, in any thread. C functions do not count, nor functions without a source file, such as the ``__init__`` of a
+dataclass; nor does what a module does when it is imported. The garbage collector is off in a round that is counted.
 
-Each is done ``WARM_UP`` times before the first that counts. Rules of the count:
-
-- A file is a Python file below the folder of the installed package. Each has its path from there as its name.
-- A call is one start of a Python function that is written in such a file, or one continuation of a generator or a coroutine.
-  Its caller is the nearest function below it on the stack that is written in such a file too, whatever functions of Python or
-  torch lie between them. A call is counted where the two files differ. A call without such a caller, from outside of the
-  package, adds only to the files that are crossed.
-- Not seen are calls of C functions, and of functions without a source file: the ``__init__`` of a dataclass, for example.
-- Running a module at its import is no call, and neither is what it calls itself.
-- A one-line function is a lambda, or a ``def`` whose body, without its docstring, is exactly one ``return`` statement, on
-  however many source lines; most properties are. ``pass``, an assignment or a bare call is no ``return``.
-- The calls of all threads count, the store's own included. While this script waits for the store to be idle, its own thread
-  does not count. Idle is: no function of the package began and no link was busy for ``QUIET`` seconds. The store's thread
-  looks around once a second even then, so that a round now and then has some calls more. The garbage collector is off in a
-  round.
-
-Figures are medians of the rounds, with the least and the most. Only the public interface of ``tiered`` is used.
+CPU microseconds are those of all threads of the process, in the kernel too, of rounds in which nothing is counted. Figures are
+medians. ``--against`` gives the rounds to a process of each checkout in turn, and takes ratios of neighbouring rounds.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import collections
 import gc
 import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -60,53 +41,239 @@ from torch import nn
 import tiered
 from tiered import TieredStore, zero
 
-__all__ = ["Calls", "Counter", "Function", "main"]
+__all__ = ["CASES", "Case", "Counter", "Round", "counted", "main", "timed", "wait_until_idle"]
 
-POOL, NBYTES, TENSORS = 1 << 20, 64 << 10, 48
-"""Bytes of the pool and of each tensor, and how many tensors, for leases and commits."""
+POOL, NBYTES, TENSORS, TOGETHER = 2 << 20, 64 << 10, 96, 16
+"""Bytes of the pool and of each tensor, how many tensors there are, and how many one lease asks for."""
 UNITS, WIDTH, BATCH = 16, 256, 8
+RESIDENT = 500
+"""Leases of a resident tensor in a round."""
+PAUSE = 0.002
+"""Seconds between two touches of an order: a fetch takes less."""
 WARM_UP = 5
-"""Rounds of each operation before the first that counts: the second step makes the moments, the fourth repeats the third."""
-QUIET = 0.03
+"""Rounds before the first that counts: the second step makes the moments, the fourth repeats the third."""
+QUIET, IDLE = 0.03, 0.0003
+"""The store is idle when the process used less than IDLE seconds of CPU time within QUIET."""
+COUNTED, TIMED, PAIRED = 5, 9, 21
+"""Rounds that are counted, timed, and timed in turn with another checkout."""
+
+
+class Round(NamedTuple):
+    """What a round does: ``prepare``, which is not measured, then ``operation``. ``waits`` seconds of it are spent in pauses of
+    ``PAUSE``, whose CPU time is not the operation's."""
+
+    operation: Callable[[], object]
+    prepare: Callable[[], object] = lambda: None
+    waits: float = 0.0
 
 
 @dataclass(frozen=True)
-class Function:
-    """Describe a function of the package: its file, its name in that, its first line, and whether it is a one-line function."""
+class Case:
+    """A row: ``each`` is by how many a round's calls are divided, and ``opened(folder)`` opens what the rounds use."""
 
-    file: str
     name: str
-    line: int
-    one_line: bool
+    each: int
+    opened: Callable[[str], AbstractContextManager[Round]]
 
 
-class Calls:
-    """Hold the calls of one round, by caller and called function."""
+# -- what is measured ----------------------------------------------------------------------------------------------------------
 
-    def __init__(self, files: set[str], pairs: collections.Counter[tuple[Function, Function]]) -> None:
-        self.files = files
-        self.pairs = pairs
 
-    @property
-    def total(self) -> int:
-        """Return the number of calls from one file to another."""
-        return sum(self.pairs.values())
+@contextmanager
+def tensors(folder: str) -> Iterator[TieredStore]:
+    """Open a store of ``TENSORS`` tensors that are committed."""
+    with TieredStore.open(f"{folder}/store", dram=POOL) as store:
+        for index in range(TENSORS):
+            store.put(f"t{index}", torch.zeros(NBYTES, dtype=torch.uint8))
+        store.commit()
+        yield store
 
-    @property
-    def without_one_line(self) -> int:
-        """Return the same without the calls of one-line functions."""
-        return sum(count for (_, called), count in self.pairs.items() if not called.one_line)
+
+def lease(store: TieredStore, asked: Iterable[str | list[str]]) -> None:
+    """Lease what is asked for, one after the other."""
+    for one in asked:
+        with store.lease(one):
+            pass
+
+
+@contextmanager
+def of_misses(store: TieredStore, expected: int) -> Iterator[None]:
+    """Raise RuntimeError where the leases within do not miss as often as ``expected``: something else was measured."""
+    before = store.statistics().misses
+    yield
+    missed = store.statistics().misses - before
+    if missed != expected:
+        raise RuntimeError(f"{missed} leases had to wait for their tensors instead of {expected}")
+
+
+@contextmanager
+def resident(folder: str) -> Iterator[Round]:
+    with tensors(folder) as store:
+        lease(store, ["t0"])
+        with of_misses(store, 0):
+            yield Round(lambda: lease(store, ["t0"] * RESIDENT))
+
+
+@contextmanager
+def prefetched(folder: str) -> Iterator[Round]:
+    """Lease all tensors along an order that is followed, each long enough after the one before that it is there."""
+    with tensors(folder) as store:
+        keys = [f"t{index}" for index in range(TENSORS)]
+        store.follow(keys)
+
+        def touches() -> None:
+            for key in keys:
+                time.sleep(PAUSE)
+                lease(store, [key])
+
+        yield Round(touches, waits=PAUSE * TENSORS)
+
+
+@contextmanager
+def missing(folder: str) -> Iterator[Round]:
+    """Lease all tensors in turn: the least recently used is the next one, and leaves for the one that is asked for."""
+    with tensors(folder) as store:
+        yield Round(lambda: lease(store, [f"t{index}" for index in range(TENSORS)]))
+
+
+@contextmanager
+def missing_together(folder: str) -> Iterator[Round]:
+    with tensors(folder) as store:
+        groups = [[f"t{index}" for index in range(at, at + TOGETHER)] for at in range(0, TENSORS, TOGETHER)]
+        yield Round(lambda: lease(store, groups))
+
+
+@contextmanager
+def commit(folder: str) -> Iterator[Round]:
+    with tensors(folder) as store:
+
+        def change() -> None:
+            with store.lease("t0", access="write") as tensor:
+                tensor.add_(1)
+
+        yield Round(store.commit, change)
+
+
+class Training:
+    """A model that is paged, and its training."""
+
+    def __init__(self, store: TieredStore, model: nn.Module) -> None:
+        self.store, self.model = store, zero.page(model, store)
+        self.optimizer = zero.AdamW(model.parameters(), lr=1e-4, update="on_fetch")
+        self.inputs = torch.randn(BATCH, WIDTH)
+        self.loss: torch.Tensor | None = None
+
+    def forward(self) -> None:
+        self.loss = self.model(self.inputs).square().mean()
+
+    def backward(self) -> None:
+        assert self.loss is not None
+        loss, self.loss = self.loss, None
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def gradients(self) -> None:
+        self.optimizer.zero_grad()
+        self.forward()
+        self.backward()
+
+    def rest(self) -> None:
+        """Do what comes between two forward passes."""
+        if self.loss is not None:
+            self.backward()
+            self.step()
+            self.optimizer.zero_grad()
+
+    def commit(self) -> None:
+        zero.commit(self.model, self.optimizer)
+
+
+def layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(UNITS)))
+
+
+@contextmanager
+def training(folder: str) -> Iterator[Training]:
+    model = layers()
+    state = 12 * sum(parameter.numel() for parameter in model.parameters())
+    with TieredStore.open(f"{folder}/model", dram=state // 2) as store:
+        yield Training(store, model)
+
+
+@contextmanager
+def forward(folder: str) -> Iterator[Round]:
+    with training(folder) as trained:
+        yield Round(trained.forward, trained.rest)
+
+
+@contextmanager
+def backward(folder: str) -> Iterator[Round]:
+    with training(folder) as trained:
+
+        def until_backward() -> None:
+            trained.step()
+            trained.optimizer.zero_grad()
+            trained.forward()
+
+        trained.gradients()
+        yield Round(trained.backward, until_backward)
+
+
+@contextmanager
+def step(folder: str) -> Iterator[Round]:
+    with training(folder) as trained:
+        yield Round(trained.step, trained.gradients)
+
+
+@contextmanager
+def commit_model(folder: str) -> Iterator[Round]:
+    with training(folder) as trained:
+
+        def one_step() -> None:
+            trained.gradients()
+            trained.step()
+
+        yield Round(trained.commit, one_step)
+
+
+@contextmanager
+def inference(folder: str) -> Iterator[Round]:
+    model = layers()
+    with TieredStore.open(f"{folder}/model", dram="64MiB") as store, torch.no_grad():
+        paged = zero.page(model, store).eval()
+        inputs = torch.randn(BATCH, WIDTH)
+        yield Round(lambda: paged(inputs))
+
+
+CASES = (
+    Case("lease, resident", RESIDENT, resident),
+    Case("lease, prefetched along an order", TENSORS, prefetched),
+    Case("lease that misses, one at a time", TENSORS, missing),
+    Case("lease that misses, 16 in one lease, each", TENSORS, missing_together),
+    Case("forward with pending updates, per unit", UNITS, forward),
+    Case("backward, per unit", UNITS, backward),
+    Case("optimizer.step(), per parameter", 2 * UNITS, step),
+    Case("inference forward, all resident, per unit", UNITS, inference),
+    Case("commit of one dirty tensor", 1, commit),
+    Case("zero.commit of the model", 1, commit_model),
+)
+
+
+# -- how it is measured --------------------------------------------------------------------------------------------------------
 
 
 class Counter:
-    """Count calls between the Python files below ``folder``, in this thread and in all that start within a ``with`` block."""
+    """Count starts of functions in the Python files below ``folder``, in this thread and in all that start within a ``with``
+    block."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = f"{folder}{os.sep}"
         self._known: dict[int, tuple[CodeType, bool]] = {}  # by identity: the same lines in two files are equal code
-        self._seen: list[tuple[int | None, int]] = []
+        self._seen: list[int] = []
         self._counting = False
-        self._aside: int | None = None  # a thread that does not count
 
     def __enter__(self) -> Counter:
         self._before = sys.getprofile(), threading.getprofile()
@@ -118,13 +285,8 @@ class Counter:
         sys.setprofile(self._before[0])
         threading.setprofile(self._before[1])
 
-    @property
-    def seen(self) -> int:
-        """Return how many calls were seen in this round, those within a file included."""
-        return len(self._seen)
-
-    def count(self, operation: Callable[[], object], settle: Callable[[], object] = lambda: None) -> Calls:
-        """Return the calls of ``operation`` in this thread, and those of other threads until ``settle`` returns."""
+    def count(self, operation: Callable[[], object]) -> collections.Counter[str]:
+        """Return how often each function started while ``operation`` ran, in any thread, by its file and name."""
         self._seen = []
         collected = gc.isenabled()
         gc.collect()
@@ -132,271 +294,167 @@ class Counter:
         self._counting = True
         try:
             operation()
-            with self._standing_aside():
-                settle()
         finally:
             self._counting = False
             if collected:
                 gc.enable()
-        return self._calls()
-
-    @contextmanager
-    def _standing_aside(self) -> Iterator[None]:
-        self._aside = threading.get_ident()
-        try:
-            yield
-        finally:
-            self._aside = None
+        found: collections.Counter[str] = collections.Counter()
+        for identity, count in collections.Counter(self._seen).items():
+            code = self._known[identity][0]
+            if code.co_name != "<module>":
+                name = getattr(code, "co_qualname", code.co_name)  # Python 3.11
+                found[f"{code.co_filename[len(self._folder) :]}: {name}"] += count
+        return found
 
     def _profile(self, frame: FrameType, event: str, argument: object) -> None:
-        if event != "call" or not self._counting or not self._is_ours(frame.f_code):
+        if event != "call" or not self._counting:
             return
-        if threading.get_ident() == self._aside:
-            return
-        caller = frame.f_back
-        while caller is not None and not self._is_ours(caller.f_code):
-            caller = caller.f_back
-        self._seen.append((None if caller is None else id(caller.f_code), id(frame.f_code)))  # atomic
-
-    def _is_ours(self, code: CodeType) -> bool:
-        found = self._known.get(id(code))
-        if found is None:
-            found = self._known[id(code)] = code, code.co_filename.startswith(self._folder)
-        return found[1]
-
-    def _calls(self) -> Calls:
-        files: set[str] = set()
-        pairs: collections.Counter[tuple[Function, Function]] = collections.Counter()
-        for (caller_id, called_id), count in collections.Counter(self._seen).items():
-            called = self._function(called_id)
-            caller = None if caller_id is None else self._function(caller_id)
-            if "<module>" in (called.name, caller.name if caller else None):
-                continue
-            files.add(called.file)
-            if caller is not None and caller.file != called.file:
-                pairs[caller, called] += count
-        return Calls(files, pairs)
-
-    def _function(self, identity: int) -> Function:
-        code, _ = self._known[identity]
-        name = getattr(code, "co_qualname", code.co_name)  # Python 3.11
-        short = code.co_name == "<lambda>" or (code.co_firstlineno, code.co_name) in one_line_functions(code.co_filename)
-        return Function(code.co_filename[len(self._folder) :], name, code.co_firstlineno, short)
+        code = frame.f_code
+        known = self._known.get(id(code))
+        if known is None:
+            known = self._known[id(code)] = code, code.co_filename.startswith(self._folder)
+        if known[1]:
+            self._seen.append(id(code))  # atomic
 
 
-@cache
-def one_line_functions(path: str) -> frozenset[tuple[int, str]]:
-    """Return the first line (a decorator's, where there is one) and the name of each one-line ``def`` in the file ``path``."""
-    found = set()
-    for node in ast.walk(ast.parse(Path(path).read_bytes())):
-        if isinstance(node, ast.FunctionDef):
-            body = node.body[ast.get_docstring(node, clean=False) is not None :]
-            if len(body) == 1 and isinstance(body[0], ast.Return):
-                found.add((min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]), node.name))
-    return frozenset(found)
-
-
-def wait_until_idle(store: TieredStore, counter: Counter) -> None:
-    """Return when nothing was under way in ``store`` for ``QUIET`` seconds."""
-    now = counter.seen, store.statistics().links
-    before = None
-    while now != before:
+def wait_until_idle() -> float:
+    """Return when the process has used next to no CPU time for ``QUIET`` seconds; its CPU time when these began."""
+    while True:
+        before = time.process_time()
         time.sleep(QUIET)
-        before, now = now, (counter.seen, store.statistics().links)  # a link that is busy says so in its seconds
+        if time.process_time() - before < IDLE:
+            return before
 
 
-def moved(store: TieredStore) -> tuple[int, int, int, int, int]:
-    """Return the hits, misses, evictions, reads and writes of ``store`` so far."""
-    found = store.statistics()
-    link = found.links[-1]
-    return found.hits, found.misses, found.evictions, link.up.transfers, link.down.transfers
+def counted(case: Case, folder: str, rounds: int) -> list[collections.Counter[str]]:
+    """Return the calls of each round of ``case``, by function."""
+    found = []
+    with Counter(Path(tiered.__file__).parent) as counter, case.opened(folder) as made:
 
-
-def count_store(counter: Counter, folder: str, rounds: int) -> dict[str, list[Calls]]:
-    """Return the calls of each lease and each commit. Raises RuntimeError where one did not move what it should."""
-    found: dict[str, list[Calls]] = {"lease, resident": [], "lease, from NVMe": [], "commit, one tensor": []}
-    with TieredStore.open(f"{folder}/store", dram=POOL) as store:
-
-        def measure(name: str, operation: Callable[[], object], expected: tuple[int, ...]) -> None:
-            wait_until_idle(store, counter)
-            before = moved(store)
-            calls = counter.count(operation, lambda: wait_until_idle(store, counter))
-            done = tuple(new - old for new, old in zip(moved(store), before, strict=True))
-            if done != expected:
-                raise RuntimeError(f"{name}: {done} hits, misses, evictions, reads and writes instead of {expected}")
-            found[name].append(calls)
-
-        def lease(key: str) -> None:
-            with store.lease(key):
-                pass
-
-        for index in range(TENSORS):
-            store.put(f"t{index}", torch.zeros(NBYTES, dtype=torch.uint8))
-        store.commit()
-        for index in range(WARM_UP + rounds):  # in order, over more than fits: the least recently used is the next one
-            key = f"t{index % TENSORS}"
-            measure("lease, from NVMe", lambda key=key: lease(key), (0, 1, 1, 1, 0))  # type: ignore[misc]
-            measure("lease, resident", lambda key=key: lease(key), (1, 0, 0, 0, 0))  # type: ignore[misc]
-        for _ in range(WARM_UP + rounds):
-            with store.lease(key, access="write") as tensor:
-                tensor.add_(1)
-            del tensor
-            measure("commit, one tensor", store.commit, (0, 0, 0, 0, 1))
-    return {name: calls[WARM_UP:] for name, calls in found.items()}
-
-
-def count_model(counter: Counter, folder: str, rounds: int) -> dict[str, list[Calls]]:
-    """Return the calls of each forward and each backward of a paged model."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(UNITS)))
-    state = 12 * sum(parameter.numel() for parameter in model.parameters())
-    inputs = torch.randn(BATCH, WIDTH)
-    forwards: list[Calls] = []
-    backwards: list[Calls] = []
-    with TieredStore.open(f"{folder}/model", dram=state // 2) as store:
-        zero.page(model, store)
-        optimizer = zero.AdamW(model.parameters(), lr=1e-4, update="on_fetch")
-        if zero.statistics(model).units != UNITS:
-            raise RuntimeError(f"the model has {zero.statistics(model).units} units instead of {UNITS}")
-
-        def settle() -> None:
-            wait_until_idle(store, counter)
+        def whole() -> None:
+            made.operation()
+            wait_until_idle()
 
         for _ in range(WARM_UP + rounds):
-            outputs: list[torch.Tensor] = []
-            settle()
-            forwards.append(counter.count(lambda: outputs.append(model(inputs)), settle))  # noqa: B023
-            loss = outputs.pop().square().mean()
-            backwards.append(counter.count(loss.backward, settle))
-            optimizer.step()
-            optimizer.zero_grad()
-    return {f"forward, {UNITS} units": forwards[WARM_UP:], f"backward, {UNITS} units": backwards[WARM_UP:]}
+            made.prepare()
+            wait_until_idle()
+            found.append(counter.count(whole))
+    return found[WARM_UP:]
 
 
-def environment() -> dict[str, Any]:
-    """Return what the figures depend on: versions, the package's commit where it is in a checkout, and the I/O backend."""
-    root = Path(tiered.__file__).resolve().parents[1]
-    commit = None
-    if (root / ".git").exists():
-        command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
-        commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
-    with tempfile.TemporaryDirectory() as folder, TieredStore.open(f"{folder}/store", dram=POOL, durability="none") as store:
-        backend = store.statistics().backend
-    python = platform.python_version()
-    return {"tiered": tiered.__version__, "commit": commit, "torch": torch.__version__, "python": python, "backend": backend}
+def timed(made: Round) -> float:
+    """Return the CPU seconds of a round, those of all threads until the store is idle."""
+    made.prepare()
+    began = wait_until_idle()
+    pauses = 0.0
+    if made.waits:
+        for _ in range(round(made.waits / PAUSE)):
+            time.sleep(PAUSE)
+        pauses = time.process_time() - began
+    began = time.process_time()
+    made.operation()
+    return wait_until_idle() - began - pauses
 
 
-def spread(values: Sequence[int]) -> str:
-    """Return the median, the least and the most of ``values`` as text."""
-    return f"{statistics.median(values):,.0f} [{min(values):,} - {max(values):,}]"
+def measured(case: Case, folder: str, rounds: int) -> list[float]:
+    """Return the CPU microseconds of each round, of one."""
+    with case.opened(folder) as made:
+        return [timed(made) / case.each * 1e6 for _ in range(WARM_UP + rounds)][WARM_UP:]
 
 
-def number(value: float) -> str:
-    """Return ``value`` with one decimal, or without where that is 0."""
-    return f"{value:,.1f}".removesuffix(".0")
+# -- this checkout, and another one --------------------------------------------------------------------------------------------
 
 
-Mean = dict[tuple[Function, Function], float]
+def serve(parent: str) -> None:
+    """Answer each line ``count NUMBER`` with the calls of case NUMBER, ``time NUMBER`` with the microseconds of a round; what a
+    case uses stays open while the line stays the same."""
+    with tempfile.TemporaryDirectory(dir=parent) as folder:
+        line = sys.stdin.readline()
+        while line:
+            asked, (what, number) = line, line.split()
+            case = CASES[int(number)]
+            if what == "count":
+                calls = [sum(one.values()) / case.each for one in counted(case, f"{folder}/c{number}", COUNTED)]
+                print(json.dumps(statistics.median(calls)), flush=True)
+                line = sys.stdin.readline()
+                continue
+            with case.opened(f"{folder}/t{number}") as made:
+                for _ in range(WARM_UP):
+                    timed(made)
+                while line == asked:
+                    print(json.dumps(timed(made) / case.each * 1e6), flush=True)
+                    line = sys.stdin.readline()
 
 
-def mean_pairs(rounds: Sequence[Calls]) -> Mean:
-    """Return the calls of each pair of functions in a round, on average."""
-    total = sum((calls.pairs for calls in rounds), collections.Counter[tuple[Function, Function]]())
-    return {pair: count / len(rounds) for pair, count in total.items()}
+def against(other: Path, parent: str, chosen: Sequence[int], rounds: int) -> list[dict[str, Any]]:
+    from bench.checkouts import beside, in_turn, ratio  # not above: --serve runs this file on other checkouts, older ones too
+
+    print("| operation | calls there | here | CPU microseconds there | here | here / there, median [quartiles] |")
+    print("|---|---:|---:|---:|---:|---:|")
+    rows = []
+    with beside(other, __file__, ["--dir", parent]) as pair:
+        for number in chosen:
+            calls = [one.asked(f"count {number}") for one in pair]
+            there, here = in_turn(pair, f"time {number}", rounds)
+            cells = f"{calls[0]:,.0f} | {calls[1]:,.0f} | {statistics.median(there):,.1f} | {statistics.median(here):,.1f}"
+            print(f"| {CASES[number].name} | {cells} | {ratio(here, there)} |", flush=True)
+            rows.append({"name": CASES[number].name, "calls": calls, "there": there, "here": here})
+    return rows
 
 
-def table(found: dict[str, list[Calls]]) -> str:
-    """Return a line for each operation."""
-    lines = ["| operation | files | calls between files | without one-line functions |", "|---|---:|---:|---:|"]
-    for name, rounds in found.items():
-        columns = ([len(calls.files) for calls in rounds], [c.total for c in rounds], [c.without_one_line for c in rounds])
-        lines.append(f"| {name} | {' | '.join(spread(column) for column in columns)} |")
-    return "\n".join(lines)
+def alone(parent: str, chosen: Sequence[int], rounds: int, functions: int) -> list[dict[str, Any]]:
+    from tiered.measuring.meters import Spread
 
-
-def table_by_file(found: dict[str, list[Calls]]) -> str:
-    """Return a line for each file: calls into it from other files, in a round, on average; a dash where it is not crossed."""
-    into: dict[str, dict[str, float]] = {name: {} for name in found}
-    for name, rounds in found.items():
-        into[name] = dict.fromkeys(set().union(*(calls.files for calls in rounds)), 0.0)
-        for (_, called), count in mean_pairs(rounds).items():
-            into[name][called.file] += count
-    lines = [f"| calls into | {' | '.join(found)} |", "|---|" + "---:|" * len(found)]
-    for file in sorted(set().union(*into.values())):
-        cells = (number(counts[file]) if file in counts else "-" for counts in into.values())
-        lines.append(f"| `{file}` | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def table_of_pairs(rounds: Sequence[Calls], most: int) -> str:
-    """Return a line for each of the ``most`` edges with the most calls, with the functions that are called."""
-    edges: dict[tuple[str, str], collections.Counter[Function]] = collections.defaultdict(collections.Counter)
-    for (caller, called), count in mean_pairs(rounds).items():
-        edges[caller.file, called.file][called] += count  # type: ignore[assignment]
-    ordered = sorted(edges.items(), key=lambda edge: (-sum(edge[1].values()), edge[0]))
-    lines = ["| from | to | calls | of one-line functions | functions |", "|---|---|---:|---:|---|"]
-    for (caller_file, called_file), functions in ordered[:most]:
-        short = sum(count for function, count in functions.items() if function.one_line)
-        told = ", ".join(
-            f"`{function.name}`{'*' if function.one_line else ''} {number(count)}"
-            for function, count in functions.most_common()
-        )
-        total = sum(functions.values())
-        lines.append(f"| `{caller_file}` | `{called_file}` | {number(total)} | {number(short)} | {told} |")
-    return "\n".join(lines)
-
-
-def report(found: dict[str, list[Calls]]) -> dict[str, Any]:
-    """Return all figures as JSON values."""
-    return {
-        name: {
-            "files": [sorted(calls.files) for calls in rounds],
-            "calls": [calls.total for calls in rounds],
-            "calls_without_one_line": [calls.without_one_line for calls in rounds],
-            "pairs": [
-                {
-                    "from": caller.file,
-                    "caller": caller.name,
-                    "to": called.file,
-                    "called": called.name,
-                    "one_line": called.one_line,
-                    "calls": count,
-                }
-                for (caller, called), count in sorted(mean_pairs(rounds).items(), key=lambda pair: -pair[1])
-            ],
-        }
-        for name, rounds in found.items()
-    }
+    print("| operation | calls, median [least - most] | CPU microseconds, median [least - most] |")
+    print("|---|---:|---:|")
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(dir=parent) as folder:
+        for number in chosen:
+            case = CASES[number]
+            found = counted(case, f"{folder}/c{number}", COUNTED)
+            calls, used = [sum(one.values()) / case.each for one in found], measured(case, f"{folder}/t{number}", rounds)
+            print(f"| {case.name} | {Spread.of(calls).shown(digits=0)} | {Spread.of(used).shown(digits=1)} |", flush=True)
+            total = sum(found, collections.Counter[str]())
+            by = {name: count / case.each / len(found) for name, count in total.most_common()}
+            rows.append({"name": case.name, "calls": calls, "microseconds": used, "functions": by})
+    for row in rows if functions else ():
+        print(f"\n{row['name']}: the functions that start most often\n\n| function | calls |\n|---|---:|")
+        for name, count in list(row["functions"].items())[:functions]:
+            print(f"| `{name}` | {count:,.2f} |")
+    return rows
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.calls",
-        description="Calls from one file of the package to another, in leases, a commit, a forward and a backward.",
-        epilog="example: python -m bench.calls --pairs 15",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog='example: python -m bench.calls --only "lease, resident" --functions 20',
     )
     parser.add_argument("--dir", default="/var/tmp", help="a folder on the drive (default /var/tmp)")
-    parser.add_argument("--leases", type=int, default=20, help="rounds of each lease, and of the commit (default 20)")
-    parser.add_argument("--steps", type=int, default=7, help="rounds of forward and backward (default 7)")
-    parser.add_argument("--by-file", action="store_true", help="also the calls into each file")
-    parser.add_argument("--pairs", type=int, default=0, metavar="N", help="also the N file -> file edges with the most calls")
+    parser.add_argument("--only", metavar="TEXT", help="only rows whose name has this text")
+    parser.add_argument("--rounds", type=int, help=f"rounds that are timed (default: {TIMED}, {PAIRED} with --against)")
+    parser.add_argument("--functions", type=int, default=0, metavar="N", help="also the N functions that start most often")
+    parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="compare with this other checkout, round by round")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    if options.serve:
+        serve(options.dir)
+        return 0
+    from tiered.cli.output import told_environment
+    from tiered.measuring.meters import environment
+
+    chosen = [number for number, case in enumerate(CASES) if (options.only or "") in case.name]
     told = environment()
-    with Counter(Path(tiered.__file__).parent) as counter, tempfile.TemporaryDirectory(dir=options.dir) as folder:
-        found = count_store(counter, folder, options.leases) | count_model(counter, folder, options.steps)
-    commit = f" (commit {told['commit']})" if told["commit"] else ""
-    print(f"tiered {told['tiered']}{commit}, torch {told['torch']}, Python {told['python']}, backend {told['backend']}")
-    print(f"{options.leases} leases and commits, {options.steps} steps\n")
-    print(table(found))
-    if options.by_file:
-        print(f"\nCalls into each file from others, in a round, on average (-: not crossed):\n\n{table_by_file(found)}")
-    for name, rounds in found.items() if options.pairs else ():
-        print(f"\n{name}: the edges with the most calls in a round, on average (*: a one-line function)\n")
-        print(table_of_pairs(rounds, options.pairs))
+    print(told_environment(told) + "\n")
+    if options.against:
+        rows = against(options.against, options.dir, chosen, options.rounds or PAIRED)
+    else:
+        rows = alone(options.dir, chosen, options.rounds or TIMED, options.functions)
     if options.json:
-        Path(options.json).write_text(json.dumps({"environment": told, "operations": report(found)}, indent=1) + "\n")
+        Path(options.json).write_text(json.dumps({"environment": told, "rows": rows}, indent=1) + "\n")
     return 0
 
 

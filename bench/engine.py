@@ -13,9 +13,8 @@ which is not there yet; ``write`` replaces one tensor after the other (``create`
 them out.
 
 "of the cores" is the rate beside what all cores reach that do nothing but compute checksums, over the same memory in pieces of
-4 MiB, measured before each round. CPU seconds are those of the process. ``--against`` runs a process for each checkout and
-gives the rounds to them in turn; ratios are taken between neighbouring rounds, and that of the CPU time scatters less where
-other programs run. The other checkout needs its built ``tiered/io/_aio*.so``.
+4 MiB, measured before each round. CPU seconds are those of the process. ``--against`` gives the rounds to a process of each
+checkout in turn, and takes ratios of neighbouring rounds; that of the CPU time scatters less where other programs run.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ import itertools
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -247,56 +245,23 @@ def serve(parent: str, pool: int) -> None:
             bench.close()
 
 
-def child_of(checkout: Path, wanted: Wanted) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(checkout)}
-    command = [sys.executable, str(Path(__file__).resolve()), "--serve", "--dir", wanted.folder, "--pool", str(wanted.pool)]
-    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/")
-
-
-def asked(child: subprocess.Popen[str], nbytes: int, way: str) -> dict[str, float]:
-    assert child.stdin is not None
-    assert child.stdout is not None
-    print(nbytes, way, file=child.stdin, flush=True)
-    said = child.stdout.readline()
-    if not said:
-        raise SystemExit("a process that measures ended early; its message stands above")
-    answer: dict[str, float] = json.loads(said)
-    return answer
-
-
-def beside(before: Sequence[dict[str, float]], after: Sequence[dict[str, float]], name: str, digits: int) -> str:
-    """Return the cells of one figure: the medians there and here, and the ratio of neighbouring rounds."""
-    there, here = ([one[name] for one in side] for side in (before, after))
-    low, middle, high = statistics.quantiles([new / old for old, new in zip(there, here, strict=True)], n=4)
-    old, new = statistics.median(there), statistics.median(here)
-    return f"{old:,.{digits}f} | {new:,.{digits}f} | {middle:.2f} [{low:.2f}, {high:.2f}]"
-
-
 def against(other: Path, wanted: Wanted) -> list[dict[str, Any]]:
-    here = Path(__file__).resolve().parents[1]
-    if not (other / "tiered" / "__init__.py").exists():
-        raise SystemExit(f"{other} is not a checkout of this project: it has no tiered/__init__.py")
-    ratio = "here / there, median [quartiles]"
-    print(f"| tensor | way | tensors/s there | here | {ratio} | CPU s per GiB there | here | {ratio} |")
+    from bench.checkouts import beside, in_turn, ratio  # not above: --serve runs this file on other checkouts, older ones too
+
+    def cells(before: Sequence[dict[str, float]], after: Sequence[dict[str, float]], name: str, digits: int) -> str:
+        there, here = ([one[name] for one in side] for side in (before, after))
+        return f"{statistics.median(there):,.{digits}f} | {statistics.median(here):,.{digits}f} | {ratio(here, there)}"
+
+    told = "here / there, median [quartiles]"
+    print(f"| tensor | way | tensors/s there | here | {told} | CPU s per GiB there | here | {told} |")
     print("|---|---|---:|---:|---:|---:|---:|---:|")
     rows = []
-    with child_of(other, wanted) as there, child_of(here, wanted) as this:
+    with beside(other, __file__, ["--dir", wanted.folder, "--pool", str(wanted.pool)]) as pair:
         for nbytes, way in itertools.product(wanted.sizes, wanted.ways):
-            for child in (there, this):
-                asked(child, nbytes, way)  # the store is made, and the first round is not counted
-            before, after = [], []
-            for number in range(wanted.rounds):
-                if number % 2:
-                    after.append(asked(this, nbytes, way))
-                    before.append(asked(there, nbytes, way))
-                else:
-                    before.append(asked(there, nbytes, way))
-                    after.append(asked(this, nbytes, way))
-            rates, used = beside(before, after, "tensors", 0), beside(before, after, "cpu", 3)
+            before, after = in_turn(pair, f"{nbytes} {way}", wanted.rounds)
+            rates, used = cells(before, after, "tensors", 0), cells(before, after, "cpu", 3)
             print(f"| {format_size(nbytes)} | {way} | {rates} | {used} |", flush=True)
             rows.append({"size": nbytes, "way": way, "there": before, "here": after})
-        for child in (there, this):
-            child.communicate()
     return rows
 
 

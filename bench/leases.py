@@ -5,17 +5,14 @@
 
 Each is ``with store.lease(key) as tensor: pass`` over 1,000 tensors that are in memory; "followed" is the same along an order
 that is followed; "256 together" is ``with store.lease([key, ...])``, where each key counts. A round is 5,000 keys. The CPU time
-is that of the calling thread; it scatters less than the rate where other programs run. ``--against`` runs a process for each
-checkout and gives the rounds to them in turn, so that what else the machine does falls upon both; the ratio is taken between
-neighbouring rounds. The other checkout needs its built ``tiered/io/_aio*.so``.
+is that of the calling thread; it scatters less than the rate where other programs run. ``--against`` gives the rounds to a
+process of each checkout in turn, and takes ratios of neighbouring rounds.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -74,7 +71,7 @@ def alone() -> None:
 
 
 def serve() -> None:
-    """Answers each line ``NBYTES KIND`` with a round; a store is kept while the size stays."""
+    """Answer each line ``NBYTES KIND`` with the CPU microseconds of a round; a store is kept while the size stays."""
     store, size, followed = None, 0, False
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         for line in sys.stdin:
@@ -88,54 +85,23 @@ def serve() -> None:
             if kind == "read, followed" and not followed:
                 follow(store)
                 followed = True
-            rate, used = one_round(store, kind)
-            print(rate, used, flush=True)
+            print(one_round(store, kind)[1], flush=True)
         if store is not None:
             store.commit()
             store.close()
 
 
-def child_of(checkout: Path) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(checkout)}
-    command = [sys.executable, str(Path(__file__).resolve()), "--serve"]
-    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/")
-
-
 def against(other: Path) -> None:
-    here = Path(__file__).resolve().parents[1]
-    if not (other / "tiered" / "__init__.py").exists():
-        raise SystemExit(f"{other} is not a checkout of this project: it has no tiered/__init__.py")
-
-    def asked(child: subprocess.Popen[str], nbytes: int, kind: str) -> float:
-        assert child.stdin is not None
-        assert child.stdout is not None
-        print(nbytes, kind, file=child.stdin, flush=True)
-        said = child.stdout.readline()
-        if not said:
-            raise SystemExit("a process that measures ended early; its message stands above")
-        return float(said.split()[1])
+    from bench.checkouts import beside, in_turn, ratio  # not above: --serve runs this file on other checkouts, older ones too
 
     print("| tensor | access | CPU microseconds each, there | here | there / here, median [quartiles] |")
     print("|---|---|---:|---:|---:|")
-    with child_of(other) as there, child_of(here) as this:
+    with beside(other, __file__) as pair:
         for nbytes in SIZES:
             for kind in KINDS:
-                for child in (there, this):
-                    asked(child, nbytes, kind)  # the store is made, and the first round is not counted
-                pairs = []
-                for number in range(PAIRED_ROUNDS):
-                    if number % 2:
-                        second = asked(this, nbytes, kind)
-                        pairs.append((asked(there, nbytes, kind), second))
-                    else:
-                        first = asked(there, nbytes, kind)
-                        pairs.append((first, asked(this, nbytes, kind)))
-                low, middle, high = statistics.quantiles([before / after for before, after in pairs], n=4)
-                before, after = (statistics.median(values) for values in zip(*pairs, strict=True))
-                row = f"| {nbytes >> 10} KiB | {kind} | {before:.1f} | {after:.1f} | {middle:.2f} [{low:.2f}, {high:.2f}] |"
-                print(row, flush=True)
-        for child in (there, this):
-            child.communicate()
+                before, after = in_turn(pair, f"{nbytes} {kind}", PAIRED_ROUNDS)
+                medians = f"{statistics.median(before):.1f} | {statistics.median(after):.1f}"
+                print(f"| {nbytes >> 10} KiB | {kind} | {medians} | {ratio(before, after)} |", flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:

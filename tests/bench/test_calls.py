@@ -1,8 +1,10 @@
-"""``bench/calls.py`` counts what its docstring says, over a package that is made up, and tells a hit from a miss."""
+"""``bench/calls.py`` counts what its docstring says, over a package that is made up, and each of its rows does what it says."""
 
 from __future__ import annotations
 
 import importlib
+import json
+import statistics
 import sys
 import threading
 from collections.abc import Iterator
@@ -12,42 +14,29 @@ from types import ModuleType
 import pytest
 
 import tiered
-from bench.calls import Calls, Counter, count_store, one_line_functions, table, table_by_file, table_of_pairs
+from bench import calls
+from bench.calls import CASES, Counter, counted, of_misses, tensors, timed
 
 FIRST = """
 import threading
 from made_up import second
 
 def own():
-    return second_own()
-
-def second_own():
-    pass
-
-def calls_its_own():
-    for _ in range(5):
-        own()
-
-def calls_twice():
-    own()
-    second.work()
     second.work()
 
-def calls_one_liners():
-    box = second.Box(3)
-    return box.volume, box.side, second.double(2), second.square(2), second.several_lines(1), second.work()
+def calls_in_a_thread():
+    thread = threading.Thread(target=own)
+    thread.start()
+    thread.join()
 
 def calls_through_others():
     return sorted([3, 1, 2], key=second.work_on)
 
-def calls_in_a_thread():
-    thread = threading.Thread(target=second.work)
-    thread.start()
-    thread.join()
-    second.calls_back(own)
-
 def takes_all():
     return list(second.two())
+
+def makes_a_box():
+    return second.Box(3)
 
 def imports():
     from made_up import third
@@ -55,6 +44,8 @@ def imports():
 """
 
 SECOND = '''
+from dataclasses import dataclass
+
 def same():
     pass
 
@@ -62,31 +53,14 @@ def work():
     pass
 
 def work_on(value):
-    value = -value
-    return value
+    return -value
 
-square = lambda value: value ** 2
-
-def double(value):
-    """Return twice ``value``."""
-    return 2 * value
-
-def several_lines(value):
-    return (
-        value
-        + 1
-    )
-
+@dataclass
 class Box:
-    def __init__(self, side):
-        self.side = side
+    side: int
 
-    @property
-    def volume(self):
-        return self.side ** 3
-
-def calls_back(function):
-    function()
+    def __post_init__(self):
+        self.side += 1
 
 def two():
     yield 1
@@ -119,85 +93,62 @@ def first(package: Path) -> ModuleType:
     return importlib.import_module("made_up.first")
 
 
-def counts(package: Path, operation: object) -> Calls:
+def counts(package: Path, operation: object) -> dict[str, int]:
     assert callable(operation)
     with Counter(package) as counter:
-        return counter.count(operation)
+        found = counter.count(operation)
+    return {name.rpartition(" ")[2]: count for name, count in found.items()}
 
 
-def called(calls: Calls) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for (_, function), count in calls.pairs.items():
-        found[function.name.rpartition(".")[2]] = found.get(function.name.rpartition(".")[2], 0) + count
-    return found
+def test_functions_of_all_files_count(package: Path, first: ModuleType) -> None:
+    assert counts(package, first.own) == {"own": 1, "work": 1}
 
 
-def test_calls_within_a_file_do_not_count(package: Path, first: ModuleType) -> None:
-    calls = counts(package, first.calls_its_own)
-    assert (calls.files, calls.total, calls.without_one_line) == ({"first.py"}, 0, 0)
-
-
-def test_calls_of_another_file_count(package: Path, first: ModuleType) -> None:
-    calls = counts(package, first.calls_twice)
-    assert calls.files == {"first.py", "second.py"}
-    assert called(calls) == {"work": 2}
-    assert (calls.total, calls.without_one_line) == (2, 2)
-
-
-def test_one_line_functions_are_told_apart(package: Path, first: ModuleType) -> None:
-    calls = counts(package, first.calls_one_liners)
-    names = {"__init__": 1, "volume": 1, "double": 1, "<lambda>": 1, "several_lines": 1, "work": 1}
-    assert called(calls) == names
-    assert (calls.total, calls.without_one_line) == (6, 2), "all but __init__ and work"
-    assert {name for _, name in one_line_functions(str(package / "second.py"))} == {"double", "several_lines", "volume"}
-
-
-def test_the_caller_is_the_nearest_in_the_package(package: Path, first: ModuleType) -> None:
-    calls = counts(package, first.calls_through_others)
-    assert [(pair[0].name, pair[1].name, count) for pair, count in calls.pairs.items()] == [
-        ("calls_through_others", "work_on", 3)
-    ]
-    outside = counts(package, lambda: sys.modules["made_up.second"].work())
-    assert (outside.files, outside.total) == ({"second.py"}, 0)
+def test_functions_that_others_call_count(package: Path, first: ModuleType) -> None:
+    assert counts(package, first.calls_through_others) == {"calls_through_others": 1, "work_on": 3}
 
 
 def test_threads_that_begin_within_count(package: Path, first: ModuleType) -> None:
-    calls = counts(package, first.calls_in_a_thread)
-    assert called(calls) == {"calls_back": 1, "own": 1}, "the thread has no caller in the package"
-    assert calls.files == {"first.py", "second.py"}
+    assert counts(package, first.calls_in_a_thread) == {"calls_in_a_thread": 1, "own": 1, "work": 1}
 
 
-def test_other_threads_count_while_the_caller_waits(package: Path, first: ModuleType) -> None:
+def test_a_thread_that_is_there_counts_while_an_operation_runs(package: Path, first: ModuleType) -> None:
     begin, end = threading.Event(), threading.Event()
 
     def work() -> None:
         begin.wait()
-        first.calls_twice()
+        first.own()
         end.set()
 
     def wait() -> None:
-        first.calls_twice()
         begin.set()
         end.wait()
 
     with Counter(package) as counter:
         thread = threading.Thread(target=work)
         thread.start()
-        calls = counter.count(lambda: None, wait)
+        assert sum(counter.count(wait).values()) == 2, "own, and what it calls"
         thread.join()
-        assert called(calls) == {"work": 2}, "of the other thread"
-        assert called(counter.count(first.calls_twice)) == {"work": 2}, "of this round alone"
+        first.own()
+        assert sum(counter.count(first.own).values()) == 2, "of this round alone"
 
 
 def test_a_generator_counts_each_time_that_it_goes_on(package: Path, first: ModuleType) -> None:
-    assert called(counts(package, first.takes_all)) == {"two": 3}
+    assert counts(package, first.takes_all) == {"takes_all": 1, "two": 3}
+
+
+def test_functions_without_a_file_do_not_count(package: Path, first: ModuleType) -> None:
+    found = counts(package, first.makes_a_box)
+    assert sorted(name.rpartition(".")[2] for name in found) == ["__post_init__", "makes_a_box"]
 
 
 def test_imports_do_not_count(package: Path, first: ModuleType) -> None:
     """Nor are equal functions of two files taken for one."""
-    assert called(counts(package, first.imports)) == {"same": 1}
-    calls = counts(package, lambda: (sys.modules["made_up.second"].same(), sys.modules["made_up.third"].same()))
-    assert calls.files == {"second.py", "third.py"}
+    with Counter(package) as counter:
+        counter.count(first.imports)
+        found = counter.count(lambda: (sys.modules["made_up.second"].same(), sys.modules["made_up.third"].same()))
+        assert found == {"second.py: same": 1, "third.py: same": 1}
+    assert "<module>" not in counts(package, first.imports)
 
 
 def test_a_profile_function_that_was_there_is_there_afterwards(package: Path, first: ModuleType) -> None:
@@ -214,21 +165,47 @@ def test_a_profile_function_that_was_there_is_there_afterwards(package: Path, fi
         sys.setprofile(before)
 
 
-def test_tables(package: Path, first: ModuleType) -> None:
-    found = {"twice": [counts(package, first.calls_twice)] * 2, "own": [counts(package, first.calls_its_own)]}
-    assert table(found).splitlines()[2:] == [
-        "| twice | 2 [2 - 2] | 2 [2 - 2] | 2 [2 - 2] |",
-        "| own | 1 [1 - 1] | 0 [0 - 0] | 0 [0 - 0] |",
-    ]
-    assert table_by_file(found).splitlines()[2:] == ["| `first.py` | 0 | 0 |", "| `second.py` | 2 | - |"]
-    assert table_of_pairs(found["twice"], 3).splitlines()[2:] == ["| `first.py` | `second.py` | 2 | 0 | `work` 2 |"]
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_each_row_can_be_counted_and_timed(case: calls.Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "WARM_UP", 0)
+    (found,) = counted(case, str(tmp_path / "counted"), 1)
+    assert sum(found.values()) >= case.each
+    with case.opened(str(tmp_path / "timed")) as made:
+        assert timed(made) > 0
 
 
-def test_a_hit_crosses_less_than_a_miss(tmp_path: Path) -> None:
-    with Counter(Path(tiered.__file__).parent) as counter:
-        found = count_store(counter, str(tmp_path), rounds=2)
-    hit, miss, commit = found.values()
-    assert len(hit) == len(miss) == len(commit) == 2
-    for resident, fetched in zip(hit, miss, strict=True):
-        assert 0 < resident.without_one_line <= resident.total < fetched.total
-        assert len(resident.files) < len(fetched.files)
+def test_a_lease_that_hits_is_no_miss(tmp_path: Path) -> None:
+    with Counter(Path(tiered.__file__).parent) as counter, tensors(str(tmp_path)) as store:
+        with of_misses(store, 1):
+            miss = counter.count(lambda: calls.lease(store, ["t0"]))
+        with of_misses(store, 0):
+            hit = counter.count(lambda: calls.lease(store, ["t0"]))
+        assert sum(hit.values()) < sum(miss.values())
+        with pytest.raises(RuntimeError, match="0 leases had to wait for their tensors instead of 1"), of_misses(store, 1):
+            calls.lease(store, ["t0"])
+
+
+def test_the_figures_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "calls.json"
+    asked = ["--only", "lease, resident", "--rounds", "1", "--functions", "1", "--dir", str(tmp_path), "--json", str(file)]
+    assert calls.main(asked) == 0
+    (row,) = json.loads(file.read_text())["rows"]
+    assert len(row["microseconds"]) == 1
+    each = statistics.median(row["calls"])
+    printed = capsys.readouterr().out.splitlines()
+    assert any(line.startswith(f"| lease, resident | {each:.0f} [") for line in printed)
+    assert printed[-1].startswith(f"| `{next(iter(row['functions']))}` | ")
+
+
+def test_another_checkout_is_counted_and_timed_in_turn(tmp_path: Path) -> None:
+    file, this = tmp_path / "calls.json", str(Path(tiered.__file__).parents[1])
+    asked = ["--only", "lease, resident", "--rounds", "2", "--dir", str(tmp_path), "--json", str(file)]
+    assert calls.main([*asked, "--against", this]) == 0
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["calls"][0] == pytest.approx(row["calls"][1], rel=0.05), "it is the same checkout"
+    assert len(row["there"]) == len(row["here"]) == 2
+
+
+def test_what_is_no_checkout_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="not a checkout of this project"):
+        calls.main(["--against", str(tmp_path)])
