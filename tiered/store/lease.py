@@ -23,7 +23,7 @@ import torch
 
 from tiered.engine.engine import Engine
 from tiered.engine.requests import Lease
-from tiered.engine.residency import Copy
+from tiered.engine.residency import Copy, State
 from tiered.engine.state import Token
 from tiered.errors import LeaseConflict, MisuseError, TieredError, drop_frames
 from tiered.interfaces import Memory
@@ -52,6 +52,12 @@ class _Held(Generic[Made]):
         self._engine: Engine | None = None
         self._copies: list[Copy] | None = None
         self._request: Lease | None = None
+
+    @property
+    def unsaved(self) -> bool:
+        """Whether the lease is open, and no tier below has the bytes of its tensors, or is being given them: what is in memory
+        now is what the store will keep, whatever wrote it."""
+        return self._copies is not None and all(copy.state is State.DIRTY for copy in self._copies)
 
     def _made(self, engine: Engine, request: Lease) -> list[Made]:
         """Return what the holder gets of each of the granted copies."""

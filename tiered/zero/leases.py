@@ -51,11 +51,16 @@ class Registered:
     __slots__ = ("_lease", "_open")
 
     def __init__(self, books: dict[Registered, None], lease: AbstractContextManager[Any]) -> None:
-        self._open, self._lease = books, lease
+        self._open = books
+        self._lease: Any = lease
 
     def __enter__(self) -> Any:
         self._open[self] = None
         return self._lease.__enter__()
+
+    @property
+    def unsaved(self) -> bool:
+        return bool(self._lease.unsaved)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -68,7 +73,7 @@ class Opened:
     """One lease at a time that outlives the call which takes it."""
 
     def __init__(self) -> None:
-        self._lease: AbstractContextManager[Any] | None = None
+        self._lease: Any = None
 
     def open(self, lease: AbstractContextManager[Any]) -> torch.Tensor:
         """Take ``lease`` and return its tensor; end first what an interruption left."""
@@ -76,6 +81,11 @@ class Opened:
         self._lease = lease
         tensor: torch.Tensor = lease.__enter__()
         return tensor
+
+    @property
+    def unsaved(self) -> bool:
+        """Whether a lease is open whose memory alone has the bytes of its tensor: see the leases of the store."""
+        return self._lease is not None and bool(self._lease.unsaved)
 
     def close(self) -> None:
         """End the lease. Idempotent; the next call completes what is interrupted here."""

@@ -176,6 +176,52 @@ def test_what_is_written_in_gathered_lands(store: TieredStore) -> None:
         assert torch.equal(model.layers[3].weight, reference.layers[3].weight)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("when", ["before", "after", "between"])
+def test_what_is_written_around_a_commit_within_a_forward_lands(store: TieredStore, when: str) -> None:
+    """A unit that the disk does not have is not compared: then a commit gives the disk its bytes of before the write."""
+    torch.manual_seed(0)
+    reference = Layers()
+    model = zero.page(copy.deepcopy(reference), store)
+
+    def write(p: torch.Tensor) -> None:
+        for step in {"before": "wc", "after": "cw", "between": "wcw"}[when]:
+            if step == "w":
+                p.data.data[0].mul_(0.5)
+            elif one is model:
+                store.commit()
+
+    x, found = torch.randn(4, WIDTH), []
+    for one in (reference, model):
+        optimizer = torch.optim.AdamW(one.parameters(), fused=True) if one is reference else zero.AdamW(one.parameters())
+        one(x).square().mean().backward()
+        optimizer.step()
+        one.layers[3].within = write  # type: ignore[assignment]
+        one(x)
+        one.layers[3].within = None  # type: ignore[assignment]
+        if one is model:
+            zero.offload(model)
+        found.append(one(x))
+    assert torch.equal(*found)
+    assert torch.equal(reference.layers[3].weight, model.layers[3].weight)  # type: ignore[arg-type]
+
+
+def test_a_unit_that_no_tier_below_has_is_not_digested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, digested = unit._digests, [0]
+    monkeypatch.setattr(unit, "_digests", lambda found: digested.append(sum(map(len, found))) or made(found))
+    with TieredStore.open(tmp_path / "store", dram="64MiB") as store:
+        model = zero.page(Layers(), store)
+        optimizer, x = zero.AdamW(model.parameters()), torch.randn(4, WIDTH)
+        for _ in range(3):
+            model(x).square().mean().backward()
+            optimizer.step()
+        model(x)
+        assert sum(digested) == 0
+        store.commit()
+        model(x)
+        assert sum(digested) > 0
+        store.close()
+
+
 NARROW: dict[str, Write] = {
     "in place": lambda p: p.mul_(0.75),
     "data of a view": lambda p: p.view(-1).data.mul_(0.75),

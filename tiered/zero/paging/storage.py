@@ -257,6 +257,12 @@ class ParameterStorage(Protocol):
         """Take over ``unit``, which ``materialize`` returned for WRITE."""
         ...
 
+    @property
+    def unsaved(self) -> bool:
+        """Whether what ``materialize`` returned is the store's own memory, and no tier below has its bytes, or is being given
+        them: what is written to it now reaches the store, whatever writes."""
+        ...
+
     def close(self) -> None:
         """Give back what ``materialize`` took. Idempotent, also where ``materialize`` was interrupted."""
         ...
@@ -297,6 +303,10 @@ class Local:
 
     def write_back(self, unit: torch.Tensor) -> None:
         """Do nothing: ``unit`` is the store's own memory."""
+
+    @property
+    def unsaved(self) -> bool:
+        return self._lease.unsaved
 
     def close(self) -> None:
         self._lease.close()
@@ -438,6 +448,9 @@ class AllGathered:
             own.copy_(unit[self._share])
             del own
 
+    unsaved = False
+    """What is gathered is a copy."""
+
     def close(self) -> None:
         self._lease.close()
         self._room.close()
@@ -570,6 +583,9 @@ class Cast:
         if self._reading:
             self._source.close()
             self._reading = False
+
+    unsaved = False
+    """What is cast is a copy."""
 
     def close(self) -> None:
         self._close_source()

@@ -4,7 +4,8 @@ A unit that nobody holds shows placeholders, whose stale reads are loud. A held 
 ``optimizer.step()`` defers an update, and the next ``hold`` applies it.
 
 Writes to a held unit are told by its bytes. torch counts the writes to a tensor, and misses many: to ``.data`` of it or of a
-view, by NumPy, DLPack or a storage, by ``apply_``, by fused optimizers and code in C++.
+view, by NumPy, DLPack or a storage, by ``apply_``, by fused optimizers and code in C++. A unit that no tier below has yet needs
+no telling: what is in memory is what the store will keep.
 
 Updates within backward (``BackwardUpdates``): a parameter's gradient is final when autograd accumulates it, once per backward
 pass. Its old value may still be needed: by what autograd saved (of this parameter, or of another one in its unit), and by
@@ -47,6 +48,9 @@ from tiered.zero.rules.forms import StateForm, forms_of
 from tiered.zero.rules.rule import WHOLE, UpdateRule, terms_of
 
 __all__ = ["BackwardUpdates", "DevicePlaceholder", "Placeholder", "Stepper", "Unit"]
+
+NARROW = (torch.bfloat16, torch.float16)
+"""Types of parameters that may have masters, which must not be used after a write to the parameter."""
 
 PIECE = 1 << 19
 """Words of eight bytes of which a device makes a digest at a time."""
@@ -191,6 +195,9 @@ class Unit:
         """Of the bytes of parameters as the store has them, if ``_digested`` is the unit's version; within a hold for writing,
         of those whose masters had their values before."""
         self._digested = -1
+        self._told: Collection[Placement] = plan.placements
+        """While the unit is held: the parameters of which a write is told by a digest."""
+        self._narrow = [p for p in plan.placements if p.stored in NARROW]
         self._aside: dict[Placement, torch.Tensor | None] = {}
         """Parameters that have no memory although the unit is held: see ``hold_aside``."""
         self.shown = True
@@ -287,7 +294,7 @@ class Unit:
             return
         for placement in placements:
             if placement in self._aside:
-                if placement not in self._digests:
+                if placement in self._told and placement not in self._digests:
                     self._digests |= self._digests_of([placement])
                 self._give(placement)
                 del self._aside[placement]
@@ -332,15 +339,17 @@ class Unit:
             with torch.inference_mode(False), torch.no_grad():
                 self._open(access)
             return
-        wanted: Collection[Placement] = self.plan.placements
         known = self._digests if self._digested == self.version else {}
         if access is Access.WRITE:  # what follows writes, whatever becomes of it
             kept = [p for p, part in self.parts.items() if part not in self.states.stale_masters and p.packing is None]
-            wanted = [p for p in kept if p.stored in (torch.bfloat16, torch.float16)]
+            self._told = [p for p in kept if p.stored in NARROW]
             self.states.stale_masters.update(self.parts.values())
             self.version += 1
         self._access, self._digested, self._digests = access, -1, {}
         self.base = self.storage.materialize(access)
+        if access is Access.READ:
+            lands = not self.plan.read_only and self.storage.unsaved
+            self._told = self._narrow if lands else self.plan.placements
         own = _storage_of_its_own if self._apart else torch.Tensor.detach
         self.memory = {placement: own(self.base[begin:end]) for placement, begin, end in self._extents}
         address = _address(self.base)
@@ -350,8 +359,8 @@ class Unit:
                 self._give(placement)
         self._versions = [p.parameter._version for p in self.plan.placements]
         self.shown = not self._aside
-        missing = [placement for placement in wanted if placement not in known and placement not in self._aside]
-        self._digests = {p: known[p] for p in wanted if p in known} | self._digests_of(missing)
+        missing = [placement for placement in self._told if placement not in known and placement not in self._aside]
+        self._digests = {p: known[p] for p in self._told if p in known} | self._digests_of(missing)
         if access is Access.READ:
             self._digested = self.version
 
@@ -508,15 +517,21 @@ class Unit:
     def _written(self) -> dict[Placement, torch.Tensor]:
         """Return copies of the parameters that were changed while their memory is leased for reading."""
         written = {}
-        now = self._digests_of([placement for placement in self.plan.placements if placement not in self._aside])
+        now = self._digests_of([placement for placement in self._told if placement not in self._aside])
+        saved = self._saved_meanwhile()
         for placement, version in zip(self.plan.placements, self._versions, strict=True):
             parameter = placement.parameter
-            if placement not in now:
+            if placement in self._aside:
                 continue
-            changed = parameter._version != version or now[placement] != self._digests[placement]
+            changed = parameter._version != version or (now[placement] != self._digests[placement] if placement in now else saved)
             if self._is_replaced(placement) or (changed and not self._is_released(placement)):
                 written[placement] = parameter.detach().clone()
         return written
+
+    def _saved_meanwhile(self) -> bool:
+        """Return whether a tier below was given bytes of the unit since it is held, perhaps before somebody wrote to a parameter
+        of which no digest tells."""
+        return len(self._told) < len(self.plan.placements) and self._access is Access.READ and not self.storage.unsaved
 
     @torch.no_grad()
     def _land(self, written: dict[Placement, torch.Tensor]) -> None:
@@ -579,6 +594,7 @@ class Unit:
         """Drop the unit as ``give_up``, because the store goes back to a commit: what was written to it goes, too."""
         known = [p for p in self._digests if p not in self._aside] if self._holders and self._access is Access.READ else []
         written = self.base is not None and self._digests_of(known) != {p: self._digests[p] for p in known}
+        written |= self._holders > 0 and self._saved_meanwhile()
         self.give_up()
         if written:
             self.store.offload([self.key])  # the store takes it for what it was
