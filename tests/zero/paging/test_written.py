@@ -206,8 +206,8 @@ def test_what_is_written_around_a_commit_within_a_forward_lands(store: TieredSto
 
 
 def test_a_unit_that_no_tier_below_has_is_not_digested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, digested = unit._digests, [0]
-    monkeypatch.setattr(unit, "_digests", lambda found: digested.append(sum(map(len, found))) or made(found))
+    made, digested = unit.digests, [0]
+    monkeypatch.setattr(unit, "digests", lambda found: digested.append(sum(map(len, found))) or made(found))
     with TieredStore.open(tmp_path / "store", dram="64MiB") as store:
         model = zero.page(Layers(), store)
         optimizer, x = zero.AdamW(model.parameters()), torch.randn(4, WIDTH)
@@ -329,8 +329,8 @@ def test_nobody_writes_unseen_where_parameters_are_for_layers_of_torch_alone(
     reference = nn.Sequential(*(Scaled() for _ in range(12)))
     model = zero.page(copy.deepcopy(reference), store)
     digested: list[int] = []
-    made = unit._digests
-    monkeypatch.setattr(unit, "_digests", lambda found: digested.extend(map(len, found)) or made(found))
+    made = unit.digests
+    monkeypatch.setattr(unit, "digests", lambda found: digested.extend(map(len, found)) or made(found))
     x = torch.randn(2, WIDTH)
     with mode():
         model(x)

@@ -17,8 +17,8 @@ from torch.nn.parameter import is_lazy
 from tiered.errors import MisuseError
 from tiered.zero.checkpoint.loaders import Loader
 from tiered.zero.collectives import Term
+from tiered.zero.digests import digest_of
 from tiered.zero.paging.pager import Listing, Pager, owner_of
-from tiered.zero.paging.storage import digest_of
 
 __all__ = ["beside", "gone", "loader_of", "refuse_forgotten", "set_extra_states", "terms", "transient"]
 

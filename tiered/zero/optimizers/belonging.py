@@ -16,8 +16,8 @@ import torch
 from tiered.errors import ManifestError
 from tiered.store import TieredStore
 from tiered.types import Owner
+from tiered.zero.digests import digest_of
 from tiered.zero.optimizers.resident_shard import LocalShard
-from tiered.zero.paging.storage import digest_of
 
 __all__ = ["Belonging"]
 

@@ -11,12 +11,11 @@ first.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal, Protocol, cast, overload
 
 import torch
-import xxhash
 
 from tiered.errors import MisuseError
 from tiered.store import TieredStore
@@ -37,7 +36,6 @@ __all__ = [
     "TensorStore",
     "TierView",
     "UpdateTier",
-    "digest_of",
     "host",
     "in_dram",
     "in_top_tier",
@@ -46,8 +44,6 @@ __all__ = [
 ]
 
 UpdateTier = Literal["dram", "hbm"]
-HASHED_AT_ONCE = 16 << 20
-"""Bytes."""
 
 
 class TensorStore(Protocol):
@@ -140,35 +136,6 @@ def pair(store: TensorStore, first: str, second: str) -> AbstractContextManager[
 def host(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor``, or a copy of it in host memory."""
     return tensor.to("cpu")
-
-
-def digest_of(tensor: torch.Tensor, pieces: Iterable[torch.Tensor] | None = None) -> str:
-    """Return a digest (xxh3-128) of type, shape and bytes of ``tensor``: 32 hex digits. Another bit gives another one.
-
-    ``pieces`` are its values where it has none itself, from the first to the last. Of what is elsewhere, or has gaps, some MiB
-    at a time are copied.
-    """
-    found = xxhash.xxh3_128(f"{tensor.dtype} {list(tensor.shape)}".encode())
-    for piece in [tensor.detach()] if pieces is None else pieces:
-        _hash(found, piece)
-    return found.hexdigest()
-
-
-def _hash(found: xxhash.xxh3_128, values: torch.Tensor) -> None:
-    if hasattr(values, "__tensor_flatten__"):  # a tensor of tensors: a shard, a quantised one
-        for name in values.__tensor_flatten__()[0]:
-            _hash(found, getattr(values, name))
-        return
-    if values.dim() > 1 and values.nbytes > HASHED_AT_ONCE:
-        for part in torch.split(values, max(1, HASHED_AT_ONCE * values.shape[0] // values.nbytes)):
-            if part.shape[0] < values.shape[0]:
-                _hash(found, part)
-            else:
-                for row in values:
-                    _hash(found, row)
-        return
-    for part in torch.split(values.reshape(-1), HASHED_AT_ONCE):
-        found.update(part.to("cpu").contiguous().view(torch.uint8).numpy().data)
 
 
 class CheckpointRecord:

@@ -20,11 +20,10 @@ import ctypes
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import cache, partial
+from functools import partial
 from typing import Any, Protocol
 
 import torch
-import xxhash
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
@@ -34,6 +33,7 @@ from tiered.errors import MisuseError
 from tiered.store import TieredStore
 from tiered.types import Access
 from tiered.zero.collectives import Term
+from tiered.zero.digests import digests
 from tiered.zero.intent import Intent, decide
 from tiered.zero.paging.gradients import UnitGradients
 from tiered.zero.paging.saved_tensors import refuse_tracing, refuse_transforms
@@ -51,10 +51,6 @@ __all__ = ["BackwardUpdates", "DevicePlaceholder", "Placeholder", "Stepper", "Un
 
 NARROW = (torch.bfloat16, torch.float16)
 """Types of parameters that may have masters, which must not be used after a write to the parameter."""
-
-PIECE = 1 << 19
-"""Words of eight bytes of which a device makes a digest at a time."""
-_LOW, _STEP = 0xFFFFFFFF, 0x9E3779B97F4A7C15 - (1 << 64)
 
 APART = {"cpu", "cuda"}
 """Devices on which a parameter can have a storage of its own on memory that is another tensor's. On others the parameters of a
@@ -374,7 +370,7 @@ class Unit:
 
     def _digests_of(self, placements: Collection[Placement]) -> dict[Placement, int]:
         """Return digests of what is in memory now of parameters of the unit, which is held."""
-        return dict(zip(placements, _digests([self.memory[placement] for placement in placements]), strict=True))
+        return dict(zip(placements, digests([self.memory[placement] for placement in placements]), strict=True))
 
     def _changed_since(self) -> list[Placement]:
         """Return the parameters that were written to since the unit was dropped, through tensors that somebody kept."""
@@ -523,14 +519,14 @@ class Unit:
             parameter = placement.parameter
             if placement in self._aside:
                 continue
-            changed = parameter._version != version or (now[placement] != self._digests[placement] if placement in now else saved)
+            told = now[placement] != self._digests[placement] if placement in now else saved
+            changed = parameter._version != version or told
             if self._is_replaced(placement) or (changed and not self._is_released(placement)):
                 written[placement] = parameter.detach().clone()
         return written
 
     def _saved_meanwhile(self) -> bool:
-        """Return whether a tier below was given bytes of the unit since it is held, perhaps before somebody wrote to a parameter
-        of which no digest tells."""
+        """Return whether a tier below got bytes of the unit since it is held, perhaps those before an unnoticed write."""
         return len(self._told) < len(self.plan.placements) and self._access is Access.READ and not self.storage.unsaved
 
     @torch.no_grad()
@@ -828,38 +824,6 @@ def _refuse_other_kind(placement: Placement) -> None:
 
 def _living(storages: list[StorageWeakRef]) -> list[StorageWeakRef]:
     return [storage for storage in storages if not storage.expired()]  # type: ignore[no-untyped-call]
-
-
-def _digests(memories: Sequence[torch.Tensor]) -> list[int]:
-    """Return a digest of 64 bits of each of ``memories``, uint8 of one dimension.
-
-    In host memory that is xxh3. On a device, which this waits for once, it is a sum of the words, each times a number of its
-    place (Carter and Wegman, 1979, Universal classes of hash functions), so that only the digests come to the host.
-    """
-    if not memories or memories[0].device.type == "cpu":
-        return [xxhash.xxh3_64_intdigest(memory.numpy().data) for memory in memories]
-    found: list[int] = torch.stack([_sum(memory) for memory in memories]).tolist()
-    return found
-
-
-def _sum(memory: torch.Tensor) -> torch.Tensor:
-    whole = memory.numel() // 8 * 8
-    last = torch.zeros(8, dtype=torch.uint8, device=memory.device)
-    last[: memory.numel() - whole].copy_(memory[whole:])
-    factors = _factors(memory.device)
-    total = last.view(torch.int64)[0].clone()
-    for words in torch.split(memory[:whole].view(torch.int64), PIECE):
-        mixed = words ^ ((words >> 32) & _LOW)  # else the highest bits of an even number of words would cancel out
-        total = total * _STEP + (mixed * factors[: words.numel()]).sum()
-    return total
-
-
-@cache
-def _factors(device: torch.device) -> torch.Tensor:
-    """Return odd numbers by chance, always the same."""
-    chance = torch.Generator().manual_seed(0)
-    made = torch.randint(-(1 << 62), 1 << 62, (PIECE,), generator=chance, dtype=torch.int64, device="cpu")
-    return (made * 2 + 1).to(device)
 
 
 def _storage_of_its_own(memory: torch.Tensor) -> torch.Tensor:
