@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from tests.quick import quick
+from tests.versions import MUON
 from tests.zero.harness import clipping, equal, train
 from tests.zero.ranks import averaged, on_ranks
 from tests.zero.test_few_bytes import Small, built
 from tests.zero.test_rules import CUT, WHOLE, Experts, continued, opened, same_states
 from tiered import CapacityError, MisuseError, TieredStore, zero
 
-pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
+pytestmark = MUON
 
 ARGUMENTS: list[dict[str, Any]] = [{}, {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}]
 

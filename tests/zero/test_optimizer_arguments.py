@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from tests.versions import MUON
 from tests.zero.harness import equal, train
 from tests.zero.models import Tied, parameter_groups
 from tiered import MisuseError, TieredStore, zero
@@ -229,12 +230,10 @@ def test_two_betas(kind: type[zero.Optimizer], betas: tuple[float, ...]) -> None
 
 
 @pytest.mark.parametrize("resident", [False, True])
-@pytest.mark.parametrize("kind", ["SGD", "AdamW", "Adafactor", "Muon", "Elementwise"])
+@pytest.mark.parametrize("kind", ["SGD", "AdamW", "Adafactor", pytest.param("Muon", marks=MUON), "Elementwise"])
 def test_hooks_of_all_optimizers_see_one_step(store: TieredStore, kind: str, resident: bool) -> None:
     """Those that torch calls for every optimizer: once before a step and once after it, with the optimizer of the user, and
     not with those of torch that its rule is made of."""
-    if kind == "Muon" and not hasattr(torch.optim, "Muon"):
-        pytest.skip("torch.optim.Muon came with torch 2.9")
     made: Any = partial(zero.Elementwise, torch.optim.Adadelta) if kind == "Elementwise" else getattr(zero, kind)
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     if not resident:
@@ -260,11 +259,10 @@ def test_hooks_of_all_optimizers_see_one_step(store: TieredStore, kind: str, res
 
 TENSORS = [
     *("SGD", "Adam", "AdamW", "AdamW8bit", "AdamW4bit", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adafactor", "Lion"),
-    "Muon",
+    pytest.param("Muon", marks=MUON),
 ]
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
 @pytest.mark.parametrize("kind", TENSORS)
 def test_what_is_written_to_a_tensor_for_lr_counts(store: TieredStore, kind: str) -> None:
     """In every param group, of zero.Muon also in the one that AdamW updates."""
@@ -425,6 +423,23 @@ def test_a_state_of_an_older_torch_in_another_group(store: TieredStore, kind: st
         step(reference, theirs)
         step(model, ours)
     assert equal(reference.state_dict(), model.state_dict())
+
+
+@pytest.mark.skipif(hasattr(torch.optim, "Muon"), reason="this torch has Muon")
+@pytest.mark.parametrize("resident", [False, True])
+def test_muon_is_refused_where_torch_has_none(store: TieredStore, resident: bool) -> None:
+    """When it is made, and not in the middle of its first step."""
+    model = nn.Linear(4, 4, bias=False)
+    if not resident:
+        zero.page(model, store)
+    where: dict[str, Any] = {"store": store} if resident else {}
+    for made in (
+        lambda: zero.Muon(model.parameters(), **where),
+        lambda: zero.Optimizer(model.parameters(), zero.MuonRule(), **where),
+        lambda: zero.Optimizer([{"params": [model.weight], "rule": zero.MuonRule()}], zero.SGDRule(), **where),
+    ):
+        with pytest.raises(MisuseError, match=r"has no Muon: it came with 2\.9"):
+            made()
 
 
 @pytest.mark.parametrize("kind", TENSORS)

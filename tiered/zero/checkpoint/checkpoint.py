@@ -33,7 +33,7 @@ from tiered.zero.record import (
     states_shown,
     states_used,
 )
-from tiered.zero.rules.exact import AdamWRule
+from tiered.zero.rules.exact import AdamWRule, refuse_lacking
 from tiered.zero.rules.rule import UpdateRule, settings_of
 
 if TYPE_CHECKING:
@@ -329,6 +329,7 @@ def _rule_of(found: Any) -> UpdateRule:
     """Return the rule that ``_of_rule`` wrote."""
     if isinstance(found, Mapping):
         made: UpdateRule = RULES[found["name"]](**found["values"])
+        refuse_lacking(made)
         return made
     return AdamWRule(*found)
 

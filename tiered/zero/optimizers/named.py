@@ -27,6 +27,7 @@ from tiered.zero.rules.exact import (
     RAdamRule,
     RMSpropRule,
     SGDRule,
+    refuse_lacking,
 )
 from tiered.zero.rules.inexact import AdamW4bitRoundedRule, AdamW4bitRule, AdamW8bitRoundedRule, AdamW8bitRule, MuonBFloat16Rule
 from tiered.zero.rules.rule import UpdateRule, made_from
@@ -403,8 +404,7 @@ class Muon(Optimizer):
                 f"moments={moments} and momentum={momentum}: momentum is a factor, as torch has it; moments is the type in "
                 "which what it makes is kept, float32 or bfloat16"
             )
-        if not hasattr(torch.optim, "Muon"):
-            raise MisuseError(f"this torch ({torch.__version__}) has no Muon: it came with 2.9")
+        refuse_lacking(MuonRule)
         settings: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
         settings |= {"nesterov": nesterov, "ns_coefficients": tuple(ns_coefficients), "eps": eps, "ns_steps": ns_steps}
         settings["adjust_lr_fn"] = adjust_lr_fn

@@ -33,7 +33,7 @@ from tiered.zero.paging.tensors.compiling import traced
 from tiered.zero.paging.tensors.states import StateView
 from tiered.zero.paging.units import Placement
 from tiered.zero.paging.update import flat_view
-from tiered.zero.rules.exact import AdamWRule
+from tiered.zero.rules.exact import AdamWRule, refuse_lacking
 from tiered.zero.rules.forms import forms_of
 from tiered.zero.rules.inexact import AdamWBFloat16RoundedRule, AdamWBFloat16Rule
 from tiered.zero.rules.rule import (
@@ -169,6 +169,7 @@ class Optimizer(TorchOptimizer):
     def _add_group(self, param_group: dict[str, Any]) -> None:
         self._refuse_group(param_group)
         rule = param_group.get("rule", self._default_rule)
+        refuse_lacking(rule)
         if "rule" in param_group:  # the caller may make another optimizer of it
             param_group = {name: value for name, value in param_group.items() if name != "rule"}
         own = settings_of(rule)

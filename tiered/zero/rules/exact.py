@@ -12,12 +12,13 @@ import torch
 from torch.optim import adagrad, adam, adamax, nadam, radam, rmsprop, sgd
 from torch.optim.adamw import adamw
 
+from tiered.errors import MisuseError
 from tiered.types import TensorSpec
 from tiered.zero.rules.rule import State, UpdateRule, scalar_dtype, settings_of, step_dtype, step_within
 
 __all__ = [
     *("AdafactorRule", "AdagradRule", "AdamRule", "AdamWRule", "AdamaxRule", "LionRule", "MuonRule", "NAdamRule", "RAdamRule"),
-    *("RMSpropRule", "SGDRule", "adamw_step"),
+    *("RMSpropRule", "SGDRule", "adamw_step", "refuse_lacking"),
 ]
 
 Function = Callable[..., None]
@@ -332,6 +333,12 @@ class MuonRule:
         param.grad = grad
         step_within(optimizer)
         param.grad = None
+
+
+def refuse_lacking(rule: UpdateRule | type[UpdateRule]) -> None:
+    """Raise MisuseError where torch lacks the class that makes the steps of ``rule``."""
+    if getattr(rule, "torch_class", rule) is None:
+        raise MisuseError(f"this torch ({torch.__version__}) has no Muon: it came with 2.9")
 
 
 def adamw_step(
