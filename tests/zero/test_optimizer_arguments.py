@@ -103,17 +103,18 @@ def test_values_out_of_range_are_named(store: TieredStore, wrong: dict[str, Any]
             made(model.parameters(), lr=torch.ones(2))
 
 
-@pytest.mark.skipif(
-    "decoupled_weight_decay" not in inspect.signature(torch.optim.Adam).parameters, reason="this torch's Adam has it not"
-)
-def test_what_adamw_does_not_have_is_adams(store: TieredStore) -> None:
-    """As its errors say: ``amsgrad``, and torch's kernel that is not fused."""
+@pytest.mark.parametrize("where", ["arguments", "param group"])
+def test_what_adamw_does_not_have_is_adams(store: TieredStore, where: str) -> None:
+    """As its errors say: ``amsgrad``, and torch's kernel that is not fused. Also where torch's Adam decouples no decay."""
     torch.manual_seed(0)
     reference = Tied(layers=2)
     theirs = torch.optim.AdamW(reference.parameters(), lr=1e-3, amsgrad=True, foreach=False)
     model = zero.page(copy.deepcopy(reference), store)
     found = {"amsgrad": True, "fused": False, "decoupled_weight_decay": True, "weight_decay": 0.01}
-    ours = zero.Adam(model.parameters(), lr=1e-3, **found)
+    if where == "arguments":
+        ours = zero.Adam(model.parameters(), lr=1e-3, **found)
+    else:
+        ours = zero.Adam([{"params": list(model.parameters()), **found}], lr=1e-3)
     assert train(reference, theirs, steps=4) == train(model, ours, steps=4)
     assert equal(reference.state_dict(), model.state_dict())
     theirs.load_state_dict(ours.state_dict())

@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from tests.quick import quick
+from tests.versions import ADAM_DECOUPLES
 from tests.zero.databases import SHARE, InStore, outcome, seeded, seen, tensors
 from tiered import TieredError, TieredStore, zero
 
@@ -143,8 +144,8 @@ def stepped(model: Few, optimizer: torch.optim.Optimizer, numbers: range, schedu
     return found
 
 
-OURS = ("params", "foreach", "fused")
-"""In param groups: what says which parameters, and which kernel."""
+OURS = ("params", "foreach", "fused", *(() if ADAM_DECOUPLES else ("decoupled_weight_decay",)))
+"""In param groups: what says which parameters, and which kernel; and what ours have whatever the version of torch."""
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:

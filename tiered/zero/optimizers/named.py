@@ -73,14 +73,6 @@ class _Named(Optimizer):
             cls._rule_type = rule
 
     def __init__(self, params: ParamsT, settings: dict[str, Any], where: Where) -> None:
-        known = inspect.signature(self._rule_type.torch_class).parameters
-        lacking = {name: settings.pop(name) for name in list(settings) if name not in known}  # of an older torch
-        for name, value in lacking.items():
-            if value:
-                raise MisuseError(
-                    f"this torch ({torch.__version__}) has no {name}= of {type(self).__name__}: leave it out, or install a "
-                    "newer torch"
-                )
         if settings.get("fused", False) is None:
             settings["fused"] = True
         self._refuse_group(settings)
@@ -89,11 +81,13 @@ class _Named(Optimizer):
         if "betas" in settings:
             refuse_betas(settings["betas"])
             settings["betas"] = tuple(map(float, settings["betas"]))
+        known = inspect.signature(self._rule_type.torch_class).parameters
+        theirs = {name: value for name, value in settings.items() if name in known}  # torch 2.6's Adam decouples no decay
         try:
-            defaults = self._rule_type.torch_class([torch.zeros(1, dtype=torch.float32, device="cpu")], **settings).defaults
+            defaults = self._rule_type.torch_class([torch.zeros(1, dtype=torch.float32, device="cpu")], **theirs).defaults
         except ValueError as error:  # what is out of range
             raise MisuseError(str(error)) from error
-        self._torch_defaults = {**defaults, **settings, **lacking}
+        self._torch_defaults = {**defaults, **settings}
         rule = made_from(self._rule_type(), self._torch_defaults)
         super().__init__(params, rule, **where)
 

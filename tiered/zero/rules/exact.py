@@ -45,7 +45,10 @@ class _TorchRule:
 
     def update(self, param: torch.Tensor, grad: torch.Tensor, state: State, step: int) -> None:
         made: Any = self
-        _call(type(self)._function, made, param, grad, [[state[name]] if name in state else [] for name in self.lists], step)
+        _call(self._stepped_by(), made, param, grad, [[state[name]] if name in state else [] for name in self.lists], step)
+
+    def _stepped_by(self) -> Function:
+        return type(self)._function
 
 
 def _call(
@@ -130,12 +133,17 @@ class AdamRule(_TorchRule):
     fused: bool | None = True
     decoupled_weight_decay: bool = False
 
-    optional: ClassVar[tuple[str, ...]] = ("decoupled_weight_decay",)  # torch 2.6 has it not
+    optional: ClassVar[tuple[str, ...]] = ("decoupled_weight_decay",)  # torch 2.6 has it in AdamW alone
     torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.Adam
     torch_names: ClassVar[Mapping[str, str]] = {"m": "exp_avg", "v": "exp_avg_sq", "largest": "max_exp_avg_sq"}
     _function: ClassVar[Function] = staticmethod(adam.adam)
     lists: ClassVar[tuple[str, ...]] = ("m", "v", "largest")
     needs: ClassVar[Mapping[str, str]] = {"largest": "amsgrad"}
+
+    def _stepped_by(self) -> Function:
+        """Return AdamW's function, which has the same kernels, where Adam's has no weight decay that is decoupled."""
+        lacks = self.decoupled_weight_decay and "decoupled_weight_decay" not in _taken(adam.adam)
+        return adamw if lacks else super()._stepped_by()
 
 
 @dataclass(frozen=True)
