@@ -12,6 +12,7 @@ In torch.distributed.checkpoint's format the keys are those of ``torch.distribut
 
 from __future__ import annotations
 
+import inspect
 import io
 import os
 import shutil
@@ -136,8 +137,8 @@ class Exported:
         for group in self.groups:
             rule = group.get("rule", "AdamWRule")
             kind = getattr(torch.optim, rule.removesuffix("Rule"), None)
-            some = [torch.zeros(1, dtype=torch.float32, device="cpu")]
-            usual = kind(some).defaults if kind is not None and kind is not torch.optim.Muon else {}
+            some = [torch.zeros(1, 1, dtype=torch.float32, device="cpu")]  # Muon takes nothing but matrices
+            usual = {} if kind is None else kind(some).defaults
             known = {key: value for key, value in group.items() if key not in ("names", "rule")}
             kernel = {"fused": True} if rule == "AdamWRule" else {}  # whose bits its steps are
             found.append({**usual, **known, **kernel, "params": list(group["names"])})
@@ -256,9 +257,12 @@ def export_dcp(
     ``torch.distributed.checkpoint.state_dict``. fp32 masters are states named "master". Returns the files of ``folder``, which
     must not exist. Raises MisuseError, and as ``Exported``.
     """
+    from torch.distributed.checkpoint import state_dict_saver
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
 
+    save: Any = state_dict_saver.save
+    if "no_dist" not in inspect.signature(save).parameters:  # torch 2.6, whose function would have all ranks write one
+        save = state_dict_saver._save_state_dict
     with ExitStack() as stack:
         found = Exported(path, model, stack, generation)
         model_part: dict[str, Any] = {}
