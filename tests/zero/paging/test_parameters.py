@@ -21,6 +21,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
@@ -528,6 +529,25 @@ def test_functions_that_take_a_parameter_as_an_identity(store: TieredStore) -> N
     loss.backward(inputs=[sides.paged.extra])
     assert sides.paged.extra.grad is not None
     assert sides.paged.scale.grad is None
+
+
+def test_the_graph_has_nodes_of_what_nobody_holds(store: TieredStore) -> None:
+    """Of parameters, of views, and of views without a history: as functions of torch that take them for places find them."""
+    sides = Sides(store)
+    found: list[list[Any]] = []
+    for model in (sides.memory, sides.paged):
+        wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        seen: list[Any] = []
+        handle = register_multi_grad_hook(wanted, lambda gradients, seen=seen: seen.extend(one.clone() for one in gradients))
+        with handle:
+            model(sides.x).square().mean().backward()
+        leaf = model.extra.detach().requires_grad_()
+        seen += [type(get_gradient_edge(one).node).__name__ for one in (*wanted, leaf)]
+        view = model.extra.view(-1)
+        seen += torch.autograd.grad((view * 2).sum(), [get_gradient_edge(view)])
+        found.append(seen)
+        model.zero_grad()
+    assert same(found[0], found[1])
 
 
 def test_penalties_of_all_parameters_need_one_unit_of_memory(store: TieredStore) -> None:

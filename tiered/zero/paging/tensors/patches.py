@@ -6,6 +6,8 @@ the last one is gone. ``import tiered.zero`` changes nothing.
 - Functions that read memory of tensors without asking for their class take copies: ``torch.tensor`` and the like, calls of
   scripted functions, the transforms of torch.func, the gradients that a backward pass begins with.
 - ``torch.autograd.backward(inputs=)`` takes slices in place of a parameter that is divided into them.
+- Before torch 2.13, what finds the node of a tensor in the graph (``get_gradient_edge``, ``register_multi_grad_hook``) keeps
+  the view by which it finds it: the node of a view in the store is one of Python, which forgets its own with the view.
 - Functions of lists (``clip_grad_norm_``) take their list forms for stored gradients, as torch adds DTensor there.
 """
 
@@ -157,6 +159,22 @@ def _with_slices(takes: Callable[..., Any]) -> Callable[..., Any]:
     return take
 
 
+def _with_view(takes: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``takes``, which finds the node that accumulates the gradient of a tensor by the node of a view, with a view that
+    is there meanwhile."""
+
+    @passed
+    @functools.wraps(takes)
+    def take(tensor: Any) -> Any:
+        if not is_stored(tensor) or not tensor.requires_grad or tensor.grad_fn is not None:
+            return takes(tensor)
+        with torch.enable_grad():
+            view = tensor.view_as(tensor)
+        return view.grad_fn.next_functions[0][0]
+
+    return take
+
+
 def _parts(value: Any) -> list[Any]:
     if is_stored(value) and value.step is None and isinstance(value.source, Divided):
         return list(slices_of(value.source.parameter))
@@ -179,6 +197,8 @@ def _changes() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     yield torch._functorch.eager_transforms, "_wrap_for_grad", functools.partial(_with_copies, at=0)
     yield torch.autograd, "_make_grads", functools.partial(_with_copies, at=1)
     yield torch.autograd, "backward", _with_slices
+    if torch.__version__ < "2.13":
+        yield torch.autograd.graph, "_get_grad_fn_or_grad_acc", _with_view
 
 
 _ABSENT = object()
