@@ -23,6 +23,7 @@ from tiered.zero.paging.pager import Pager, name_of, owner_of, placement_of, pla
 from tiered.zero.paging.saved_tensors import without_grad
 from tiered.zero.paging.storage import host
 from tiered.zero.paging.tensors.gradients import is_spent, whole_norms
+from tiered.zero.paging.tensors.sliced import norm_of_parts
 from tiered.zero.paging.tensors.states import StateView
 from tiered.zero.paging.unit import Unit
 from tiered.zero.paging.units import SHARE_STEP, Placement, Sliced, UnitPlan
@@ -255,8 +256,13 @@ class PagedUpdates(Updates):
             return torch.tensor(0.0, dtype=torch.get_default_dtype(), device="cpu")  # as torch does
         graded.sort(key=lambda found: found[2].index)
         device = graded[0][2].parameter.device
-        norms = torch.stack(whole_norms(graded, order, listed=device.type != "cpu"))  # what torch takes on a device
-        total: torch.Tensor = host(torch.linalg.vector_norm(norms.to(device), order))
+        found = whole_norms(graded, order, listed=device.type != "cpu")  # what torch takes on a device
+        norms: dict[torch.nn.Parameter, list[torch.Tensor]] = {}
+        for (_, _, placement), norm, there in zip(graded, found, torch.stack(found).to(device), strict=True):
+            norms.setdefault(placement.whole, []).append(there.to(norm.dtype))
+        slices = {placement.whole: len(placement.sliced.slices) for _, _, placement in graded if placement.sliced is not None}
+        whole = [norm_of_parts(n, slices[p], order) if p in slices else n[0] for p, n in norms.items()]
+        total: torch.Tensor = host(torch.linalg.vector_norm(torch.stack(whole), order))
         if error_if_nonfinite and not bool(torch.isfinite(total)):
             raise RuntimeError(f"The total norm of order {norm_type} of the gradients is not finite: {total.item()}")
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)

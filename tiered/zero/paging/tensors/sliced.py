@@ -34,7 +34,7 @@ from tiered.zero.paging.tensors.parameters import paged_class, refuse_replacing,
 from tiered.zero.paging.tensors.sources import Call, ParameterOwner, Source, without_us
 from tiered.zero.paging.tensors.stored import StoredTensor, is_stored
 
-__all__ = ["Divided", "Handle", "slice_up", "slices_of"]
+__all__ = ["Divided", "Handle", "norm_of_parts", "slice_up", "slices_of"]
 
 HOOKS = {
     *("register_hook", "register_post_accumulate_grad_hook", "get_gradient_edge", "retain_grad"),
@@ -445,7 +445,7 @@ class DividedGradient(Source):
             return NotImplemented
         order = order_of(name, args, kwargs)
         if order is not None:
-            norm = self._norm(order)
+            norm = self._norm(order, listed)
             return [norm] if listed else norm
         if name in SCALING or name in ("zero_", "_foreach_zero_"):
             if not _is_number((*args[1:], *kwargs.values())):
@@ -455,14 +455,10 @@ class DividedGradient(Source):
             return None if listed else first
         return NotImplemented
 
-    def _norm(self, order: float) -> torch.Tensor:
-        """Return the norm of the norms of all slices."""
-        parts = self.parts()
-        norms = [torch.linalg.vector_norm(part, order) for part in parts]
-        if len(norms) < len(slices_of(self.parameter)):
-            nothing = torch.zeros(1, dtype=parts[0].dtype, device=parts[0].device)
-            norms.append(torch.linalg.vector_norm(nothing, order))
-        return _combined(norms, order)
+    def _norm(self, order: float, listed: bool) -> torch.Tensor:
+        """Return the norm of the norms of all slices; ``listed``: of each by torch's kernel for lists."""
+        norms = [torch._foreach_norm([p], order)[0] if listed else torch.linalg.vector_norm(p, order) for p in self.parts()]
+        return norm_of_parts(norms, len(slices_of(self.parameter)), order)
 
 
 def _is_gradient(value: Any) -> bool:
@@ -504,8 +500,11 @@ def set_gradient(parameter: nn.Parameter, value: Any) -> None:
         one.grad = mine  # a view: what is written to ``value`` before the step counts, as it does for torch
 
 
-def _combined(norms: Sequence[torch.Tensor], order: float) -> torch.Tensor:
-    """Return the norm, 0-d, of a tensor whose parts have these ``norms`` of that ``order``."""
+def norm_of_parts(norms: Sequence[torch.Tensor], count: int, order: float) -> torch.Tensor:
+    """Return the norm, 0-d, of a tensor of ``count`` parts: some have ``norms`` of that ``order``, the others are zeros."""
     stacked = torch.stack(list(norms))
+    if len(norms) < count:
+        nothing = torch.linalg.vector_norm(torch.zeros_like(stacked[:1]), order)
+        stacked = torch.cat([stacked, nothing[None]])
     found: torch.Tensor = stacked.sum() if order == 0 else torch.linalg.vector_norm(stacked, order)
     return found
