@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
@@ -253,6 +254,7 @@ class _Recorder:
     def backward_begins(self) -> None:
         self.note(Kind.BACKWARD)
         self._backward = True
+        self._live.sweep()
         self.found.saved = self._live.nbytes
 
     def finished(self) -> None:
@@ -363,6 +365,7 @@ class _Recorder:
             return saved
         if len(self._within) > 1:  # in a forward, where the hooks of a paged model are in force
             if self._saved is not None:
+                self._live.watch(tensor)
                 with torch._C._DisableTorchDispatch():
                     return self._saved.pack(tensor)
             if self._splitter is not None:
@@ -459,7 +462,8 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._tell, self._known = tell, known
         self.nbytes = self.peak = 0
-        self._seen: set[int] = set()
+        self._seen: dict[int, int] = {}
+        self._watched: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -482,15 +486,28 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = storage._cdata
         if name in self._seen or name in self._known:
             return
-        nbytes = storage.nbytes()
-        self._seen.add(name)
+        nbytes = self._seen[name] = storage.nbytes()
         self.nbytes += nbytes
-        self.peak = max(self.peak, self.nbytes)
-        weakref.finalize(storage, self._dies, name, nbytes).atexit = False
+        if self.nbytes > self.peak:
+            self.sweep()
+            self.peak = max(self.peak, self.nbytes)
+        weakref.finalize(storage, self._dies, name).atexit = False
 
-    def _dies(self, name: int, nbytes: int) -> None:
-        self._seen.discard(name)
-        self.nbytes -= nbytes
+    def watch(self, tensor: torch.Tensor) -> None:
+        """Look whether the memory of ``tensor`` was freed that will have weak references, as saved activations have: in torch
+        2.6 these keep the storage as an object, although not its memory."""
+        if tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            self._watched.setdefault(storage._cdata, StorageWeakRef(storage))  # type: ignore[no-untyped-call]
+
+    def sweep(self) -> None:
+        """Count without the memory that was freed."""
+        for name in [name for name, storage in self._watched.items() if storage.expired()]:  # type: ignore[no-untyped-call]
+            self._dies(name)
+            del self._watched[name]  # now another storage may have this address
+
+    def _dies(self, name: int) -> None:
+        self.nbytes -= self._seen.pop(name, 0)
 
 
 def _described(value: Any) -> Any:
