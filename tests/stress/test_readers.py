@@ -98,7 +98,7 @@ def reader(folder: Path, seed: int) -> Callable[[Child], None]:
             try:
                 store = TieredStore.open(folder, generation=chosen, **options)
             except Exception as error:
-                if chosen is None or "has no generation" not in str(error):  # it may be dropped between these two lines
+                if chosen is None or "no generation" not in str(error):  # it may be dropped between these two lines
                     raise
                 continue
             with store:

@@ -495,7 +495,7 @@ def without_values(model: nn.Module, tokens: torch.Tensor) -> None:
 
 
 TRACERS: dict[str, Callable[[nn.Module, torch.Tensor], object]] = {
-    "torch.export": lambda model, tokens: torch.export.export(model, (tokens,)),
+    "torch.export": lambda model, tokens: torch.export.export(model, (tokens,), strict=False),  # torch 2.6 has another default
     "torch.jit.trace": lambda model, tokens: torch.jit.trace(model, (tokens,)),
     "make_fx": traced_by_make_fx,
     "FakeTensorMode": without_values,

@@ -279,7 +279,9 @@ def one_begins_anew(rank: int, folder: Path) -> str:
     ("scenario", "of_all"),
     [
         (one_has_more, "4 parameters, at most at step 0; 2 parameters, at most at step 0"),
-        (one_begins_anew, "7 parameters, at most at step 2; 7 parameters, at most at step 0"),
+        pytest.param(
+            one_begins_anew, "7 parameters, at most at step 2; 7 parameters, at most at step 0", marks=FULLY_SHARDS
+        ),
     ],
 )
 def test_stores_that_are_not_of_one_step_are_refused_on_all(tmp_path: Path, scenario: Any, of_all: str) -> None:
