@@ -295,7 +295,8 @@ class Transfer:
     least 1). ``tensor_id`` and ``generation`` say whose bytes and from when, and go into the checksums. ``checksums`` is what
     an UP transfer must find: the concatenated checksums of the pieces, or b"" for unchecked. ``after`` are fences that must
     have passed before the upper slot is touched. ``begun`` is the urgency with which the transfer was started; ``urgency`` may
-    have risen since.
+    have risen since. ``begin`` is where in the tensor the ``nbytes`` begin that an UP transfer from the disk moves, where these
+    are not all: a multiple of PIECE_BYTES.
     """
 
     tag: int
@@ -310,6 +311,7 @@ class Transfer:
     checksums: bytes = b""
     after: tuple[Fence, ...] = ()
     begun: Urgency = Urgency.DEMAND
+    begin: int = 0
 
 
 @dataclass(frozen=True, slots=True)

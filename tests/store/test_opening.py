@@ -45,7 +45,7 @@ def committed(tmp_path: Path) -> Path:
 def buffered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As on a filesystem without O_DIRECT."""
     with monkeypatch.context() as patch:
-        patch.setattr("tiered.store.reading.make_direct", lambda fd: False)  # first: this imports what the other one patches
+        patch.setattr("tiered.format.data_file.make_direct", lambda fd: False)  # first: this imports what the other one patches
         patch.setattr("tiered.format.locked_file.make_direct", lambda fd: False)
         yield
 

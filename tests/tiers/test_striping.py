@@ -18,7 +18,8 @@ from tests.filesystems import fill, root, small_ext4, two_ext4
 from tests.striping import lower_stripes
 from tiered.errors import ManifestError
 from tiered.format import stripes
-from tiered.tiers.nvme import FILE_BITS, NvmeConfig, NvmeTier
+from tiered.tiers.disk import FILE_BITS
+from tiered.tiers.nvme import NvmeConfig, NvmeTier
 from tiered.types import Slot
 
 KIB, MIB = 1 << 10, 1 << 20

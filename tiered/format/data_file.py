@@ -24,11 +24,11 @@ import xxhash
 
 from tiered.allocator import FreeSpace
 from tiered.errors import ManifestError, MisuseError
-from tiered.format.locked_file import LockedFile, make_buffered, make_direct, writes_direct
+from tiered.format.locked_file import LockedFile, make_buffered, make_direct, open_to_lock, open_to_read, writes_direct
 from tiered.system import LARGEST_ALIGNMENT, direct_io_alignment
 from tiered.types import format_size
 
-__all__ = ["MINIMUM_ALIGNMENT", "DataFile", "Piece", "digest", "read_header"]
+__all__ = ["MINIMUM_ALIGNMENT", "DataFile", "FileAtRest", "Piece", "digest"]
 
 Piece = bytes | memoryview | ctypes.Array[ctypes.c_char]
 
@@ -79,7 +79,7 @@ class DataFile:
         self.wants = max(MINIMUM_ALIGNMENT, direct_io_alignment(self.fd))
         """Alignment in bytes that direct I/O on this file requires."""
         try:
-            self._header = _read(self.fd, min(self._size, LARGEST_ALIGNMENT), self.direct)
+            self._header = _read(self.fd, min(self._size, LARGEST_ALIGNMENT), direct=self.direct)
         except OSError as error:
             self.close()
             raise ManifestError(f"{self.path}: the header cannot be read: {error.strerror}") from error
@@ -311,15 +311,59 @@ def _decode(header: bytes, path: str) -> tuple[int, bytes, int]:
     return alignment, identity, index
 
 
-def read_header(fd: int, path: str, *, direct: bool) -> tuple[int, bytes, int]:
+class FileAtRest:
+    """A data file that is open for reading. ``damage`` is what is wrong with it, None where nothing is: then ``uuid``,
+    ``index`` and ``alignment`` are what its header says. ``fd`` is -1 where it cannot be opened, and once it is closed.
+
+    Its I/O is direct where the filesystem has that, and the drive no larger sectors than the extents are aligned to. No byte of
+    it is in the page cache when it is opened.
+    """
+
+    def __init__(self, folder: Path, name: str, at: int | None, *, lock: bool) -> None:
+        """Open ``folder/name``; ``at`` is a descriptor of the folder. With ``lock`` a shared lock keeps writers out; raises
+        StoreLocked while a store has the file open."""
+        self.path, self.fd, self.size, self.direct = str(folder / name), -1, 0, False
+        self.alignment, self.uuid, self.index = MINIMUM_ALIGNMENT, b"", 0
+        self.wants = MINIMUM_ALIGNMENT
+        """Alignment in bytes that reads require."""
+        self.damage: ManifestError | OSError | None = None
+        try:
+            self.fd = (open_to_lock if lock else open_to_read)(folder, name, at)
+            self._look()
+        except (ManifestError, OSError) as error:
+            self.damage = error.with_traceback(None)
+            if isinstance(error, OSError):
+                error.filename = self.path
+        except BaseException:
+            self.close()
+            raise
+
+    def _look(self) -> None:
+        self.size = os.fstat(self.fd).st_size
+        os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        try:
+            self.alignment, self.uuid, self.index = _read_header(self.fd, self.path)
+        finally:
+            needed = max(MINIMUM_ALIGNMENT, direct_io_alignment(self.fd))
+            self.direct = self.alignment % needed == 0 and make_direct(self.fd)  # else it came from a drive of smaller sectors
+            self.wants = needed if self.direct else MINIMUM_ALIGNMENT
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _read_header(fd: int, path: str) -> tuple[int, bytes, int]:
     """Return the alignment, UUID and index in the header of an open data file. Raises ManifestError for damage, and OSError."""
-    first = _read(fd, MINIMUM_ALIGNMENT, direct)
+    first = _read(fd, MINIMUM_ALIGNMENT, direct=False)
     alignment = _FIELDS.unpack_from(first)[2] if len(first) >= _FIELDS.size else 0
     # No byte more: a writer may be writing to the extents that follow, past the page cache.
-    return _decode(_read(fd, max(MINIMUM_ALIGNMENT, min(alignment, LARGEST_ALIGNMENT)), direct), path)
+    return _decode(_read(fd, max(MINIMUM_ALIGNMENT, min(alignment, LARGEST_ALIGNMENT)), direct=False), path)
 
 
-def _read(fd: int, nbytes: int, direct: bool) -> bytes:
+def _read(fd: int, nbytes: int, *, direct: bool) -> bytes:
     """Return the file's first ``nbytes``, or fewer at its end."""
     if nbytes == 0:
         return b""

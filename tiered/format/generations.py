@@ -12,6 +12,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,10 +23,12 @@ from tiered.format.pins import CANNOT_LOOK, Pin, Pins, look
 
 __all__ = [
     "Folder",
+    "Taken",
     "abandon",
     "clean",
     "drop",
     "dropped",
+    "existing",
     "fingerprint",
     "folder_of",
     "generations",
@@ -39,6 +42,7 @@ __all__ = [
     "retire",
     "set_aside",
     "sync",
+    "take",
 ]
 
 Folder = OpenFolder | int | str | os.PathLike[str]
@@ -153,8 +157,8 @@ def pins_in(folder: OpenFolder) -> Pins:
         _fail(ManifestError, CANNOT_LOOK, folder, "", error)
 
 
-def pinned(folder: OpenFolder, generation: int | None) -> tuple[Manifest, Pin]:
-    """Take ``generation``, or the newest one, for a reader: return its manifest, and the pin that keeps it until it is closed.
+def pinned(folder: OpenFolder, generation: int | None) -> Taken:
+    """Take ``generation``, or the newest one, with a pin that keeps it until it is closed.
 
     Pins of dead readers are removed before. Raises MisuseError where there is no such store or generation, ManifestError for
     damage, and OSError where no pin can be made in the folder.
@@ -168,12 +172,48 @@ def pinned(folder: OpenFolder, generation: int | None) -> tuple[Manifest, Pin]:
         try:
             manifest = load(folder, number)
             assert manifest is not None
-            return manifest, pin
+            return Taken(manifest, pin)
         except BaseException as error:
             pin.close()
             if not isinstance(error, ManifestError) or number in generations(folder):
                 raise
     raise ManifestError(f"{_where(folder, '')} changes too fast to be read: a job commits there; try again")
+
+
+@dataclass
+class Taken:
+    """A generation that a reader has: its manifest, and the pin that keeps it.
+
+    Where no pin can be made, ``pin`` is None and ``why`` the system's reason: a lock on the data files has to keep writers out.
+    """
+
+    manifest: Manifest
+    pin: Pin | None = None
+    why: str = ""
+
+    def close(self) -> None:
+        """Let the generation go. Idempotent."""
+        if self.pin is not None:
+            self.pin.close()
+
+
+def take(folder: OpenFolder, generation: int | None) -> Taken:
+    """Take ``generation``, or the newest one. Raises MisuseError where there is none, ManifestError for damage."""
+    try:
+        return pinned(folder, generation)
+    except OSError as error:
+        if error.errno in SHORTAGES:
+            raise
+        return Taken(existing(folder, generation), why=os.strerror(error.errno or 0).lower())
+
+
+def existing(folder: Folder, generation: int | None) -> Manifest:
+    """Return the manifest of ``generation``, or of the newest one. Raises MisuseError where there is none, ManifestError for
+    damage."""
+    present(folder, generation)
+    manifest = load(folder, generation)
+    assert manifest is not None
+    return manifest
 
 
 def folder_of(path: Path) -> OpenFolder:

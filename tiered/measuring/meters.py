@@ -24,6 +24,7 @@ import torch
 
 from tiered.errors import CapacityError, MisuseError, UncommittedWarning
 from tiered.store import TieredStore
+from tiered.tiers.nvme import NvmeTier
 from tiered.types import VERSION, BackendName
 
 __all__ = [
@@ -83,7 +84,7 @@ def scratch_store(parent: str, *, dram: int, backend: BackendName = "auto") -> I
             store = TieredStore.open(folder, dram=dram, backend=backend, keep=1)
         try:
             nvme = store._parts.nvme
-            assert nvme is not None
+            assert isinstance(nvme, NvmeTier)
             nvme.drop_names()
             yield store
         finally:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,54 +18,22 @@ from types import TracebackType
 import torch
 from msgspec import structs
 
-from tiered.errors import CorruptionError, KeyNotFound, ManifestError, MisuseError, ReadError, StoreLocked, TieredError
-from tiered.format import generations, stripes
-from tiered.format.data_file import digest, read_header
+from tiered.errors import KeyNotFound, ManifestError, MisuseError, StoreClosed, StoreLocked, TieredError
+from tiered.format import generations
+from tiered.format.data_file import FileAtRest
 from tiered.format.drives import LIST_FILE, folders_of
-from tiered.format.folder import SHORTAGES, OpenFolder
-from tiered.format.locked_file import open_to_lock, open_to_read
+from tiered.format.folder import OpenFolder
+from tiered.format.generations import Taken
 from tiered.format.manifest import Manifest, TensorRecord
-from tiered.format.pins import Pin
+from tiered.store.pieces import Arriving, PieceReader, aligned
 from tiered.tensors.specs import dtype_of
-from tiered.types import CHECKSUM_BYTES, PIECE_BYTES, Key, TensorSpec
+from tiered.tiers.disk import Disk
+from tiered.types import PIECE_BYTES, Key, TensorSpec
 
-__all__ = ["ListedGeneration", "ListedTensor", "Listing", "StoreAtRest", "Taken", "listing", "take"]
+__all__ = ["ListedGeneration", "ListedTensor", "Listing", "StoreAtRest", "listing"]
 
-
-@dataclass
-class Taken:
-    """A generation that a reader has: its manifest, and the pin that keeps it.
-
-    Where no pin can be made, ``pin`` is None and ``why`` the system's reason: a lock on the data files has to keep writers out.
-    """
-
-    manifest: Manifest
-    pin: Pin | None = None
-    why: str = ""
-
-    def close(self) -> None:
-        """Let the generation go. Idempotent."""
-        if self.pin is not None:
-            self.pin.close()
-
-
-def take(folder: OpenFolder, generation: int | None) -> Taken:
-    """Take ``generation``, or the newest one. Raises MisuseError where there is none, ManifestError for damage."""
-    try:
-        return Taken(*generations.pinned(folder, generation))
-    except OSError as error:
-        if error.errno in SHORTAGES:
-            raise
-        return Taken(_manifest_of(folder, generation), why=os.strerror(error.errno or 0).lower())
-
-
-def _manifest_of(folder: generations.Folder, generation: int | None) -> Manifest:
-    """Return the manifest of ``generation``, or of the newest one. Raises MisuseError where there is none, ManifestError for
-    damage."""
-    generations.present(folder, generation)
-    manifest = generations.load(folder, generation)
-    assert manifest is not None
-    return manifest
+AHEAD = 3
+"""Pieces that are read ahead of the one that is used."""
 
 
 class StoreAtRest:
@@ -87,16 +56,21 @@ class StoreAtRest:
         self.folder = Path(os.path.expanduser(path))
         self.paths = None if paths is None else tuple(os.path.abspath(os.path.expanduser(place)) for place in paths)
         """Absolute folders of the data files of a store on several drives."""
-        self.descriptors: list[int] = []  # of the data files, by index; empty once closed
-        self.places: list[str] = []
+        self.files: list[FileAtRest] = []  # by index
+        self._reader: PieceReader | None = None
+        self._read_by = 0  # the process whose ring that has
         self._opened = generations.folder_of(self.folder)  # all is read in this folder, wherever its path leads meanwhile
         self._taken: Taken | None = None
         try:
-            self._taken = take(self._opened, generation)
+            self._taken = generations.take(self._opened, generation)
             self._open(self._taken, paths)
             if self._taken.pin is None:
-                self._taken = Taken(_manifest_of(self._opened, generation))  # again, now that the lock keeps commits out
+                # Again, now that the lock keeps commits out.
+                self._taken = Taken(generations.existing(self._opened, generation))
             self.adopt(self._taken)
+            alignment = max(file.wants for file in self.files)
+            store = bytes.fromhex(self.manifest.store)
+            self.disk = Disk(str(self.folder.absolute()), store, alignment, self.files)
         except BaseException:
             self.close()
             raise
@@ -112,23 +86,20 @@ class StoreAtRest:
         if paths is not None and LIST_FILE not in there:
             raise MisuseError(f"{self.folder} keeps its tensors in its own folder: leave paths out")
         places = [self.folder] if paths is None else [Path(os.path.expanduser(place)) for place in paths]
-        opening = open_to_read if taken.pin is not None else open_to_lock
         for file in taken.manifest.files:
             own = self._opened.fd if paths is None else None
             place = next((place for place in places if own is not None or (place / file.name).exists()), None)
             if place is None or (own is not None and file.name not in there):
                 raise ManifestError(f"the data file {file.name} of {self.folder} is missing in {', '.join(map(str, places))}")
-            self.places.append(str(place / file.name))
             try:
-                self.descriptors.append(opening(place, file.name, own))
-            except OSError as error:
-                error.filename = self.places[-1]
-                raise
+                found = FileAtRest(place, file.name, own, lock=taken.pin is None)
             except StoreLocked as error:
                 raise StoreLocked(f"{error}. (A reader beside it makes a file in {self.folder}: {taken.why})") from error
-            uuid = read_header(self.descriptors[-1], self.places[-1], direct=False)[1]
-            if uuid.hex() != file.uuid:
-                raise ManifestError(f"{self.places[-1]} is not the file that was committed to: its UUID is another")
+            self.files.append(found)
+            if found.damage is not None:
+                raise found.damage
+            if found.uuid.hex() != file.uuid:
+                raise ManifestError(f"{found.path} is not the file that was committed to: its UUID is another")
 
     def newest(self) -> Taken | None:
         """Take the newest generation, to ``adopt`` or to close it; None where this is it. Raises as opening the store does."""
@@ -136,7 +107,7 @@ class StoreAtRest:
             return None
         try:
             locked = self._taken is not None and self._taken.pin is None
-            found = Taken(_manifest_of(self._opened, None)) if locked else Taken(*generations.pinned(self._opened, None))
+            found = Taken(generations.existing(self._opened, None)) if locked else generations.pinned(self._opened, None)
         except OSError as error:
             raise TieredError(
                 f"{self.folder} stays open at generation {self.manifest.generation}: a reader's file cannot be made there "
@@ -155,7 +126,6 @@ class StoreAtRest:
         before, self._taken = self._taken, taken
         self.manifest = taken.manifest
         self.records = {record.key: record for record in taken.manifest.tensors}
-        self._store = bytes.fromhex(taken.manifest.store)
         self._last: tuple[Key, int, torch.Tensor] | None = None  # piece that was read last: adjacent ranges read it once
         return before
 
@@ -188,50 +158,48 @@ class StoreAtRest:
 
     def get(self, key: Key) -> torch.Tensor:
         """Return the whole tensor, of its dtype and shape, in ordinary memory. Raises as ``read``, and KeyNotFound."""
-        spec = self.spec(key)
-        data = torch.empty(spec.nbytes, dtype=torch.uint8, device="cpu")
-        at = 0
-        for piece in self.read(key, 0, spec.nbytes):
-            data[at : at + piece.numel()] = piece
-            at += piece.numel()
+        record = self.record(key)
+        spec = record.spec
+        data = torch.empty(0, dtype=torch.uint8, device="cpu") if record.extent is None else self._arrived(self._begin(record))
         return data.view(dtype_of(spec)).view(spec.shape)
 
     def read(self, key: Key, start: int, stop: int) -> Iterator[torch.Tensor]:
         """Yield bytes ``start`` to ``stop`` of a tensor, as consecutive uint8 tensors of at most PIECE_BYTES.
 
-        Raises ReadError, and CorruptionError for a piece with a wrong checksum.
+        While one is used, the next AHEAD are read. Raises ReadError, ShortTransfer where a file ends too early, and
+        CorruptionError for a piece with a wrong checksum.
         """
-        record = self.record(key)
-        nbytes = record.spec.nbytes
-        for begin in range(start // PIECE_BYTES * PIECE_BYTES, stop, PIECE_BYTES):
-            if self._last is None or self._last[:2] != (key, begin):
-                self._last = None
-                self._last = key, begin, self._piece(record, begin, min(PIECE_BYTES, nbytes - begin))
-            yield self._last[2][max(0, start - begin) : stop - begin]
+        record, coming = self.record(key), deque[Arriving | tuple[Key, int, torch.Tensor]]()
+        begins = iter(range(start // PIECE_BYTES * PIECE_BYTES, stop, PIECE_BYTES))
+        while True:
+            while len(coming) <= AHEAD and (begin := next(begins, None)) is not None:
+                read_last = self._last is not None and self._last[:2] == (key, begin)
+                coming.append(self._last if read_last and self._last else self._begin(record, begin, PIECE_BYTES))
+            if not coming:
+                return
+            one = coming.popleft()
+            self._last = (key, one.begin, self._arrived(one)) if isinstance(one, Arriving) else one
+            yield self._last[2][max(0, start - self._last[1]) : stop - self._last[1]]
 
-    def _piece(self, record: TensorRecord, begin: int, nbytes: int) -> torch.Tensor:
-        assert record.extent is not None
-        file, where = record.extent.file, record.extent.offset + begin
-        if stripes.is_striped(file, len(self.descriptors)):
-            file, within = stripes.place(begin, len(self.descriptors))
-            where = record.extent.offset + within
-        fd, path = self.descriptors[file], self.places[file]
-        data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        view, done = data.numpy().data, 0
-        while done < nbytes:
-            try:
-                count = os.preadv(fd, [view[done:]], where + done)
-            except OSError as error:
-                raise _failed(ReadError, "cannot read", record, path, where + done, error.errno) from error
-            if not count:
-                raise _failed(ReadError, "the file ends within", record, path, where + done, None)
-            done += count
-        os.posix_fadvise(fd, where, nbytes, os.POSIX_FADV_DONTNEED)
-        place = begin // PIECE_BYTES * CHECKSUM_BYTES
-        expected = record.checksums[place : place + CHECKSUM_BYTES]
-        if digest(self._store, record.tensor_id, record.generation, begin, view) != expected:
-            raise _failed(CorruptionError, "wrong checksum in", record, path, where, None)
-        return data
+    def _begin(self, record: TensorRecord, begin: int = 0, nbytes: int | None = None) -> Arriving:
+        """Begin to read a tensor, or ``nbytes`` of it from ``begin`` on, into memory of its own."""
+        nbytes = record.spec.nbytes if nbytes is None else min(nbytes, record.spec.nbytes - begin)
+        if self.disk.closed:
+            raise StoreClosed(f"{self} was closed")
+        if self._reader is None or self._reader.closed or self._read_by != os.getpid():  # a ring is not a forked child's
+            self._reader, self._read_by = PieceReader(self.disk), os.getpid()
+        memory = aligned(self._reader.room(nbytes), self.disk.alignment)
+        return self._reader.begin(record, begin, nbytes, memory.data_ptr(), memory)
+
+    def _arrived(self, one: Arriving) -> torch.Tensor:
+        """Wait for what is read, and return it. Raises what is wrong with it."""
+        while not one.ended:
+            assert self._reader is not None
+            self._reader.wait()
+        if one.error is not None:
+            raise one.error
+        assert isinstance(one.memory, torch.Tensor)
+        return one.memory[: one.nbytes]
 
     def __enter__(self) -> StoreAtRest:
         return self
@@ -241,17 +209,13 @@ class StoreAtRest:
 
     def close(self) -> None:
         """Close the files, and let the generation go. Idempotent."""
-        while self.descriptors:
-            os.close(self.descriptors.pop())
+        if self._reader is not None:
+            self._reader.close()
+        for file in self.files:
+            file.close()
         if self._taken is not None:
             self._taken.close()
         self._opened.close()
-
-
-def _failed(
-    kind: type[ReadError] | type[CorruptionError], what: str, record: TensorRecord, path: str, offset: int, errno: int | None
-) -> ReadError | CorruptionError:
-    return kind(what, key=record.key, tier="nvme", path=path, offset=offset, errno=errno)
 
 
 @dataclass(frozen=True)

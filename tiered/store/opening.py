@@ -57,7 +57,7 @@ TABLES_SHARE = 256
 @dataclass(frozen=True)
 class StoreConfig:
     """The configuration of a store's parts. ``path``: the store's folder, None for no disk; ``paths``: folders for its data
-    files, none for that folder; ``disk`` replaces the way in which they are opened. ``dram``: bytes of the pool. ``hbm``: bytes
+    files, none for that folder; ``disk`` has them already. ``dram``: bytes of the pool. ``hbm``: bytes
     on ``device``, 0 for none. ``nvme``: most bytes of extents (None: what the disks have).
 
     ``backend`` is a name, or makes another backend. ``eviction`` makes one policy per tier. ``depth``: requests in flight; it
@@ -73,7 +73,7 @@ class StoreConfig:
     eviction: Callable[[], EvictionPolicy] = LRU
     depth: int = 64
     paths: Sequence[str | os.PathLike[str]] = ()
-    disk: Callable[[], NvmeTier] | None = None
+    disk: DiskAtRest | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Parts:
     tensors can lie in; ``backend`` and ``nvme`` are None where there is no disk."""
 
     memories: tuple[Memory, ...]
-    nvme: NvmeTier | None
+    nvme: NvmeTier | DiskAtRest | None
     backend: IOBackend | None
     tiers: tuple[Tier, ...]
     links: tuple[Link, ...]
@@ -109,7 +109,8 @@ def build(config: StoreConfig) -> Parts:
         )
     _refuse_beyond_cgroup(config.dram)
     with contextlib.ExitStack() as undo:
-        nvme = backend = hbm = None
+        backend = hbm = None
+        nvme: NvmeTier | DiskAtRest | None = None
         if config.hbm:
             hbm = HbmTier(HbmConfig(config.hbm, config.device))
             undo.callback(hbm.close)
@@ -117,7 +118,7 @@ def build(config: StoreConfig) -> Parts:
             backend = open_backend(config.backend, config.depth)
             undo.callback(backend.close)
             opened = NvmeConfig(config.path, config.nvme, paths=config.paths)
-            nvme = NvmeTier.open(opened) if config.disk is None else config.disk()
+            nvme = config.disk or NvmeTier.open(opened)
             undo.callback(nvme.close)
         dram = DramTier(DramConfig(config.dram, alignment=nvme.alignment if nvme else 64))
         undo.callback(dram.close)
@@ -212,7 +213,7 @@ def assemble(options: OpenOptions) -> tuple[Parts, Engine, Generations]:
     parts, engine = _begin(options, _config_of(options))
     try:
         commits = None
-        if parts.nvme is not None:
+        if isinstance(parts.nvme, NvmeTier):
             commits = Commits(engine, parts.nvme, options.keep, _duplicator(parts, engine))
             commits.restore(options.generation, drop_newer=options.newer == "drop")
             if options.scratch and commits.newest is not None:
@@ -244,7 +245,7 @@ def _assemble_to_read(options: OpenOptions) -> tuple[Parts, Engine, Generations]
         raise _cannot_open(options, error) from error
     try:
         disk = DiskAtRest(rest)
-        parts, engine = _begin(options, replace(_config_of(options), disk=lambda: disk))
+        parts, engine = _begin(options, replace(_config_of(options), disk=disk))
     except BaseException:
         rest.close()
         raise

@@ -15,13 +15,12 @@ from tiered.engine.state import EngineState
 from tiered.engine.workers import Worker
 from tiered.errors import LeaseConflict, ManifestError, MisuseError, TieredError
 from tiered.format import stripes
-from tiered.format.data_file import read_header
-from tiered.format.locked_file import make_direct
+from tiered.format.data_file import FileAtRest
+from tiered.format.generations import Taken
 from tiered.format.manifest import TensorRecord
-from tiered.store.at_rest import StoreAtRest, Taken
+from tiered.store.at_rest import StoreAtRest
 from tiered.store.commit import Commits, Generations, said_of
-from tiered.system import direct_io_alignment
-from tiered.tiers.nvme import NvmeTier
+from tiered.tiers.disk import Disk
 from tiered.types import Access, Key, Location, Slot, owner_decoded
 
 __all__ = ["DiskAtRest", "OneGeneration"]
@@ -30,48 +29,27 @@ NOWHERE = 1 << 62
 """First offset of the slots of tensors without bytes. Reading one gives the header of the first file, which is ignored."""
 
 
-class DiskAtRest(NvmeTier):
-    """The data files of one generation, as a tier that allocates nothing. Closing the tier closes ``rest``."""
+class DiskAtRest(Disk[FileAtRest]):
+    """The data files of the generation that ``rest`` has, as a tier. Its slots are those of commits, which other processes make
+    and free: it is always full. Closing it closes ``rest``."""
 
     def __init__(self, rest: StoreAtRest) -> None:
-        self._rest = rest
-        self.folder = str(rest.folder.absolute())
-        self.uuid = bytes.fromhex(rest.manifest.store)
-        self.files, self.created = (), False
-        self.drive_count = len(rest.descriptors)
-        opened = list(zip(rest.descriptors, rest.places, strict=True))
-        self.alignment = max(read_header(fd, path, direct=False)[0] for fd, path in opened)
-        self._direct = all(self.alignment % (direct_io_alignment(fd) or 1) == 0 and make_direct(fd) for fd, _ in opened)
-        self._nowhere = NOWHERE
-
-    @property
-    def direct(self) -> bool:
-        return self._direct
+        disk = rest.disk
+        alignment = max(file.alignment for file in rest.files)
+        super().__init__(disk.folder, disk.uuid, alignment, rest.files)
+        self.drive_folders = rest.paths
+        self.direct = all(file.direct for file in rest.files)
+        self.close = rest.close
+        """Close the files, and let the generation go."""
 
     @property
     def capacity(self) -> int:
         """Bytes of the data files, which a writer may extend meanwhile."""
-        return sum(os.fstat(fd).st_size for fd in self._rest.descriptors)
-
-    @property
-    def used(self) -> int:
-        return sum(record.extent.nbytes for record in self._rest.manifest.tensors if record.extent)
-
-    @property
-    def file_bytes(self) -> int:
-        return self.capacity
+        return sum(os.fstat(file.fd).st_size for file in self.files)
 
     @property
     def refusal(self) -> str:
         return f"{self.folder} is open for reading"
-
-    @property
-    def generations(self) -> tuple[int, ...]:
-        return (self._rest.manifest.generation,)
-
-    @property
-    def drive_folders(self) -> tuple[str, ...] | None:
-        return self._rest.paths
 
     def free_on_device(self) -> int:
         return 0
@@ -86,35 +64,19 @@ class DiskAtRest(NvmeTier):
         """Do nothing: no slot is ever allocated."""
 
     def slot_of(self, record: TensorRecord) -> Slot:
-        """Return the slot of a tensor, a new one for a tensor without bytes. Raises ManifestError for a range outside its
+        """Return the slot of a tensor, one of its own where it has no bytes. Raises ManifestError for a range outside its
         file."""
-        if record.extent is not None:
-            return self.slot(record.extent.file, record.extent.offset, record.extent.nbytes)
-        self._nowhere += self.alignment
-        return Slot(self._nowhere, self.alignment)
-
-    def slot(self, index: int, offset: int, nbytes: int) -> Slot:
-        """Return the slot at ``offset`` of a data file, or of all. Raises ManifestError for a range outside its file."""
-        descriptors = self._rest.descriptors
-        for file, at, size in stripes.ranges(index, offset, nbytes, len(descriptors)):
-            end = os.fstat(descriptors[file]).st_size if file < len(descriptors) else 0
+        if record.extent is None:
+            return Slot(NOWHERE + record.tensor_id * self.alignment, self.alignment)
+        index, offset, nbytes = record.extent.file, record.extent.offset, record.extent.nbytes
+        for file, at, size in stripes.ranges(index, offset, nbytes, self.drive_count):
+            end = os.fstat(self.files[file].fd).st_size if file < self.drive_count else 0
             if at % self.alignment or size % self.alignment or at + size > end:
                 raise ManifestError(f"{self.folder}: the manifest names {size} bytes at {at} of data file {file}: not there")
         return self.coded(index, offset, nbytes)
 
     def locate(self, slot: Slot) -> Location:
-        index, offset = (0, 0) if slot.offset >= NOWHERE else self.extent(slot)
-        descriptors, places = self._rest.descriptors, self._rest.places
-        if stripes.is_striped(index, self.drive_count):
-            return stripes.striped([Location(fd, offset, path) for fd, path in zip(descriptors, places, strict=True)])
-        return Location(descriptors[index], offset, places[index])
-
-    @property
-    def closed(self) -> bool:
-        return not self._rest.descriptors
-
-    def close(self) -> None:
-        self._rest.close()
+        return super().locate(slot if slot.offset < NOWHERE else self.coded(0, 0, slot.nbytes))
 
 
 class OneGeneration(Generations):

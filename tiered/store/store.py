@@ -52,6 +52,7 @@ from tiered.tensors.specs import (
     specified,
 )
 from tiered.tiers.dram import DramTier
+from tiered.tiers.nvme import NvmeTier
 from tiered.types import Access, BackendName, Key, Owner, TensorSpec, Urgency, format_size
 
 if TYPE_CHECKING:
@@ -1200,6 +1201,6 @@ def _shut_down(engine: Engine, parts: Parts, pid: int, scratch: bool) -> None:
     if engine.stop_elsewhere(lambda: _shut_down(engine, parts, pid, scratch)):
         return
     engine.stop()
-    if scratch and parts.nvme is not None and not parts.nvme.closed:
+    if scratch and isinstance(parts.nvme, NvmeTier) and not parts.nvme.closed:
         parts.nvme.remove()
     parts.close()

@@ -10,32 +10,26 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
-import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tiered.errors import ManifestError, MisuseError, path_of
+from tiered.errors import CorruptionError, ManifestError, MisuseError, ReadError, ShortTransfer, path_of
 from tiered.format import generations, stripes
-from tiered.format.data_file import MINIMUM_ALIGNMENT, digest, read_header
+from tiered.format.data_file import MINIMUM_ALIGNMENT, FileAtRest
 from tiered.format.drives import DATA_FILE, DRIVE, LIST_FILE, Record, folders_of, read_record
 from tiered.format.folder import NO_DAMAGE, OpenFolder, cannot_open
-from tiered.format.locked_file import make_direct, open_to_lock, open_to_read
+from tiered.format.generations import Taken
+from tiered.format.locked_file import open_to_lock, open_to_read
 from tiered.format.manifest import Extent, Manifest, TensorRecord
-from tiered.format.pins import Pin
-from tiered.io.backends import open_backend
-from tiered.store.at_rest import take
-from tiered.system import direct_io_alignment
+from tiered.store.pieces import DEPTH, Arriving, PieceReader
+from tiered.tiers.disk import Disk
 from tiered.tiers.dram import DramConfig, DramTier
-from tiered.types import CHECKSUM_BYTES, PIECE_BYTES, BackendName, IORequest, Operation
+from tiered.types import PIECE_BYTES, BackendName, Location
 
 __all__ = ["CheckedGeneration", "Damage", "Verification", "verify"]
-
-DEPTH = 8
-"""Buffers of PIECE_BYTES: pieces in flight while one is verified."""
 
 
 @dataclass(frozen=True)
@@ -117,20 +111,19 @@ def verify(
     with contextlib.ExitStack() as stack:
         opened = _open_folder(folder)  # all files are opened in this folder, wherever its path leads meanwhile
         stack.callback(opened.close)
-        manifests, checked, problems, pins = _load(opened, generation)
-        stack.callback(_close, pins)
-        opening = open_to_read if manifests and len(pins) == len(manifests) else open_to_lock
-        files, listed, damages = _open_files(opened, paths, stack, opening)
-        if opening is open_to_lock:  # again, now that the lock keeps commits out
-            manifests, checked, problems, more = _load(opened, generation)
-            stack.callback(_close, more)
+        taken, checked, problems = _load(opened, generation, stack)
+        lock = not taken or any(one.pin is None for one in taken)
+        files, listed, damages = _open_files(opened, paths, stack, lock=lock)
+        if lock:  # again, now that the lock keeps commits out
+            taken, checked, problems = _load(opened, generation, stack)
+        manifests = [one.manifest for one in taken]
         damages += problems
         if not files and not checked:
             raise MisuseError(f"{folder} is not a tiered store: it has neither a data file nor a manifest")
         damages += _compare(folder, files, listed, manifests)
         tensors = _stored_tensors(manifests)
         reader = _Reader(files, tensors, progress or (lambda done, total: None))
-        found = _joined(reader.damages(backend))
+        found = _joined(reader.damages(folder, backend))
     broken = Counter(number for _, number in {(damage.key, number) for damage in found for number in damage.generations})
     ends = _ends(files, tensors)
     counted = [
@@ -150,9 +143,6 @@ def _obstacle(number: int, damages: Sequence[Damage], ends: Mapping[tuple[str, i
 
 
 # Files
-
-
-_Opening = Callable[[Path, str, int | None], int]
 
 
 def _named(path: str | os.PathLike[str]) -> Path:
@@ -179,20 +169,9 @@ def _open_folder(folder: Path) -> OpenFolder:
         raise MisuseError(f"{folder} is not a tiered store: {why}") from error
 
 
-@dataclass(frozen=True)
-class _File:
-    """A data file, open for reading, or the ``problem`` because of which it is not."""
-
-    path: str
-    fd: int = -1
-    size: int = 0
-    uuid: bytes | None = None
-    problem: str | None = None
-
-
 def _open_files(
-    opened: OpenFolder, paths: Sequence[str | os.PathLike[str]] | None, stack: contextlib.ExitStack, opening: _Opening
-) -> tuple[dict[int, _File], Record | None, list[Damage]]:
+    opened: OpenFolder, paths: Sequence[str | os.PathLike[str]] | None, stack: contextlib.ExitStack, *, lock: bool
+) -> tuple[dict[int, FileAtRest], Record | None, list[Damage]]:
     """Return the data files that exist, by index, the list of drives, and what is wrong with these files."""
     folder = opened.path
     try:
@@ -204,16 +183,16 @@ def _open_files(
             raise MisuseError(f"{folder} keeps its tensors in other folders, which have to be named: {folders_of(folder)}")
         if DATA_FILE not in names:
             return {}, None, []
-        file, damages = _open_file(folder, DATA_FILE, 0, stack, opening, opened.fd)
+        file, damages = _open_file(folder, DATA_FILE, 0, stack, opened.fd, lock=lock)
         return {0: file}, None, damages
     if DATA_FILE in names:
         raise MisuseError(f"{folder} keeps its tensors in its own folder: verify it without paths")
-    found: dict[int, _File] = {}
+    found: dict[int, FileAtRest] = {}
     damages = []
     record = None
     if LIST_FILE in names:
         try:
-            stack.callback(os.close, opening(folder, LIST_FILE, opened.fd))
+            stack.callback(os.close, (open_to_lock if lock else open_to_read)(folder, LIST_FILE, opened.fd))
             record = read_record(folder, opened.fd)
             if record is None:
                 damages.append(Damage("is empty", str(folder / LIST_FILE)))
@@ -232,7 +211,7 @@ def _open_files(
         for index in indices:
             if index in found:
                 raise MisuseError(f"{place} and {os.path.dirname(found[index].path)} both have a drive.{index}")
-            found[index], more = _open_file(place, f"drive.{index}", index, stack, opening)
+            found[index], more = _open_file(place, f"drive.{index}", index, stack, lock=lock)
             damages += more
     if record is not None and len(paths) > len(record.folders):
         raise MisuseError(f"{folder} keeps its tensors on {len(record.folders)} drives, not {len(paths)}: {folders_of(folder)}")
@@ -250,36 +229,21 @@ def _indices(place: Path) -> list[int]:
 
 
 def _open_file(
-    folder: Path, name: str, index: int, stack: contextlib.ExitStack, opening: _Opening, at: int | None = None
-) -> tuple[_File, list[Damage]]:
-    path = str(folder / name)
-    try:
-        fd = opening(folder, name, at)
-    except OSError as error:
-        if error.errno in NO_DAMAGE:
-            raise cannot_open(path, error) from error
-        what = _cannot("open", error)
-        return _File(path, problem=what), [Damage(what, path)]
-    stack.callback(os.close, fd)
-    size = os.fstat(fd).st_size
-    direct = make_direct(fd)
-    uuid, damages = None, []
-    try:
-        alignment, uuid, says = read_header(fd, path, direct=direct)
-        if says != index:
-            damages.append(Damage(f"the header names file index {says}, not {index}", path, 0, alignment))
-    except ManifestError as error:
-        alignment = MINIMUM_ALIGNMENT
-        damages.append(Damage(_without(str(error), path), path, 0, min(alignment, size)))
-    except OSError as error:
-        alignment = MINIMUM_ALIGNMENT
-        damages.append(Damage(_cannot("read", error), path, 0, min(alignment, size)))
-    if direct and alignment % max(1, direct_io_alignment(fd)):  # the file came from a drive with smaller sectors
-        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
-        direct = False
-    if not direct:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # the bytes to verify must come from the drive
-    return _File(path, fd, size, uuid), damages
+    folder: Path, name: str, index: int, stack: contextlib.ExitStack, at: int | None = None, *, lock: bool
+) -> tuple[FileAtRest, list[Damage]]:
+    file = FileAtRest(folder, name, at, lock=lock)
+    stack.callback(file.close)
+    wrong = file.damage
+    if file.fd < 0 and isinstance(wrong, OSError):
+        if wrong.errno in NO_DAMAGE:
+            raise cannot_open(file.path, wrong) from wrong
+        return file, [Damage(_cannot("open", wrong), file.path)]
+    if wrong is None and file.index == index:
+        return file, []
+    what = f"the header names file index {file.index}, not {index}"
+    if wrong is not None:
+        what = _cannot("read", wrong) if isinstance(wrong, OSError) else _without(str(wrong), file.path)
+    return file, [Damage(what, file.path, 0, min(file.alignment, file.size))]
 
 
 def _cannot(do: str, error: OSError) -> str:
@@ -295,51 +259,42 @@ def _without(message: str, path: object) -> str:
 # Manifests
 
 
-def _close(pins: Sequence[Pin]) -> None:
-    for pin in pins:
-        pin.close()
-
-
 def _load(
-    opened: OpenFolder, generation: int | None
-) -> tuple[list[Manifest], list[CheckedGeneration], list[Damage], list[Pin]]:
-    """Return the manifests that can be read, newest first; the entry of each that exists; what is wrong with the others; and
-    the pins of the generations, as far as they can be made."""
+    opened: OpenFolder, generation: int | None, stack: contextlib.ExitStack
+) -> tuple[list[Taken], list[CheckedGeneration], list[Damage]]:
+    """Take the generations whose manifests can be read, newest first, until ``stack`` ends. Return them, the entry of each
+    generation that exists, and what is wrong with the others."""
     folder = opened.path
     there = generations.generations(opened)
     if generation is not None:
         if generation not in there:
             raise MisuseError(f"{folder} has no generation {generation}; there are: {', '.join(map(str, there)) or 'none'}")
         there = [generation]
-    manifests, checked, damages = [], [], []
-    pins: list[Pin] = []
-    try:
-        for number in reversed(there):
-            path = str(folder / f"manifest.{number}")
-            try:
-                taken = take(opened, number)
-            except ManifestError as error:
-                damages.append(Damage(_without(str(error), path), path, generations=(number,)))
-                checked.append(CheckedGeneration(number, None, None, None))
+    found, checked, damages = [], [], []
+    for number in reversed(there):
+        path = str(folder / f"manifest.{number}")
+        try:
+            taken = generations.take(opened, number)
+        except ManifestError as error:
+            damages.append(Damage(_without(str(error), path), path, generations=(number,)))
+            checked.append(CheckedGeneration(number, None, None, None))
+            continue
+        except MisuseError:
+            if generation is None and number not in generations.generations(opened):  # a job has dropped it meanwhile
                 continue
-            except MisuseError:
-                if generation is None and number not in generations.generations(opened):  # a job has dropped it meanwhile
-                    continue
-                raise
-            except OSError as error:
-                raise cannot_open(folder, error) from error
-            if taken.pin is not None:
-                pins.append(taken.pin)
-            manifests.append(taken.manifest)
-            nbytes = sum(record.spec.nbytes for record in taken.manifest.tensors)
-            checked.append(CheckedGeneration(number, len(taken.manifest.tensors), nbytes, 0))
-    except BaseException:
-        _close(pins)
-        raise
-    return manifests, checked, damages, pins
+            raise
+        except OSError as error:
+            raise cannot_open(folder, error) from error
+        stack.callback(taken.close)
+        found.append(taken)
+        sizes = [record.spec.nbytes for record in taken.manifest.tensors]
+        checked.append(CheckedGeneration(number, len(sizes), sum(sizes), 0))
+    return found, checked, damages
 
 
-def _compare(folder: Path, files: Mapping[int, _File], listed: Record | None, manifests: Sequence[Manifest]) -> list[Damage]:
+def _compare(
+    folder: Path, files: Mapping[int, FileAtRest], listed: Record | None, manifests: Sequence[Manifest]
+) -> list[Damage]:
     """Return the differences between manifests and files: missing files, those of other stores, those that are too short."""
     damages = []
     for manifest in manifests:
@@ -358,11 +313,11 @@ def _compare(folder: Path, files: Mapping[int, _File], listed: Record | None, ma
             where = str(folder / name) if name == DATA_FILE else name
             what = "is missing" if name == DATA_FILE else "is missing: none of the folders has it"
             damages.append(Damage(what, where, generations=numbers))
-        elif file.uuid is not None and file.uuid.hex() != uuid:
+        elif file.damage is None and file.uuid.hex() != uuid:
             what = "is not the file that was committed to (its UUID is another)"
             damages.append(Damage(what, file.path, generations=numbers))
         most = max(manifest.files[index].nbytes for manifest in needing)
-        if file is not None and file.problem is None and file.size < most:
+        if file is not None and file.fd >= 0 and file.size < most:
             short = f"ends at byte {file.size}; it had {most} bytes"
             damages.append(Damage(short, file.path, file.size, most - file.size, generations=numbers))
     return damages
@@ -409,7 +364,7 @@ def _stored_tensors(manifests: Sequence[Manifest]) -> list[_StoredTensor]:
     return list(found.values())
 
 
-def _ends(files: Mapping[int, _File], tensors: Sequence[_StoredTensor]) -> dict[tuple[str, int], int]:
+def _ends(files: Mapping[int, FileAtRest], tensors: Sequence[_StoredTensor]) -> dict[tuple[str, int], int]:
     """Return where the last extent of each generation ends in each data file, by its path and the generation's number."""
     ends: dict[tuple[str, int], int] = {}
     for tensor in tensors:
@@ -423,94 +378,72 @@ def _ends(files: Mapping[int, _File], tensors: Sequence[_StoredTensor]) -> dict[
 # Reading
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A piece of a tensor: ``nbytes`` at ``offset`` in it, and at ``where`` in its file; ``expected``: their checksum."""
-
-    tensor: _StoredTensor
-    offset: int
-    nbytes: int
-    expected: bytes
-    file: int
-    where: int
-
-    def damage(self, path: str, what: str) -> Damage:
-        record = self.tensor.record
-        return Damage(what, path, self.where, self.nbytes, record.key, tuple(sorted(self.tensor.numbers)), record.generation)
-
-
-def _pieces_of(tensor: _StoredTensor) -> Iterator[_Piece]:
-    nbytes, checksums = tensor.record.spec.nbytes, tensor.record.checksums
-    for place, offset in enumerate(range(0, nbytes, PIECE_BYTES)):
-        expected = checksums[place * CHECKSUM_BYTES : (place + 1) * CHECKSUM_BYTES]
-        yield _Piece(tensor, offset, min(PIECE_BYTES, nbytes - offset), expected, *tensor.place(offset))
-
-
 class _Reader:
-    """A reader that verifies all pieces, DEPTH of them in flight. ``read``: bytes that were read."""
+    """A reader that verifies all pieces of ``tensors``, DEPTH of them in flight. ``read``: bytes that were read."""
 
     def __init__(
-        self, files: Mapping[int, _File], tensors: Sequence[_StoredTensor], progress: Callable[[int, int], None]
+        self, files: Mapping[int, FileAtRest], tensors: Sequence[_StoredTensor], progress: Callable[[int, int], None]
     ) -> None:
         self._files, self._progress = files, progress
-        by_offset = sorted(tensors, key=lambda tensor: (tensor.extent.offset, tensor.extent.file))  # all drives at once
-        self._tensors = by_offset
+        self._tensors = sorted(tensors, key=lambda tensor: (tensor.extent.offset, tensor.extent.file))  # all drives at once
         self._total = sum(tensor.record.spec.nbytes for tensor in tensors)
         self._done = self.read = 0
 
-    def damages(self, backend: BackendName) -> Iterator[Damage]:
+    def damages(self, folder: Path, backend: BackendName) -> Iterator[Damage]:
         """Yield a damage for each damaged piece, as it is found."""
-        dram = DramTier(DramConfig(DEPTH * PIECE_BYTES))
+        dram, files = DramTier(DramConfig(DEPTH * PIECE_BYTES)), self._files
+        alignment = max((file.wants for file in files.values()), default=MINIMUM_ALIGNMENT)
         try:
-            with contextlib.closing(open_backend(backend, DEPTH)) as ring:
-                free = [dram.address + place * PIECE_BYTES for place in range(DEPTH)]
-                under_way: dict[int, tuple[_Piece, int]] = {}
-                waiting = (piece for tensor in self._tensors for piece in _pieces_of(tensor))
-                while True:
-                    while free and (piece := next(waiting, None)) is not None:
-                        file = self._files.get(piece.file)
-                        if file is None or file.problem is not None:
-                            path = file.path if file else f"drive.{piece.file}"
-                            yield piece.damage(path, "the file is missing" if file is None else f"the file {file.problem}")
-                            self._tell(piece, 0)
-                            continue
-                        address = free.pop()
-                        under_way[address] = piece, _length(piece)
-                        request = IORequest(Operation.READ, file.fd, piece.where, address, _length(piece), address)
-                        assert ring.submit([request]) == 1, "no more are submitted than the ring holds"
-                    if not under_way:
-                        return
-                    for completion in ring.reap(1, math.inf):
-                        piece, length = under_way.pop(completion.tag)
-                        what = _wrong(piece, length, completion.result, completion.tag)
-                        free.append(completion.tag)
-                        if what is not None:
-                            yield piece.damage(self._files[piece.file].path, what)
-                        self._tell(piece, max(0, min(piece.nbytes, completion.result)))
+            for store, count in {(tensor.store, tensor.files) for tensor in self._tensors}:  # one, unless manifests are foreign
+                there = [files.get(index, Location(-1, 0, f"drive.{index}")) for index in range(count)]
+                with contextlib.closing(PieceReader(Disk(str(folder), store, alignment, there), backend)) as reader:
+                    mine = (tensor for tensor in self._tensors if (tensor.store, tensor.files) == (store, count))
+                    yield from self._read(reader, mine, [dram.address + place * PIECE_BYTES for place in range(DEPTH)])
         finally:
             dram.close()
 
-    def _tell(self, piece: _Piece, read: int) -> None:
+    def _read(self, reader: PieceReader, tensors: Iterator[_StoredTensor], free: list[int]) -> Iterator[Damage]:
+        waiting = ((tensor, begin) for tensor in tensors for begin in range(0, tensor.record.spec.nbytes, PIECE_BYTES))
+        under_way: dict[Arriving, _StoredTensor] = {}
+        while True:
+            while free and (piece := next(waiting, None)) is not None:
+                tensor, begin = piece
+                nbytes, file = min(PIECE_BYTES, tensor.record.spec.nbytes - begin), self._files.get(tensor.place(begin)[0])
+                if file is None or file.fd < 0:
+                    why = _cannot("open", file.damage) if file and isinstance(file.damage, OSError) else "is missing"
+                    yield self._damage(tensor, begin, nbytes, f"the file {why}")
+                    self._tell(nbytes, 0)
+                else:
+                    under_way[reader.begin(tensor.record, begin, nbytes, free.pop())] = tensor
+            if not under_way:
+                return
+            for one in reader.wait():
+                tensor = under_way.pop(one)
+                if one.error is not None:
+                    yield self._damage(tensor, one.begin, one.nbytes, _wrong(one))
+                free.append(one.address)
+                self._tell(one.nbytes, one.nbytes if one.error is None or isinstance(one.error, CorruptionError) else 0)
+
+    def _damage(self, tensor: _StoredTensor, begin: int, nbytes: int, what: str) -> Damage:
+        (index, where), record = tensor.place(begin), tensor.record
+        path = self._files[index].path if index in self._files else f"drive.{index}"
+        return Damage(what, path, where, nbytes, record.key, tuple(sorted(tensor.numbers)), record.generation)
+
+    def _tell(self, nbytes: int, read: int) -> None:
         self.read += read
-        self._done += piece.nbytes
+        self._done += nbytes
         self._progress(self._done, self._total)
 
 
-def _length(piece: _Piece) -> int:
-    """Return the bytes to read for a piece: extents are padded to the alignment."""
-    return min(PIECE_BYTES, piece.tensor.extent.nbytes - piece.offset)
-
-
-def _wrong(piece: _Piece, length: int, result: int, address: int) -> str | None:
-    if result < 0:
-        return f"cannot be read: {os.strerror(-result)} (errno {-result})"
-    if result < piece.nbytes:
-        return "the file ends before"
-    record = piece.tensor.record
-    found = (ctypes.c_char * piece.nbytes).from_address(address)
-    if digest(piece.tensor.store, record.tensor_id, record.generation, piece.offset, found) == piece.expected:
-        return None
-    return "wrong checksum" if any(found.raw) else "wrong checksum: zeros, as if it had never been written"
+def _wrong(one: Arriving) -> str:
+    """Return what is wrong with a piece that did not arrive as it was committed."""
+    error = one.error
+    if isinstance(error, CorruptionError):
+        found = (ctypes.c_char * one.nbytes).from_address(one.address)
+        return "wrong checksum" if any(found.raw) else "wrong checksum: zeros, as if it had never been written"
+    if isinstance(error, ReadError):
+        return f"cannot be read: {os.strerror(error.errno or 0)} (errno {error.errno})"
+    return "the file ends before" if isinstance(error, ShortTransfer) else str(error)
 
 
 def _joined(damages: Iterator[Damage]) -> list[Damage]:

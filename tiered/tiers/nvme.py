@@ -14,14 +14,10 @@ from tiered.format import stripes
 from tiered.format.data_file import MINIMUM_ALIGNMENT, DataFile
 from tiered.format.drives import DATA_FILE, IGNORED, LIST_FILE, MANIFEST, Drives, folders_of, open_drives
 from tiered.format.folder import OpenFolder
-from tiered.types import Location, Slot, format_size
+from tiered.tiers.disk import FILE_BITS, Disk
+from tiered.types import Slot, format_size
 
 __all__ = ["NvmeConfig", "NvmeTier"]
-
-FILE_BITS = 48
-"""Bits of a slot's offset that are the offset in its data file; the bits above are the file's index. From the index one beyond
-the last on are striped slots, with the offset in the files times their number: so no two slots overlap."""
-
 
 @dataclass(frozen=True)
 class NvmeConfig:
@@ -38,7 +34,7 @@ class NvmeConfig:
     paths: Sequence[str | os.PathLike[str]] = ()
 
 
-class NvmeTier:
+class NvmeTier(Disk[DataFile]):
     """The extents of the data files, with the references of the store and of committed generations to them.
 
     With several files each new extent goes to the drive that has the fewest bytes in use; so tensors that are stored one after
@@ -50,19 +46,10 @@ class NvmeTier:
     a generation's.
     """
 
-    name = "nvme"
-    folder: str
-    """Path of the store's own folder, where the manifests are, as it was opened."""
     open_folder: OpenFolder
     """The store's folder, held open: all operations use it, because the path may lead elsewhere by now."""
-    uuid: bytes
-    """The store's UUID, 16 bytes; every checksum covers it."""
     why_besides: Callable[[], str] = staticmethod(lambda: "")
     """Returns what takes room besides the store and the generations that it keeps, in words; empty where nothing does."""
-    drive_count: int
-    """Number of data files."""
-    alignment: int
-    """Alignment in bytes of every extent's offset and size: what direct I/O requires here, at least 4096."""
 
     @classmethod
     def open(cls, config: NvmeConfig) -> NvmeTier:
@@ -102,10 +89,8 @@ class NvmeTier:
         created: bool,
         drives: Drives | None,
     ) -> None:
-        self.files, self.created = files, created
-        self.drive_count = len(files)
-        self.folder, self.uuid = str(folder), uuid
-        self.alignment = files[0].alignment
+        super().__init__(str(folder), uuid, files[0].alignment, files)
+        self.created = created
         self._drives = drives
         self._at_close = self._close
         self.open_folder = drives.open_folder if drives else files[0].open_folder
@@ -150,11 +135,6 @@ class NvmeTier:
     # Properties
 
     @property
-    def direct(self) -> bool:
-        """Whether all files are open for direct I/O; where the filesystem has none, reads and writes are buffered."""
-        return all(file.direct for file in self.files)
-
-    @property
     def capacity(self) -> int:
         """Bytes of extents: as configured, or what is allocated plus what the devices have free now."""
         if self._limit is not None:
@@ -179,6 +159,11 @@ class NvmeTier:
     def free_on_device(self) -> int:
         """Return the bytes that the filesystems have free, each counted once; 0 once closed."""
         return sum({file.device: file.free_on_device() for file in self.files}.values())
+
+    @property
+    def direct(self) -> bool:
+        """Whether all files are open for direct I/O; where the filesystem has none, reads and writes are buffered."""
+        return all(file.direct for file in self.files)
 
     @property
     def drive_folders(self) -> tuple[str, ...] | None:
@@ -327,31 +312,6 @@ class NvmeTier:
             raise ManifestError(f"{path}: an extent of {nbytes} bytes at {offset}: beyond its end")
         return self.coded(index, offset, nbytes)
 
-    def coded(self, index: int, offset: int, nbytes: int) -> Slot:
-        """Return the slot at ``offset`` of a data file, unchecked."""
-        times = self.drive_count if stripes.is_striped(index, self.drive_count) else 1
-        return Slot((index << FILE_BITS) + offset * times, nbytes)
-
-    def extent(self, slot: Slot) -> tuple[int, int]:
-        """Return the index of the data file that ``slot`` is in, and the offset there; the index of a striped one is one beyond
-        the last."""
-        count, index = self.drive_count, slot.offset >> FILE_BITS
-        if count > 1 and index >= count:
-            return count, (slot.offset - (count << FILE_BITS)) // count
-        return index, slot.offset & (1 << FILE_BITS) - 1
-
-    def ranges(self, slot: Slot) -> list[tuple[int, int, int]]:
-        """Return where ``slot`` is: the index of a data file, the offset there, and bytes, for each file that has some."""
-        return stripes.ranges(*self.extent(slot), slot.nbytes, self.drive_count)
-
-    def locate(self, slot: Slot) -> Location:
-        """Return the file, offset and path of ``slot``, for the link; of a striped one those of all parts."""
-        index, offset = self.extent(slot)
-        if stripes.is_striped(index, self.drive_count):
-            return stripes.striped([Location(file.fd, offset, file.path) for file in self.files])
-        file = self.files[index]
-        return Location(file.fd, offset, file.path)
-
     def striped(self, generation: int) -> bool:
         """Return whether a retained generation references striped extents."""
         first = self.drive_count << FILE_BITS
@@ -449,10 +409,6 @@ class NvmeTier:
         self._nameless = True
         for file in self.files:
             os.unlink(file.path)
-
-    @property
-    def closed(self) -> bool:
-        return self.files[0].fd < 0
 
     def leave_nothing(self) -> None:
         """Have ``close`` remove what opening a new store made, because it holds no commit."""

@@ -151,12 +151,12 @@ def test_stopped(folder: Path, signum: int, code: int) -> None:
     """Between two pieces: the last line of progress would be printed at the end only."""
     program = f"""if True:
         import os, signal, sys
-        from tiered.store import verify as verification
-        real = verification.digest
+        from tiered.links import disk
+        real = disk.digest
         def interrupted(*arguments):
             os.kill(os.getpid(), {int(signum)})
             return real(*arguments)
-        verification.digest = interrupted
+        disk.digest = interrupted
         signal.signal(signal.SIGINT, signal.default_int_handler)
         from tiered.cli.main import main
         sys.exit(main(["verify", {str(folder)!r}]))
