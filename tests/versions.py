@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 from tiered.zero.paging.tensors.compiling import SUPPORTED
 
-__all__ = ["ADAM_DECOUPLES", "CHECKPOINTS_END", "COMPILES", "FULLY_SHARDS", "MUON", "NO_DIST"]
+__all__ = ["ADAM_DECOUPLES", "COMPILES", "FULLY_SHARDS", "MUON", "NO_DIST"]
 
 NO_DIST: dict[str, Any] = {"no_dist": True} if "no_dist" in inspect.signature(dcp.save).parameters else {}
 """Of functions of torch.distributed.checkpoint: one process, without a process group."""
@@ -21,7 +21,4 @@ COMPILES = pytest.mark.skipif(not SUPPORTED, reason=f"paged models cannot be com
 MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason=f"torch {torch.__version__} has no Muon")
 FULLY_SHARDS = pytest.mark.skipif(
     not hasattr(torch.cpu.Stream, "record_event"), reason=f"fully_shard of torch {torch.__version__} needs a device"
-)
-CHECKPOINTS_END = pytest.mark.skipif(
-    torch.__version__ < "2.7", reason="torch.utils.checkpoint of torch 2.6 fails by itself after an exception in its function"
 )

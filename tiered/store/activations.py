@@ -80,7 +80,11 @@ _autograd: Any = torch._C._autograd
 
 class _Pushed(threading.local):
     """Pairs of saved-tensor hooks in force in a thread, where torch (2.6) cannot be asked: whoever pushes a pair, or
-    pops one, is listened to."""
+    pops one, is listened to.
+
+    The end of a block of ``saved_tensors_hooks`` takes away its own pair, or none where that is gone. After an exception
+    torch.utils.checkpoint of that version ends its block when its generator is collected, and would take another pair.
+    """
 
     def __init__(self) -> None:
         self.pairs: list[tuple[Any, Any]] = []
@@ -97,6 +101,20 @@ class _Pushed(threading.local):
             del self.pairs[-1:]
 
         _autograd._push_saved_tensors_default_hooks, _autograd._pop_saved_tensors_default_hooks = pushed, popped
+        block: Any = torch.autograd.graph.saved_tensors_hooks
+        enter, leave = block.__enter__, block.__exit__
+
+        def entered(hooks: Any) -> None:
+            enter(hooks)
+            hooks._pushed = hooks.pack_hook, hooks.unpack_hook
+
+        def left(hooks: Any, *raised: Any) -> None:
+            if hasattr(hooks, "_pushed"):
+                _remove_hooks(hooks._pushed)
+            else:  # it was entered before tiered was imported
+                leave(hooks, *raised)
+
+        block.__enter__, block.__exit__ = entered, left
 
 
 _PUSHED = None if hasattr(_autograd, "_top_saved_tensors_default_hooks") else _Pushed()

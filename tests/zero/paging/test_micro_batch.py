@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from tests.quick import quick
-from tests.versions import CHECKPOINTS_END
 from tests.zero.harness import clipping, equal, train
 from tests.zero.models import parameter_groups
 from tests.zero.paging.splitting import Language, split_in_memory
@@ -213,7 +212,6 @@ def test_a_graph_from_before_a_step_cannot_run_after_it(store: TieredStore) -> N
     model(torch.randn(4, 8)).sum().backward()
 
 
-@CHECKPOINTS_END
 def test_an_exception_in_a_part_leaves_nothing_held(store: TieredStore) -> None:
     reference, paged = twins(store, 3, width=64)
 
