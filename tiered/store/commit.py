@@ -11,7 +11,7 @@ import contextlib
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 import xxhash
@@ -32,7 +32,7 @@ from tiered.types import CHECKSUM_BYTES, PIECE_BYTES, Access, Key, Owner, Slot, 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["Commits", "Encoding", "Generations", "said_of"]
+__all__ = ["Commits", "Encoding", "Exchange", "Generations", "OnDisk", "said_of"]
 
 
 class Encoding:
@@ -163,7 +163,36 @@ class Generations:
         """Make ``refresh`` raise MisuseError with ``why`` from now on."""
 
 
-class Commits(Generations):
+class OnDisk(Generations):
+    """The commits of a store on a disk, open for reading or for writing."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self._engine = engine
+
+    def settle(self) -> None:
+        with self._engine.commits:
+            return
+
+    def _run(self, name: str, work: Callable[[Worker], int], wait: Callable[[Worker], None] = Worker.wait) -> Worker:
+        """Run ``work`` in a thread of its own, which no signal handler enters, and ``wait`` for it.
+
+        An exception that strikes the waiting caller cancels the work.
+        """
+        self._engine.refuse_nested()
+        self._engine.end_struck()
+        worker = Worker(name, lambda: work(worker))
+        try:
+            self._engine.launch(worker)
+            wait(worker)
+        except BaseException:
+            worker.cancelled = True
+            self._engine.released()
+            raise
+        return worker
+
+
+class Commits(OnDisk):
     """The generations of a store that commits. ``newest`` is the one that the store began from or made last; ``keep`` of them
     stay on disk.
 
@@ -171,9 +200,9 @@ class Commits(Generations):
     """
 
     def __init__(self, engine: Engine, nvme: NvmeTier, keep: int, duplicate: Callable[[Copy, Slot, int], None]) -> None:
-        super().__init__()
+        super().__init__(engine)
         self.newest: _Generation | None = None
-        self._engine, self._nvme, self._keep, self._duplicate = engine, nvme, keep, duplicate
+        self._nvme, self._keep, self._duplicate = nvme, keep, duplicate
         self._encoding = Encoding(nvme)
         self._meta_bytes = 0
         self._kept: list[int] = []
@@ -392,10 +421,8 @@ class Commits(Generations):
     def rollback(self, generation: int | None, needs: Sequence[Key]) -> int:
         """Restore the state of ``generation`` (None: the newest) and return its number. Tensors that did not change since stay
         where they are."""
-        self._engine.refuse_nested()
-        self._engine.end_struck()
 
-        def work() -> int:
+        def work(worker: Worker) -> int:
             with self._engine.commits:
                 chosen = self.newest
                 if generation is not None or self._went_back:
@@ -405,12 +432,10 @@ class Commits(Generations):
                 for key in needs:
                     if key not in chosen.tensors:
                         raise MisuseError(f"generation {chosen.number} has no {key!r}: nothing was rolled back")
-                self._engine.wait(_Rollback(chosen, self, lambda: worker.cancelled))
+                self._engine.wait(_Rollback(chosen, self, worker))
                 return chosen.number
 
-        worker = Worker("tiered-rollback", work)
-        self._launch(worker, worker.wait)
-        return worker.future.result()
+        return self._run("tiered-rollback", work).future.result()
 
     def rolled_back_to(self, chosen: _Generation) -> None:
         """Record that the store has the state of ``chosen``."""
@@ -437,27 +462,21 @@ class Commits(Generations):
         cancels the commit, unless its manifest is being written already.
         """
         encoded = self._encoded(meta)
-        self._engine.refuse_nested()
-        self._engine.end_struck()
 
-        def work() -> int:
+        def work(worker: Worker) -> int:
             with self._engine.commits:
                 draft = self._draft(encoded, None if always or self._went_back else self.newest)
                 flush = Flush(draft, self._duplicate, cancelled=lambda: worker.cancelled)
                 return self._complete(flush, draft, owner, worker)
 
-        worker = Worker("tiered-commit", work)
-        self._launch(worker, worker.wait)
-        return worker.future.result()
+        return self._run("tiered-commit", work).future.result()
 
     def commit_async(self, meta: Mapping[str, object] | None, owner: object) -> Future[int]:
         """Commit the state as of now while the caller goes on; ``owner`` is referred to until the end. Waits for an open
         commit."""
         encoded, engine = self._encoded(meta), self._engine
-        engine.refuse_nested()
-        engine.end_struck()
 
-        def work() -> int:
+        def work(worker: Worker) -> int:
             with engine.commits:
                 draft = self._draft(encoded, None)
                 flush = Flush(draft, self._duplicate, Urgency.WRITEBACK, lambda: worker.cancelled)
@@ -467,21 +486,10 @@ class Commits(Generations):
                 worker.reached()
                 return self._complete(flush, draft, owner, worker)
 
-        worker = Worker("tiered-commit", work)
-        self._launch(worker, worker.wait_reached)
+        worker = self._run("tiered-commit", work, Worker.wait_reached)
         if not worker.has_reached:  # later errors are the future's
             worker.future.result()
         return worker.future
-
-    def _launch(self, worker: Worker, wait: Callable[[], None]) -> None:
-        """Start the worker and ``wait``. An exception that strikes the caller meanwhile cancels the work."""
-        try:
-            self._engine.launch(worker)
-            wait()
-        except BaseException:
-            worker.cancelled = True
-            self._engine.released()
-            raise
 
     def _complete(self, flush: Flush, draft: _Draft, owner: object, worker: Worker) -> int:
         """Wait for the flush, then publish the draft. The call keeps a reference to ``owner``, so that the garbage collector
@@ -493,11 +501,6 @@ class Commits(Generations):
             with self._engine.lock:
                 draft.drop()
             raise
-
-    def settle(self) -> None:
-        """Wait until no commit is open."""
-        with self._engine.commits:
-            return
 
     def _encoded(self, meta: Mapping[str, object] | None) -> bytes | None:
         return None if meta is None else manifests.encode_meta(dict(meta))
@@ -670,50 +673,85 @@ class _Draft:
         self._generation = 0
 
 
-class _Rollback(Request):
-    """A request to restore the state of ``chosen``: it deletes the tensors that differ, and restores those of the
-    generation."""
+Said = TypeVar("Said", bytes, manifests.TensorRecord)
+
+
+class Exchange(Request, Generic[Said]):
+    """A request to have the tensors that a generation has, of which it ``says`` something each, by key. Those that differ are
+    exchanged. All others stay, and their copies in memory."""
 
     deferred = True
 
-    def __init__(self, chosen: _Generation, commits: Commits, cancelled: Callable[[], bool]) -> None:
+    def __init__(self, what: str, says: Mapping[Key, Said], worker: Worker) -> None:
         super().__init__()
-        self._chosen, self._commits, self._cancelled = chosen, commits, cancelled
+        self._what, self._worker = what, worker
+        self._says: Mapping[Key, Said] = says
 
     @property
     def unwanted(self) -> bool:
-        return super().unwanted or self._cancelled()
+        return super().unwanted or self._worker.cancelled
 
     def abandon(self, state: EngineState) -> None:
         if not self.done:
-            self.error, self.done = CommitError("this rollback was cancelled: an exception struck the waiting caller"), True
+            what = f"this {self._what} was cancelled: an exception struck the waiting caller"
+            self.error, self.done = TieredError(what), True
 
     def __str__(self) -> str:
-        return "a rollback"
+        return f"a {self._what}"
+
+    def same(self, entry: Entry, said: Said) -> bool:
+        """Return whether a tensor is what the generation says of it."""
+        raise NotImplementedError
+
+    def refuse_leased(self, entries: Sequence[Entry], changed: Sequence[Entry]) -> None:
+        """Raise LeaseConflict where a lease is in the way."""
+        raise NotImplementedError
+
+    def place(self, arriving: Collection[Said], leaving: Sequence[Entry]) -> Callable[[], None]:
+        """Find room for tensors, the last step that may be refused. Return what puts them there once the others are gone."""
+        raise NotImplementedError
 
     def attempt(self, scheduler: Scheduler) -> bool:
-        state = scheduler.state
-        entries = list(state.directory.entries())
+        entries, missing, changed = list(scheduler.state.directory.entries()), dict(self._says), list[Entry]()
         for entry in entries:
-            if entry.leased:
-                raise LeaseConflict(f"tensor {entry.key!r} is leased: end every lease before a rollback")
-        if sum(scheduler.busy(entry, self) for entry in entries):  # all of them: busy() raises the urgency of transfers
-            return False
-        missing, changed = dict(self._chosen.tensors), []
-        for entry in entries:
-            copy = entry.copies[-1]
-            if copy is not None and entry.unsaved is None and copy.record and copy.record == missing.get(entry.key):
+            if entry.key in missing and self.same(entry, missing[entry.key]):
                 del missing[entry.key]
             else:
                 changed.append(entry)
-        records = [manifests.decode_tensor(encoded) for encoded in missing.values()]
-        there: list[Slot] = [copy.slot for copy in (entry.copies[-1] for entry in changed) if copy is not None]
-        empty = self._commits.empty_slots(records, there)  # the last step that may be refused
+        self.refuse_leased(entries, changed)
+        if sum(scheduler.busy(entry, self) for entry in changed):  # all of them: busy() raises the urgency of transfers
+            return False
+        put = self.place(missing.values(), changed)
         for entry in changed:
-            state.directory.forget(entry.key)
-        empty = empty if empty is not None else self._commits.empty_slots(records)
-        assert empty is not None
-        for record in records:
-            self._commits.restore_tensor(record, missing[record.key], empty)
-        self._commits.rolled_back_to(self._chosen)
+            scheduler.state.directory.forget(entry.key)
+        put()
         return True
+
+
+class _Rollback(Exchange[bytes]):
+    def __init__(self, chosen: _Generation, commits: Commits, worker: Worker) -> None:
+        super().__init__("rollback", chosen.tensors, worker)
+        self._chosen, self._commits = chosen, commits
+
+    def same(self, entry: Entry, said: bytes) -> bool:
+        copy = entry.copies[-1]
+        return copy is not None and entry.unsaved is None and copy.record == said
+
+    def refuse_leased(self, entries: Sequence[Entry], changed: Sequence[Entry]) -> None:
+        for entry in entries:
+            if entry.leased:
+                raise LeaseConflict(f"tensor {entry.key!r} is leased: end every lease before a rollback")
+
+    def place(self, arriving: Collection[bytes], leaving: Sequence[Entry]) -> Callable[[], None]:
+        records = [manifests.decode_tensor(encoded) for encoded in arriving]
+        there: list[Slot] = [copy.slot for copy in (entry.copies[-1] for entry in leaving) if copy is not None]
+        room = self._commits.empty_slots(records, there)
+
+        def put() -> None:
+            empty = room if room is not None else self._commits.empty_slots(records)
+            assert empty is not None
+            for record, encoded in zip(records, arriving, strict=True):
+                self._commits.restore_tensor(record, encoded, empty)
+            self._commits.rolled_back_to(self._chosen)
+
+        return put

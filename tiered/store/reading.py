@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import deepcopy
 from typing import Any
 
 from tiered.engine.engine import Engine
-from tiered.engine.requests import Request
 from tiered.engine.residency import Entry
-from tiered.engine.scheduler import Scheduler
-from tiered.engine.state import EngineState
 from tiered.engine.workers import Worker
-from tiered.errors import LeaseConflict, ManifestError, MisuseError, TieredError
+from tiered.errors import LeaseConflict, ManifestError, MisuseError
 from tiered.format import stripes
 from tiered.format.data_file import FileAtRest
 from tiered.format.generations import Taken
 from tiered.format.manifest import TensorRecord
 from tiered.store.at_rest import StoreAtRest
-from tiered.store.commit import Commits, Generations, said_of
+from tiered.store.commit import Commits, Exchange, OnDisk, said_of
 from tiered.tiers.disk import Disk
 from tiered.types import Access, Key, Location, Slot, owner_decoded
 
@@ -79,7 +76,7 @@ class DiskAtRest(Disk[FileAtRest]):
         return super().locate(slot if slot.offset < NOWHERE else self.coded(0, 0, slot.nbytes))
 
 
-class OneGeneration(Generations):
+class OneGeneration(OnDisk):
     """The one generation at which a store is open for reading. Nothing may be changed.
 
     The engine's directory is filled from it when this is made.
@@ -87,8 +84,8 @@ class OneGeneration(Generations):
 
     def __init__(self, engine: Engine, nvme: DiskAtRest, rest: StoreAtRest) -> None:
         """Raises ManifestError where the manifest names bytes that no data file has."""
-        super().__init__()
-        self._engine, self._nvme, self._rest = engine, nvme, rest
+        super().__init__(engine)
+        self._nvme, self._rest = nvme, rest
         self._fixed: str | None = None
         for record in rest.manifest.tensors:
             self.restore_tensor(record, nvme.slot_of(record))
@@ -123,10 +120,6 @@ class OneGeneration(Generations):
             "access='read'"
         )
 
-    def settle(self) -> None:
-        with self._engine.commits:
-            return
-
     def restore_tensor(self, record: TensorRecord, slot: Slot) -> None:
         state = self._engine.state
         state.pools[-1].account(slot)
@@ -144,21 +137,19 @@ class OneGeneration(Generations):
         self._fixed = why
 
     def refresh(self, store: object) -> int:
-        """Go to the newest generation, in a thread that no signal handler enters; return its number.
+        """Go to the newest generation, and return its number.
 
         The generation before stays pinned until its last tensor is gone from the directory.
         """
         if self._fixed is not None:
             raise MisuseError(self._fixed)
-        self._engine.refuse_nested()
-        self._engine.end_struck()
 
-        def work() -> int:
+        def work(worker: Worker) -> int:
             with self._engine.commits:
                 taken = self._rest.newest()
                 if taken is None:
                     return self.generation
-                request = _Refresh(taken, self, self._nvme, lambda: worker.cancelled)
+                request = _Refresh(taken, self, self._nvme, worker)
                 try:
                     self._engine.wait(request)
                 except BaseException:
@@ -168,74 +159,39 @@ class OneGeneration(Generations):
                     request.before.close()
                 return taken.manifest.generation
 
-        worker = Worker("tiered-refresh", work)
-        try:
-            self._engine.launch(worker)
-            worker.wait()
-        except BaseException:
-            worker.cancelled = True
-            self._engine.released()
-            raise
-        return worker.future.result()
+        return self._run("tiered-refresh", work).future.result()
 
 
-class _Refresh(Request):
-    """A request to show ``taken``: to exchange the tensors that differ. All others, and their copies in memory, stay.
+class _Refresh(Exchange[TensorRecord]):
+    """``before``: the generation that was shown until then."""
 
-    ``before``: the generation that was shown until then.
-    """
-
-    deferred = True
-
-    def __init__(
-        self, taken: Taken, shown: OneGeneration, nvme: DiskAtRest, cancelled: Callable[[], bool]
-    ) -> None:
-        super().__init__()
+    def __init__(self, taken: Taken, shown: OneGeneration, nvme: DiskAtRest, worker: Worker) -> None:
+        super().__init__("refresh", {record.key: record for record in taken.manifest.tensors}, worker)
         self.before: Taken | None = None
-        self._taken, self._shown, self._nvme, self._cancelled = taken, shown, nvme, cancelled
+        self._taken, self._shown, self._nvme = taken, shown, nvme
 
-    @property
-    def unwanted(self) -> bool:
-        return super().unwanted or self._cancelled()
+    def same(self, entry: Entry, said: TensorRecord) -> bool:
+        copy, extent = entry.copies[-1], said.extent
+        assert copy is not None
+        if (entry.tensor_id, copy.generation, entry.spec) != (said.tensor_id, said.generation, said.spec):
+            return False
+        if entry.owner != owner_decoded(said.owner):
+            return False
+        if extent is None:
+            return True
+        return copy.checksums == said.checksums and copy.slot == self._nvme.coded(extent.file, extent.offset, extent.nbytes)
 
-    def abandon(self, state: EngineState) -> None:
-        if not self.done:
-            self.error, self.done = TieredError("this refresh was cancelled: an exception struck the waiting caller"), True
-
-    def __str__(self) -> str:
-        return "a refresh"
-
-    def attempt(self, scheduler: Scheduler) -> bool:
-        state = scheduler.state
-        missing, changed = {record.key: record for record in self._taken.manifest.tensors}, list[Entry]()
-        for entry in state.directory.entries():
-            record = missing.get(entry.key)
-            if record is not None and _same(entry, record, self._nvme):
-                del missing[entry.key]
-            else:
-                changed.append(entry)
+    def refuse_leased(self, entries: Sequence[Entry], changed: Sequence[Entry]) -> None:
         for entry in changed:
             if entry.leased:
                 raise LeaseConflict(f"tensor {entry.key!r} is leased, and differs in the newest commit: end its leases first")
-        if sum(scheduler.busy(entry, self) for entry in changed):  # all of them: busy() raises the urgency of transfers
-            return False
-        arriving = [(record, self._nvme.slot_of(record)) for record in missing.values()]  # the last step that may be refused
-        for entry in changed:
-            state.directory.forget(entry.key)
-        for record, slot in arriving:
-            self._shown.restore_tensor(record, slot)
-        self.before = self._shown.show(self._taken)
-        return True
 
+    def place(self, arriving: Collection[TensorRecord], leaving: Sequence[Entry]) -> Callable[[], None]:
+        slots = [(record, self._nvme.slot_of(record)) for record in arriving]
 
-def _same(entry: Entry, record: TensorRecord, nvme: DiskAtRest) -> bool:
-    """Return whether the tensor's bytes and spec are those of the record."""
-    copy, extent = entry.copies[-1], record.extent
-    assert copy is not None
-    if (entry.tensor_id, copy.generation, entry.spec) != (record.tensor_id, record.generation, record.spec):
-        return False
-    if entry.owner != owner_decoded(record.owner):
-        return False
-    if extent is None:
-        return True
-    return copy.checksums == record.checksums and copy.slot == nvme.coded(extent.file, extent.offset, extent.nbytes)
+        def put() -> None:
+            for record, slot in slots:
+                self._shown.restore_tensor(record, slot)
+            self.before = self._shown.show(self._taken)
+
+        return put
