@@ -188,7 +188,7 @@ class Backward:
         self.end, self.task = weakref.ref(end), task
         self.span: Span | None = None
         self.visit: Span | None = None
-        self.units: tuple[Unit, ...] = ()
+        self.units: list[Unit] = []
         self.graded: Unit | None = None
 
     @property
@@ -442,10 +442,21 @@ class Pager:
             unit.hold_aside(placement for placement in unit.plan.placements if self._is_alone(placement))
         else:
             self.take(unit)
-        self._hook_gradients(unit)
         self._defer_hidden(unit)
-        frame.units.append(unit)
+        self._held_for(frame.units, unit)
+
+    def _held_for(self, units: list[Unit], unit: Unit) -> None:
+        """Have a unit that is held compute for those who hold ``units``, until ``_drop_all(units)``."""
+        units.append(unit)
+        self._hook_gradients(unit)
         self._show(unit)
+
+    def _drop_all(self, units: list[Unit]) -> None:
+        """Drop units that are held for somebody, the last one first."""
+        while units:
+            unit = units.pop()
+            if unit.held:  # else a rollback let go of all
+                self._drop(unit)
 
     def _hold_read(self, frame: Frame, unit: Unit) -> None:
         """Hold a unit of another module that a forward reads, or needs for a gradient, and no longer those that it read first
@@ -507,8 +518,7 @@ class Pager:
     def _leave(self, frame: Frame) -> None:
         frame.end_span()
         _pop(frame.hooks)
-        for unit in reversed(frame.units):
-            self._drop(unit)
+        self._drop_all(frame.units)
 
     def _restore_thread(self, module: nn.Module) -> None:
         """Restore hooks and recording of this thread to what they were before the outermost forward, which an exception ends.
@@ -628,18 +638,15 @@ class Pager:
         try:
             for unit in self.units_of(parameters):
                 self.take(unit, access)
-                held.append(unit)
-                self._hook_gradients(unit)
+                self._held_for(held, unit)
                 shown.update(unit.places)
-                self._show(unit)
             if hooks is not None:
                 push_hooks(*hooks)
             yield lambda tensor: memory_of(tensor) in shown
         finally:
             _pop(hooks)
             self._accesses = max(0, self._accesses - 1)
-            for unit in reversed(held):
-                self._drop(unit)
+            self._drop_all(held)
 
     @contextmanager
     def holding(self, parameters: Collection[torch.Tensor]) -> Iterator[None]:
@@ -719,10 +726,8 @@ class Pager:
         self._accesses += 1
         try:
             for unit in self.units_of(parameters):
-                gathering.units.append(unit)
                 self.take(unit, access)
-                self._hook_gradients(unit)
-                self._show(unit)
+                self._held_for(gathering.units, unit)
             if hooks is not None:
                 push_hooks(*hooks)
             yield
@@ -730,9 +735,7 @@ class Pager:
             _pop(hooks)
             self._accesses = max(0, self._accesses - 1)
             self._gatherings.discard(gathering)
-            for unit in reversed(gathering.units):
-                if unit.held:
-                    self._drop(unit)
+            self._drop_all(gathering.units)
 
     def _gathered(self) -> set[Unit]:
         return {unit for gathering in self._gatherings for unit in gathering.units}
@@ -806,7 +809,7 @@ class Pager:
         for frame in frames:
             frame.end_span()
         if self._backward is not None:
-            self._backward.units = ()
+            self._backward.units = []
         self._end_backward()
         self._withdraw_hooks()
         if self._reduce_scatter is not None:
@@ -918,8 +921,7 @@ class Pager:
             self._updates.apply_ready()
         for unit in wanted:
             self.take(unit)
-            backward.units += (unit,)
-            self._show(unit)
+            self._held_for(backward.units, unit)
         backward.visit = self.store.span("backward", _names(wanted))
 
     def _leave_backward(self) -> None:
@@ -928,9 +930,7 @@ class Pager:
             return
         if backward.visit is not None:
             backward.visit.end()
-        units, backward.units = backward.units, ()
-        for unit in units:
-            self._drop(unit)
+        self._drop_all(backward.units)
 
     def versions(self, module: nn.Module) -> tuple[int, ...]:
         """Return the versions of the units of a split module."""
@@ -1334,7 +1334,9 @@ def placements_of(parameter: torch.Tensor) -> list[tuple[Pager, Unit, Placement]
 
 def owner_of(parameter: torch.Tensor) -> Pager:
     """Return the pager of a parameter. Raises as ``placement_of``."""
-    return placements_of(parameter)[0][0]
+    handle = getattr(parameter, "_tiered", None)
+    owner = handle.owner() if isinstance(handle, ParameterHandle) and handle.is_of(parameter) else None
+    return placements_of(parameter)[0][0] if owner is None else owner
 
 
 def name_of(parameter: torch.Tensor) -> str:

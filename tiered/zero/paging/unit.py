@@ -184,7 +184,8 @@ class Unit:
             updates, f"{self.key}/grad", plan.placements, self.parts, checkpoint, self.apply_update
         )
         self.arriving = partition.arriving(store, checkpoint.owner, self.key, plan, self.gradients)
-        self._holders = 0
+        self.held = 0
+        """How often."""
         self._in_use = False  # from before the parameters are given memory until after it is taken away
         self._access = Access.READ
         self._digests: dict[Placement, int] = {}
@@ -235,10 +236,6 @@ class Unit:
     # -- parameters --------------------------------------------------------------------------------------------------------
 
     @property
-    def held(self) -> bool:
-        return self._holders > 0
-
-    @property
     @traced
     def in_hand(self) -> bool:
         """Return whether all parameters of the unit have their memory, also where an interruption left them so."""
@@ -252,15 +249,15 @@ class Unit:
     def hold_aside(self, placements: Iterable[Placement]) -> None:
         """Hold the unit for reading, and give parameters their memory, ``placements`` only when they are asked for: nobody can
         have written to one that was ``apart`` alone, which is for code that does not write."""
-        if self._holders:
-            self._holders += 1
+        if self.held:
+            self.held += 1
             return
         self._aside = dict.fromkeys(placements)
         try:
             self.hold()
             self._began_aside = True
         finally:
-            if not self._holders:
+            if not self.held:
                 self._aside = {}
 
     def is_aside(self, placement: Placement) -> bool:
@@ -275,7 +272,8 @@ class Unit:
                 with torch.inference_mode(False), torch.no_grad():
                     return self.apart(placement)
             made = self._values(placement).detach()  # else what is viewed of it needs no gradient, and products go another way
-            self._aside[placement] = made.requires_grad_(placement.parameter.requires_grad)
+            with torch._C.DisableTorchFunctionSubclass():
+                self._aside[placement] = made.requires_grad_(placement.parameter.requires_grad)
         return made
 
     def show(self, placements: Collection[Placement]) -> None:
@@ -300,7 +298,7 @@ class Unit:
         """Give the parameters their memory, after applying any pending update. Calls nest."""
         if access is Access.WRITE:
             self.plan.refuse_writing()
-        if self._holders == 0:
+        if self.held == 0:
             refuse_tracing()
             refuse_transforms()
             if torch._C._len_torch_dispatch_stack():
@@ -328,7 +326,7 @@ class Unit:
         else:
             if self._aside:
                 self.show(list(self._aside))
-        self._holders += 1
+        self.held += 1
 
     def _open(self, access: Access) -> None:
         if torch.is_inference_mode_enabled():  # as inference tensors, parameters would lead torch's products another way
@@ -353,12 +351,17 @@ class Unit:
         for placement in self._kinds:
             if placement not in self._aside:
                 self._give(placement)
-        self._versions = [p.parameter._version for p in self.plan.placements]
+        self._versions = self._versions_now()
         self.shown = not self._aside
         missing = [placement for placement in self._told if placement not in known and placement not in self._aside]
         self._digests = {p: known[p] for p in self._told if p in known} | self._digests_of(missing)
         if access is Access.READ:
             self._digested = self.version
+
+    def _versions_now(self) -> list[int]:
+        """Return the versions of the parameters, in memory or not."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return [placement.parameter._version for placement in self.plan.placements]
 
     def _values(self, placement: Placement) -> torch.Tensor:
         """Return a tensor on the memory of a parameter of the unit, which is held."""
@@ -413,13 +416,13 @@ class Unit:
 
     def lend(self, placement: Placement, values: torch.Tensor) -> None:
         """Note that ``values``, which show a parameter's memory, can be written to without a trace in the parameter."""
-        if self._holders and self._access is Access.READ and not values.is_inference():
+        if self.held and self._access is Access.READ and not values.is_inference():
             self._data.append((placement, values, values._version))
 
     def drop(self) -> None:
         """Undo one ``hold``; the last one takes the parameters' memory away again."""
-        if self._holders > 1:
-            self._holders -= 1
+        if self.held > 1:
+            self.held -= 1
             return
         assert self.base is not None
         self.let_go()
@@ -442,7 +445,7 @@ class Unit:
                     self._keep_masters()
                     self.storage.write_back(self.base)
                     self._outdate()
-                elif self._holders:
+                elif self.held:
                     written = self._written()
             except MisuseError:
                 self.give_up()
@@ -571,7 +574,7 @@ class Unit:
                 self._left = None
                 if not self._is_shown():
                     self._memory = _address(self.base), StorageWeakRef(self.base.untyped_storage())  # type: ignore[no-untyped-call]
-                self._left = [placement.parameter._version for placement in self.plan.placements]
+                self._left = self._versions_now()
             self.release_parameters()
             if self.gradients.passing:
                 self.gradients.let_nodes_go()
@@ -583,14 +586,14 @@ class Unit:
                 self._left = None  # nobody kept anything: no write to the memory can come
             if lent or self._witnesses:
                 self._witnesses = [one for one in (*self._witnesses, *lent) if not one.storage.expired()]  # type: ignore[no-untyped-call]
-            self._holders = 0
+            self.held = 0
             self._in_use = False
 
     def discard(self) -> None:
         """Drop the unit as ``give_up``, because the store goes back to a commit: what was written to it goes, too."""
-        known = [p for p in self._digests if p not in self._aside] if self._holders and self._access is Access.READ else []
+        known = [p for p in self._digests if p not in self._aside] if self.held and self._access is Access.READ else []
         written = self.base is not None and self._digests_of(known) != {p: self._digests[p] for p in known}
-        written |= self._holders > 0 and self._saved_meanwhile()
+        written |= self.held > 0 and self._saved_meanwhile()
         self.give_up()
         if written:
             self.store.offload([self.key])  # the store takes it for what it was
@@ -607,15 +610,15 @@ class Unit:
     def refuse_written_since(self, saved: Saved) -> None:
         """Raise MisuseError where a parameter was written to since a graph saved it, within one hold, at whose end it would be
         noticed otherwise."""
-        if self._holders and not self._is_present(saved, self._changed()):
+        if self.held and not self._is_present(saved, self._changed()):
             raise MisuseError(
                 f"parameter {saved.placement.name!r} was written to after this graph was made: call backward before"
             )
 
     def _changed(self) -> set[Placement]:
         """Return the parameters that torch wrote to since the unit is held."""
-        pairs = zip(self.plan.placements, self._versions, strict=True)
-        return {placement for placement, version in pairs if placement.parameter._version != version}
+        found = zip(self.plan.placements, self._versions, self._versions_now(), strict=True)
+        return {placement for placement, before, now in found if before != now}
 
     def refuse_written(self, placement: Placement) -> None:
         """Raise MisuseError if a parameter that nobody holds was written to, or given other data; its values are as before."""
@@ -718,8 +721,7 @@ class Unit:
             kept, self._left = self._left is not None, None
             torch.autograd.graph.increment_version(changed)  # of what others saved
             if kept:
-                with torch._C.DisableTorchFunctionSubclass():
-                    self._left = [placement.parameter._version for placement in self.plan.placements]
+                self._left = self._versions_now()
 
         return mark
 
