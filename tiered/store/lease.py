@@ -31,6 +31,8 @@ from tiered.tensors.specs import dtype_of
 from tiered.tiers.dram import DramTier
 from tiered.types import Access, Key, TensorSpec
 
+_DATA: Any = torch._C.TensorBase.data  # of C, whatever ``torch.Tensor.data`` is
+
 __all__ = [
     *("Holder", "LeaseOfAddresses", "LeaseOfMany", "LeaseOfOne", "Made", "clear_ended", "drop_queued", "end_struck"),
     "without_ended",
@@ -430,10 +432,10 @@ def _view(engine: Engine, memory: Memory, copy: Copy, spec: TensorSpec, claim: T
         with engine.lock:  # two threads with a READ lease each must not make two witnesses
             if copy.witness is None:
                 fresh = contents.detach()
-                fresh.data = torch.empty(0, dtype=dtype, device=contents.device)
+                _DATA.__set__(fresh, torch.empty(0, dtype=dtype, device=contents.device))
                 copy.witness, copy.sealed = fresh, fresh._version
             witness = copy.witness
     assert isinstance(witness, torch.Tensor)
     tensor = witness.detach()
-    tensor.data = contents
+    _DATA.__set__(tensor, contents)
     return tensor

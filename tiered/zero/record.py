@@ -70,7 +70,7 @@ def dumps(value: Any, what: str, store: Store) -> bytes:
 
     Raises MisuseError for what cannot be written down, with the way to it, which begins with ``what``.
     """
-    data = json.dumps(_plain(value, what, store, 0), separators=(",", ":")).encode()
+    data = json.dumps(_plain(value, (what,), store), separators=(",", ":")).encode()
     if len(data) > MOST:
         raise MisuseError(f"{what} has {len(data):,} bytes, and may have {MOST:,}: put what is large into tensors")
     return data
@@ -88,35 +88,43 @@ def loads(data: bytes, what: str, fetch: Fetch) -> Any:
         raise ManifestError(f"{what} is damaged, or of another version: {error!r:.200}") from error
 
 
-def _plain(value: Any, where: str, store: Store, depth: int) -> Any:
-    if depth > DEEPEST:
-        raise MisuseError(f"{where} is nested deeper than {DEEPEST} levels")
-    if value is None or type(value) in (bool, int, float, str):
+_SIMPLE = frozenset({type(None), bool, int, float, str})
+"""Types of values that JSON has."""
+
+
+def _plain(value: Any, way: tuple[object, ...], store: Store) -> Any:
+    """Return ``value`` as JSON has it. ``way`` leads to it: what it is in, and the names in that."""
+    if type(value) in _SIMPLE:
         return value
-
-    def inside(found: Any, name: object) -> Any:
-        return _plain(found, f"{where}[{name!r}]", store, depth + 1)
-
-    if type(value) is list:
-        return [inside(found, index) for index, found in enumerate(value)]
-    if isinstance(value, tuple):
-        return {"tuple": [inside(found, index) for index, found in enumerate(value)]}
+    if len(way) > DEEPEST + 1:
+        raise MisuseError(f"{_where(way)} is nested deeper than {DEEPEST} levels")
+    if type(value) is list or isinstance(value, tuple):
+        # A state of random numbers has thousands of values that are written down as they are.
+        each = [one if type(one) in _SIMPLE else _plain(one, (*way, index), store) for index, one in enumerate(value)]
+        return each if type(value) is list else {"tuple": each}
     if isinstance(value, Mapping):
         kind = "counter" if isinstance(value, Counter) else "dict"
-        return {kind: [[inside(key, "key"), inside(found, key)] for key, found in value.items()]}
+        keys = [key if type(key) in _SIMPLE else _plain(key, (*way, "key"), store) for key in value]
+        each = [one if type(one) in _SIMPLE else _plain(one, (*way, key), store) for key, one in value.items()]
+        return {kind: list(map(list, zip(keys, each, strict=True)))}
+    where = _where(way)
     if isinstance(value, torch.Tensor):
         return _tensor(value.detach(), where, store)
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic):
-        return inside(value.item(), "item")
+        return _plain(value.item(), way, store)
     if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biuf":
         return {"array": _tensor(torch.from_numpy(numpy.ascontiguousarray(value)), where, store)}
     raise MisuseError(
         f"{where} is a {type(value).__name__}, which a checkpoint does not hold: it takes None, bool, int, float, str, list, "
         "tuple, dict and tensors"
     )
+
+
+def _where(way: tuple[object, ...]) -> str:
+    return "".join([str(way[0]), *(f"[{name!r}]" for name in way[1:])])
 
 
 def _tensor(tensor: torch.Tensor, where: str, store: Store) -> dict[str, Any]:

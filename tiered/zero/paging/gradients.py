@@ -504,10 +504,11 @@ class UnitGradients:
         record = {}
         for placement, state in self.states.items():
             self.refuse_interrupted(placement)
-            if self.has(placement):
+            there = self.has(placement)
+            if there:
                 self.collect(placement)
             record[placement.name] = {
-                "there": self.has(placement),
+                "there": there,
                 "scales": list(state.scales),
                 "wide_scales": list(state.wide_scales),
                 "expected": state.expected,

@@ -13,6 +13,7 @@ and a parameter that was loaded is its own master once its low half is cleared.
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -455,9 +456,10 @@ class States:
         first = min((part.of.element for part in self._placements), default=math.inf)
         self._help([placement for placement in pending.elsewhere if placement.element < first])
         for index, keys, pieces, most in self.plan(pending.updates)[pending.chunks_done :]:
-            blank = {_kind(key) for key in keys if not self._length(key)}
+            there = [self._length(key) for key in keys]
+            blank = {_kind(key) for key, length in zip(keys, there, strict=True) if not length}
             untold = _OF_LO in blank and "lo" not in blank  # an earlier release took all values for those that it had written
-            if any(self._length(key) < size for key, size in zip(keys, most, strict=True)):
+            if any(map(operator.lt, there, most)):
                 self._create(index, keys, pending.updates)
             with (
                 self._lease(keys) as chunk,

@@ -359,7 +359,7 @@ def adamw_step(
 
 def _before(step: int, param: torch.Tensor, fused: bool | None = False) -> torch.Tensor:
     """Return the count of the steps before this one, which torch's kernels count up: the fused ones on the device."""
-    return torch.tensor(float(step - 1), dtype=scalar_dtype(fused), device=param.device if fused else "cpu")
+    return torch.full((), float(step - 1), dtype=scalar_dtype(fused), device=param.device if fused else "cpu")
 
 
 _LAST_PRODUCTS: dict[tuple[float, float, torch.dtype], tuple[int, torch.Tensor]] = {}
