@@ -61,21 +61,9 @@ class Exported:
         self.groups: Sequence[Mapping[str, Any]] = [] if optimizer is None else optimizer["groups"]
         steps = {} if optimizer is None else optimizer["steps"]
         self._rules = {name: _rule(group) for group in self.groups for name in group["names"]}
-        self.names = self._in_order()
+        self.names = self._source.order
         self.steps = {name: steps[part] for name in self.names if steps.get(part := self._source.first_part(name))}
         self.buffers = in_memory(self.record)
-
-    def _in_order(self) -> list[str]:
-        """Return the names of all parameters, in the order of units."""
-        known = self._source.names
-        found: dict[str, None] = {}
-        for unit in self._source.units:
-            for placement in unit.placements:
-                name = placement.name
-                while name not in known:
-                    name = name.rpartition("[")[0]
-                found[name] = None
-        return list(found)
 
     def described(self, name: str) -> tuple[torch.Size, torch.dtype]:
         """Return the shape of a parameter, and the type that the model has it in."""

@@ -12,7 +12,6 @@ import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -84,28 +83,26 @@ class Copies:
 
 
 CACHED = 2
-"""Shares of a unit that are in memory at a time: what follows one another in a new share."""
-
-
-@dataclass
-class _Share:
-    """Share of a unit that one rank had: by parameter, its part, and by kind the values, flat."""
-
-    parts: dict[str, Placement] = field(default_factory=dict)
-    values: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+"""Shares of units that are in memory at a time: what follows one another in a new share."""
+Share = dict[str, dict[str, torch.Tensor]]
+"""Of the share of a unit that one rank had, by parameter and kind, the values, flat."""
 
 
 class Source:
-    """Checkpoint of model ``name``, in the stores of all ranks that committed it, in order."""
+    """Checkpoint of model ``name``, in the stores of all ranks that committed it, in order.
 
-    def __init__(self, stores: Sequence[Readable], name: str, *, states: bool = True) -> None:
-        """Read the records. ``states``: whether optimizer states are asked for, too. Raises MisuseError where the stores are
-        not those of one commit, and as ``read_record``."""
+    Its elements are read by the names of parameters, and in the order of their memory, which ``stride`` tells.
+    """
+
+    def __init__(self, stores: Sequence[StoreAtRest], name: str, *, states: bool = True) -> None:
+        """Read the records. ``states``: whether optimizer states are asked for, too, and the checkpoint to be divided anew;
+        without them one store is enough where it has whole parameters. Raises MisuseError where the stores are not those of one
+        commit, and as ``read_record``."""
         self._stores, self.name, self._states = stores, name, states
         self.records = [read_record(store, name) for store in stores]
         self.ranks = len(stores)
         self.units, self.limits = plans(self.records[0])
-        if any(unit.packed for unit in self.units):
+        if states and any(unit.packed for unit in self.units):
             raise MisuseError(
                 f"{name!r} in {stores[0]} is quantised, and cannot be divided anew: import the model into the other store, "
                 "too, or export it, which gives the values that it computes with"
@@ -113,7 +110,7 @@ class Source:
         of_all = [self.records[0]["layout"].get(part) for part in ("units", "limit", "chunk", "step")]
         shares = [record["layout"].get("share", {"rank": 0, "ranks": 1, "stage": "Alone"}) for record in self.records]
         for rank, share in enumerate(shares):
-            if (share["rank"], share["ranks"]) != (rank, self.ranks):
+            if (share["rank"], share["ranks"]) != (rank, self.ranks) and (states or self.ranks > 1):
                 raise MisuseError(
                     f"{stores[rank]} has the share of rank {share['rank']} of {share['ranks']}, and is taken for that of rank "
                     f"{rank} of {self.ranks}"
@@ -132,7 +129,7 @@ class Source:
         sliced: Mapping[str, tuple[int, int]] = self.records[0]["layout"].get("sliced", {})
         self._slices = {name: [named[f"{name}[{i}]"] for i in range(count)] for name, (count, _) in sliced.items()}
         self._stacked = {name for name, (_, rows) in sliced.items() if not rows}
-        self._cache: OrderedDict[tuple[int, int], _Share] = OrderedDict()
+        self._cache: OrderedDict[tuple[int, int], Share] = OrderedDict()
 
     def named(self, name: str) -> Placement:
         """Return the placement of a parameter. Raises MisuseError for one that was not committed."""
@@ -141,10 +138,14 @@ class Source:
         return next(p for p in self.units[self._home[name]].placements if p.name == name)
 
     @property
+    def order(self) -> list[str]:
+        """The names of all parameters, in the order of units; those that were sliced as one, at the end."""
+        slices = {part.name for parts in self._slices.values() for part in parts}
+        return [name for name in self._home if name not in slices] + list(self._slices)
+
+    @property
     def names(self) -> set[str]:
-        """The names of all parameters, those that were sliced as one."""
-        slices = {p.name for parts in self._slices.values() for p in parts}
-        return (self._home.keys() - slices) | self._slices.keys()
+        return set(self.order)
 
     def stride(self, name: str) -> tuple[int, ...]:
         """Return the strides that a parameter had. Raises as ``named``."""
@@ -181,10 +182,13 @@ class Source:
     def pieces(self, placement: Placement, begin: int, end: int) -> list[tuple[str, int, int]]:
         """Return where elements ``begin`` to ``end`` of ``placement`` are, in memory order: names of what was a placement, and
         which elements of it."""
-        name = placement.name
-        if placement.sliced is not None:
-            offset, name = placement.sliced.element(placement.number), placement.sliced.name
-            begin, end = offset + begin, offset + end
+        if placement.sliced is None:
+            return self._within(placement.name, begin, end)
+        offset = placement.sliced.element(placement.number)
+        return self._within(placement.sliced.name, offset + begin, offset + end)
+
+    def _within(self, name: str, begin: int, end: int) -> list[tuple[str, int, int]]:
+        """Return where elements ``begin`` to ``end`` of a parameter are."""
         if name not in self._slices:
             return [(name, begin, end)]
         found, before = [], 0
@@ -221,27 +225,59 @@ class Source:
     def whole(self, name: str, kind: str) -> torch.Tensor | None:
         """Return all of a parameter in its shape: of itself as the model has it ("param"), of its fp32 "master", or of a
         state with a value for each element. None where there is none. Raises MisuseError for a state of blocks."""
-        parts = self._slices[name] if name in self._slices else [self.named(name)]
-        found = []
-        for part in parts:
-            form = states_used(self.records[0]["units"][self._home[part.name]]).get(part.name, {}).get(kind)
+        shape, dtype, _ = self.described(name)
+        found: list[torch.Tensor] = []
+        for part, begin, end in self._within(name, 0, shape.numel()):
+            form = states_used(self.records[0]["units"][self._home[part]]).get(part, {}).get(kind)
             if form is not None and not form.elementwise:
-                raise MisuseError(f"{part.name!r} keeps {kind!r} in codes of blocks, which only this project reads")
-            values = self.values(part.name, kind, 0, part.numel)
-            if values is None and part.numel:
+                raise MisuseError(f"{part!r} keeps {kind!r} in codes of blocks, which only this project reads")
+            values = self.values(part, kind, begin, end)
+            if values is None and begin < end:
                 return None
-            if values is None:
-                values = torch.empty(0, dtype=part.dtype if kind == "param" else torch.float32, device="cpu")
-            shaped = values.as_strided(part.shape, part.stride)
-            found.append(shaped.to(part.dtype) if kind == "param" else shaped)
-        if name not in self._slices:
-            return found[0]
-        return torch.stack(found) if name in self._stacked else torch.cat(found)
+            found += [] if values is None else [values.to(dtype) if kind == "param" else values]
+        found = found or [torch.empty(0, dtype=dtype if kind == "param" else torch.float32, device="cpu")]
+        return (found[0] if len(found) == 1 else torch.cat(found)).as_strided(shape, self.stride(name))
+
+    def stream(self, name: str) -> Iterator[torch.Tensor]:
+        """Yield the elements of a parameter, as they are stored, a piece at a time where no update of them is pending."""
+        for part, begin, end in self._within(name, 0, self.described(name)[0].numel()):
+            yield from self._stream(part, begin, end)
+
+    def _stream(self, name: str, begin: int, end: int) -> Iterator[torch.Tensor]:
+        index, placement = self._home[name], self.named(name)
+        unit, size = self.units[index], placement.stored.itemsize
+        key = f"{self.name}/param/{unit.name}"
+        if self._pending(index):
+            values = self.values(name, "param", begin, end)
+            yield from () if values is None else (values,)
+        elif placement.packing is not None:
+            first = placement.stored_offset
+            packed = torch.cat(list(self._stores[0].read(key, first, first + placement.stored_nbytes)))
+            unpacked = torch.empty(placement.numel, dtype=placement.dtype, device="cpu")
+            placement.packing.unpack(packed, unpacked)
+            yield unpacked[begin:end]
+        else:
+            shares = [(0, placement, 0)]
+            if not self._whole:
+                there = ((rank, unit.parts(rank).get(placement)) for rank in range(self.ranks))
+                shares = [(rank, part, getattr(part, "begin", 0)) for rank, part in there if part is not None]
+            for rank, part, before in shares:
+                start, stop = max(begin - before, 0), min(end - before, part.numel)
+                if start < stop:
+                    first = part.stored_offset
+                    for piece in self._stores[rank].read(key, first + start * size, first + stop * size):
+                        yield piece.view(placement.stored)
+
+    def _pending(self, index: int) -> bool:
+        return any(record["units"][index]["pending"] is not None for record in self.records)
 
     def values(self, name: str, kind: str, begin: int, end: int) -> torch.Tensor | None:
         """Return elements ``begin`` to ``end`` of a parameter in memory order: of itself ("param", as it was stored), "m", "v",
         "master" or "grad". None where there are none of that kind. Raises MisuseError for a state of blocks that are cut."""
-        index, pieces = self._home[name], []
+        index, pieces = self._home[name], list[torch.Tensor]()
+        if kind == "param" and not self._states and not self._pending(index):
+            pieces = list(self._stream(name, begin, end))
+            return torch.cat(pieces) if pieces else None
         form = states_used(self.records[0]["units"][index]).get(name, {}).get(kind, StateForm(torch.float32))
         for rank in range(self.ranks):
             share = self._parts(index, rank).get(name)
@@ -250,7 +286,7 @@ class Source:
             first, last = share[0], share[1]
             start, stop = max(begin, first), min(end, last)
             if start < stop:
-                found = self._share(index, rank).values[name].get(kind)
+                found = self._share(index, rank)[name].get(kind)
                 if found is None:
                     return None
                 if form.of_whole:
@@ -272,14 +308,14 @@ class Source:
         begins = {p.name: getattr(part, "begin", 0) for p, part in parts.items()}
         return {p.name: (begins[p.name], begins[p.name] + part.numel) for p, part in parts.items()}
 
-    def _share(self, index: int, rank: int) -> _Share:
+    def _share(self, index: int, rank: int) -> Share:
         if (index, rank) not in self._cache:
-            while len(self._cache) >= CACHED:
+            while len(self._cache) >= (CACHED if self._states or self.ranks > 1 else 1):
                 self._cache.popitem(last=False)
             self._cache[index, rank] = self._read(index, rank)
         return self._cache[index, rank]
 
-    def _read(self, index: int, rank: int) -> _Share:
+    def _read(self, index: int, rank: int) -> Share:
         unit, store, record = self.units[index], self._stores[rank], self.records[rank]["units"][index]
         key = f"{self.name}/param/{unit.name}"
         parts = {p.name: part for p, part in unit.parts(rank).items()}
@@ -288,13 +324,13 @@ class Source:
         states = States(Copies(store, kept=self._states), key, list(parts.values()), chunk, kinds, states_used(record))
         states.stale_masters = {parts[name] for name in record["stale_masters"] if name in parts}
         memory = store.get(key)
-        if self._whole:
+        if self._whole and unit.shares > 1:
             size = memory.numel() // unit.shares
             memory = memory[rank * size : (rank + 1) * size].clone()
         gradient = store.get(f"{key}/grad") if f"{key}/grad" in store else None
         if record["pending"] is not None:
             states.apply(pending_of(record["pending"], parts), memory, gradient)
-        share = _Share(parts)
+        share: Share = {}
         for name, part in parts.items():
             param = part.stored_flat(memory, 0, part.numel)
             values = {"param": param}
@@ -302,7 +338,7 @@ class Source:
                 values |= {kind: copy.reshape(-1) for kind, copy in states.flat_copies(part, param).items()}
             if gradient is not None and record["gradients"].get(name, {}).get("there"):
                 values["grad"] = part.flat(gradient, 0, part.numel)
-            share.values[name] = values
+            share[name] = values
         return share
 
 

@@ -7,11 +7,9 @@ checkpoint of a store that is not open, of one process or of all ranks.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -19,21 +17,20 @@ from torch import nn
 from tiered.errors import MisuseError
 from tiered.format.safetensors import Entry, WeightFiles, entry_of, first_of
 from tiered.format.safetensors_writer import Existing, Shards
+from tiered.store.at_rest import StoreAtRest
 from tiered.system import refuse_little_room
 from tiered.types import TensorSpec
 from tiered.zero.checkpoint.beside import refuse_forgotten
-from tiered.zero.checkpoint.checkpoint import Readable, pending_of, persistent_buffers, read_record
-from tiered.zero.checkpoint.reshard import Copies, Source, opened
+from tiered.zero.checkpoint.checkpoint import persistent_buffers, read_record
+from tiered.zero.checkpoint.reshard import Source, opened
 from tiered.zero.paging.pager import Pager, pager_of, placements_of
 from tiered.zero.paging.sharding import Sharded
-from tiered.zero.paging.units import Placement, UnitPlan, even_chunks
-from tiered.zero.paging.update import States
+from tiered.zero.paging.units import Placement, UnitPlan
 from tiered.zero.rank_stores import shared_json
-from tiered.zero.record import in_memory, plans, refuse_other_tensors, states_used, type_named
+from tiered.zero.record import in_memory, plans, type_named
 
 __all__ = [
-    *("AtRest", "Pretrained", "Progress", "export", "export_at_rest", "export_of_ranks", "models_in", "parameters_of"),
-    "refuse_older",
+    *("Pretrained", "Progress", "export", "export_at_rest", "export_of_ranks", "models_in", "parameters_of", "refuse_older"),
 ]
 
 READ_AT_ONCE = 4 << 20
@@ -286,30 +283,18 @@ def _of_paged(
 # At rest
 
 
-class AtRest(Readable, Protocol):
-    """One generation of a store that is not open."""
-
-    def __iter__(self) -> Iterator[str]: ...
-
-    def spec(self, key: str) -> TensorSpec: ...
-
-    def written(self, key: str) -> int: ...
-
-    def read(self, key: str, start: int, stop: int) -> Iterator[torch.Tensor]: ...
-
-
 def models_in(keys: Iterable[str]) -> list[str]:
     """Return the names of the models that have a checkpoint among these keys."""
     return sorted(key.removesuffix("/checkpoint") for key in keys if key.endswith("/checkpoint"))
 
 
-def parameters_of(store: AtRest, name: str) -> int:
+def parameters_of(store: StoreAtRest, name: str) -> int:
     """Return how many numbers the parameters of model ``name`` have together. Raises as ``export_at_rest``."""
     return sum(placement.numel for unit in plans(read_record(store, name))[0] for placement in unit.placements)
 
 
 def export_at_rest(
-    store: AtRest,
+    store: StoreAtRest,
     folder: str | os.PathLike[str],
     *,
     model: str | None = None,
@@ -331,16 +316,11 @@ def export_at_rest(
         contents = _of_tensors(store, keys, dtype)
     else:
         record = read_record(store, name)
-        units, limits = plans(record)
         stage = record["layout"].get("share", {}).get("stage")
         if stage == "Stage3" or (stage is not None and any(found["pending"] for found in record["units"])):
             raise MisuseError(f"{store} has one rank's share of {name!r}: name the folder above the stores of all ranks")
-        refuse_older(store, name, units)
-        refuse_other_tensors(store, name, record, units, limits)
-        buffers = in_memory(record)
-        entries = [_entry(p.name, p.shape, _goal(p.dtype, dtype)) for p in _wholes(units, record)]
-        entries += [_entry(key, buffer.shape, _goal(buffer.dtype, dtype)) for key, buffer in buffers.items()]
-        contents = _of_checkpoint(store, name, units, limits.chunk, record, list(buffers.values()), dtype)
+        refuse_older(store, name, plans(record)[0])
+        entries, contents = _of_checkpoint(Source([store], name, states=False), dtype)
     shards = Shards(folder, entries, shard, existing)
     shards.write(contents, progress)
     return shards.files
@@ -362,30 +342,13 @@ def export_of_ranks(
         stores = opened(path, stack)
         name = _chosen(stores[0], model)
         assert name is not None, "a commit of ranks has a checkpoint"
-        source = Source(stores, name, states=False)
-        record = source.records[0]
-        order = [placement for _, placement in _in_order(source.units, record)]
-        buffers = in_memory(record)
-        entries = [_entry(p.name, p.shape, _goal(p.dtype, dtype)) for p in _wholes(source.units, record)]
-        entries += [_entry(key, buffer.shape, _goal(buffer.dtype, dtype)) for key, buffer in buffers.items()]
+        entries, contents = _of_checkpoint(Source(stores, name, states=False), dtype)
         shards = Shards(folder, entries, shard, existing)
-        shards.write(_of_source(source, order, list(buffers.values()), dtype), progress)
+        shards.write(contents, progress)
         return shards.files
 
 
-def _of_source(
-    source: Source, order: Sequence[Placement], buffers: Sequence[torch.Tensor], dtype: torch.dtype | None
-) -> Iterator[memoryview]:
-    for placement in order:
-        values = source.values(placement.name, "param", 0, placement.numel)
-        if values is not None:
-            strided = values.as_strided(placement.shape, placement.stride)
-            yield from _pieces(strided.to(placement.dtype), _goal(placement.dtype, dtype))
-    for buffer in buffers:
-        yield from _pieces(buffer, _goal(buffer.dtype, dtype))
-
-
-def _chosen(store: AtRest, model: str | None) -> str | None:
+def _chosen(store: StoreAtRest, model: str | None) -> str | None:
     """Return the name of the model whose checkpoint is wanted; None: there is no model."""
     there = models_in(store)
     if model is not None:
@@ -405,7 +368,7 @@ def _chosen(store: AtRest, model: str | None) -> str | None:
     return None
 
 
-def refuse_older(store: AtRest, name: str, units: Sequence[UnitPlan]) -> None:
+def refuse_older(store: StoreAtRest, name: str, units: Sequence[UnitPlan]) -> None:
     """Raise MisuseError for a checkpoint that is older than the parameters, because it says which updates of these are pending.
     """
     saved = store.written(f"{name}/checkpoint")
@@ -416,7 +379,7 @@ def refuse_older(store: AtRest, name: str, units: Sequence[UnitPlan]) -> None:
         )
 
 
-def _of_tensors(store: AtRest, keys: Sequence[str], dtype: torch.dtype | None) -> Iterator[memoryview]:
+def _of_tensors(store: StoreAtRest, keys: Sequence[str], dtype: torch.dtype | None) -> Iterator[memoryview]:
     for key in keys:
         spec = store.spec(key)
         stored = type_named(spec.dtype)
@@ -424,92 +387,27 @@ def _of_tensors(store: AtRest, keys: Sequence[str], dtype: torch.dtype | None) -
             yield from _pieces(piece.view(stored), _goal(stored, dtype))
 
 
-def _of_checkpoint(
-    store: AtRest,
-    name: str,
-    units: Sequence[UnitPlan],
-    chunk: int,
-    record: dict[str, Any],
-    buffers: Sequence[torch.Tensor],
-    dtype: torch.dtype | None,
-) -> Iterator[memoryview]:
-    records = dict(zip((unit.name for unit in units), record["units"], strict=True))
-    for unit, together in itertools.groupby(_in_order(units, record), key=lambda found: found[0]):
-        key, found = f"{name}/param/{unit.name}", records[unit.name]
-        updated = None if found["pending"] is None else _updated(store, key, unit, chunk, found)
-        for _, placement in together:
-            start = placement.stored_offset
-            stop = start + placement.stored_nbytes
-            goal = _goal(placement.dtype, dtype)
-            if updated is not None:
-                yield from _pieces(placement.stored_view(updated).to(placement.dtype), goal)
-            elif placement.packing is not None:
-                packed = torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *store.read(key, start, stop)])
-                values = torch.empty_strided(placement.shape, placement.stride, dtype=placement.dtype, device="cpu")
-                placement.packing.unpack(packed, values.as_strided((placement.numel,), (1,)))
-                yield from _pieces(values, goal)
-            elif torch.empty_strided(placement.shape, placement.stride, dtype=placement.dtype, device="meta").is_contiguous():
-                for piece in store.read(key, start, stop):
-                    yield from _pieces(piece.view(placement.stored).to(placement.dtype), goal)
+def _of_checkpoint(source: Source, dtype: torch.dtype | None) -> tuple[list[Entry], Iterator[memoryview]]:
+    """Return the parameters and buffers of a checkpoint, and their bytes."""
+    buffers = in_memory(source.records[0])
+    described = {name: source.described(name) for name in source.order}
+    entries = [_entry(name, shape, _goal(held, dtype)) for name, (shape, held, _) in described.items()]
+    entries += [_entry(name, buffer.shape, _goal(buffer.dtype, dtype)) for name, buffer in buffers.items()]
+
+    def contents() -> Iterator[memoryview]:
+        for name, (shape, held, _) in described.items():
+            if torch.empty_strided(shape, source.stride(name), dtype=held, device="meta").is_contiguous():
+                pieces = source.stream(name)
             else:
-                whole = torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *store.read(key, start, stop)])
-                strided = whole.view(placement.stored).as_strided(placement.shape, placement.stride)
-                yield from _pieces(strided.to(placement.dtype), goal)
-    for buffer in buffers:
-        yield from _pieces(buffer, _goal(buffer.dtype, dtype))
+                whole = source.whole(name, "param")
+                assert whole is not None, "each parameter has values"
+                pieces = iter((whole,))
+            for piece in pieces:
+                yield from _pieces(piece.to(held), _goal(held, dtype))
+        for buffer in buffers.values():
+            yield from _pieces(buffer, _goal(buffer.dtype, dtype))
 
-
-def _updated(store: AtRest, key: str, unit: UnitPlan, chunk: int, found: dict[str, Any]) -> torch.Tensor:
-    """Return a copy of a unit with its pending update applied."""
-    named: dict[str, Placement] = {placement.name: placement for placement in unit.placements}
-    states = States(
-        Copies(store, kept=False), key, unit.placements, even_chunks(unit.elements, chunk), used=states_used(found)
-    )
-    states.stale_masters = {named[name] for name in found["stale_masters"]}
-    copy = store.get(key)
-    pending = pending_of(found["pending"], named)
-    states.apply(pending, copy, store.get(f"{key}/grad") if pending.graded else None)
-    return copy
-
-
-def _in_order(units: Sequence[UnitPlan], record: Mapping[str, Any]) -> Iterator[tuple[UnitPlan, Placement]]:
-    """Yield the placements of a checkpoint, the slices of each parameter one after the other."""
-    sliced: Mapping[str, tuple[int, int]] = record["layout"].get("sliced", {})
-    of_slices = {f"{name}[{number}]" for name, (count, _) in sliced.items() for number in range(count)}
-    there = {}
-    for unit in units:
-        for placement in unit.placements:
-            if placement.name in of_slices:
-                there[placement.name] = unit, placement
-            else:
-                yield unit, placement
-    for name, (count, _) in sliced.items():
-        for number in range(count):
-            yield there[f"{name}[{number}]"]
-
-
-class _Whole(NamedTuple):
-    """Parameter of a checkpoint, which may be sliced."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-def _wholes(units: Sequence[UnitPlan], record: Mapping[str, Any]) -> list[_Whole]:
-    """Return the parameters of a checkpoint, in the order of ``_in_order``."""
-    sliced: Mapping[str, tuple[int, int]] = record["layout"].get("sliced", {})
-    lengths = {f"{name}[{number}]": name for name, (count, _) in sliced.items() for number in range(count)}
-    found: dict[str, _Whole] = {}
-    for _, p in _in_order(units, record):
-        name = lengths.get(p.name, p.name)
-        if name == p.name:
-            found[name] = _Whole(name, tuple(p.shape), p.dtype)
-            continue
-        rows, inside = (p.shape[0], p.shape[1:]) if sliced[name][1] else (1, p.shape)
-        before = found[name].shape[0] if name in found else 0
-        found[name] = _Whole(name, (before + rows, *inside), p.dtype)
-    return list(found.values())
+    return entries, contents()
 
 
 # Bytes
