@@ -21,7 +21,7 @@ from tiered.store import TieredStore
 from tiered.types import TensorSpec
 from tiered.zero.checkpoint.checkpoint import Alike, other_buffer, recall
 from tiered.zero.checkpoint.loaders import random_states
-from tiered.zero.checkpoint.reshard import Elements, reshard
+from tiered.zero.checkpoint.reshard import Elements, reshard, span_of
 from tiered.zero.paging.pager import Pager
 from tiered.zero.paging.sharding import Unsharded
 from tiered.zero.paging.storage import model_named
@@ -115,15 +115,17 @@ class ForeignSource:
         self._seen: set[tuple[str, int]] = set()
         self._done, self._total = 0, sum(math.prod(one.shape) for one in foreign.parameters.values())
         self._rules = {self._known(one): group.rule for group in groups for one in group.names}
+        self._wholes = {_whole(p).name: p for unit in plan.units for p in unit.placements}  # or one of its slices
         states: dict[str, dict[str, str]] = {}
         for unit in plan.units:
             for placement in unit.placements:
-                rule = self._rules.get(self._known(_whole(placement).name))
+                known = self._known(_whole(placement).name)
+                rule = self._rules.get(known)
                 if rule is not None and type(rule) is not AdamWRule:
                     wide = torch.float64 if placement.stored is torch.float64 else torch.float32
                     forms = forms_of(rule, wide)
-                    known = foreign.parameters.get(self._known(_whole(placement).name))
-                    if known is not None and known.steps and not all(form.elementwise for form in forms.values()):
+                    found = foreign.parameters.get(known)
+                    if found is not None and found.steps and not all(form.elementwise for form in forms.values()):
                         raise MisuseError(
                             f"{type(rule).__name__} has not one value for each element, and its states are not read from "
                             f"{foreign.where}: load it with an optimizer that has, and give that one's state_dict() to this one"
@@ -150,45 +152,39 @@ class ForeignSource:
                 f"{self._foreign.where} has {whole.name!r} of shape {found.shape}, and this model of {tuple(whole.shape)}"
             )
 
-    def pieces(self, placement: Placement, begin: int, end: int) -> list[tuple[str, int, int]]:
-        """Return where elements ``begin`` to ``end`` of ``placement`` are, as the checkpoint names the parameter."""
-        return [(self._known(_whole(placement).name), begin, end)]
+    def parts(self, name: str, begin: int, end: int) -> list[tuple[str, int, int]]:
+        """Return where elements ``begin`` to ``end`` of a parameter are, as the checkpoint names it."""
+        return [(self._known(name), begin, end)]
 
-    def of_gradient(self, placement: Placement) -> Mapping[str, Any] | None:
+    def gradient(self, name: str, begin: int, end: int) -> Mapping[str, Any] | None:
         """Return what a record says of the gradient: there is none."""
-        if not placement.dtype.is_floating_point:
+        if not self._wholes[name].dtype.is_floating_point:
             return None
         return {"there": False, "scales": [], "wide_scales": [], "expected": None, "norms": {}, "orders": [], "finite": True}
 
-    def all_values(self, placement: Placement, kind: str, begin: int, end: int) -> torch.Tensor | None:
-        """Return elements of a placement in memory order: of itself ("param", as it is stored), "master", or a state."""
-        name = self._known(_whole(placement).name)
-        rule, narrow = self._rules.get(name), placement.stored in MASTERS
+    def read(self, name: str, kind: str, begin: int, end: int) -> torch.Tensor | None:
+        """Return elements of a parameter: of itself ("param", as it is stored), "master", or a state."""
+        stored, rule = self._wholes[name].stored, self._rules.get(self._known(name))
+        if kind == "param" and self._progress is not None and (name, end) not in self._seen:
+            self._seen.add((name, end))
+            self._done += end - begin
+            self._progress(min(self._done, self._total), self._total)
         if kind == "param":
-            if self._progress is not None and (placement.name, end) not in self._seen:
-                self._seen.add((placement.name, end))
-                self._done += end - begin
-                self._progress(min(self._done, self._total), self._total)
-            values = self._ordered(placement, name, "param", begin, end)
+            values = self._ordered(name, "param", begin, end)
             assert values is not None, "each parameter has values"
-            return _rounded(values, placement.stored) if rule is not None else values.to(placement.stored)
-        if kind == "master":
-            if rule is None or not narrow:
-                return None
-            values = self._ordered(placement, name, "param", begin, end)
-            return None if values is None else values.float()
-        if kind == "grad" or rule is None:
+            return _rounded(values, stored) if rule is not None else values.to(stored)
+        if kind == "grad" or rule is None or (kind == "master" and stored not in MASTERS):
             return None
-        return self._ordered(placement, name, torch_name(rule, kind), begin, end)
+        values = self._ordered(name, "param" if kind == "master" else torch_name(rule, kind), begin, end)
+        return None if values is None else values.float() if kind == "master" else values
 
-    def _ordered(self, placement: Placement, name: str, state: str, begin: int, end: int) -> torch.Tensor | None:
-        """Return elements of a placement in memory order."""
-        if placement.sliced is not None:
-            first = placement.sliced.element(placement.number)
-            return self._foreign.read(name, state, first + begin, first + end)
-        if torch.empty_strided(placement.shape, placement.stride, dtype=placement.dtype, device="meta").is_contiguous():
-            return self._foreign.read(name, state, begin, end)
-        values = self._foreign.read(name, state, 0, placement.numel)
+    def _ordered(self, name: str, state: str, begin: int, end: int) -> torch.Tensor | None:
+        """Return elements of a parameter in memory order. Slices are row-major, as all of a parameter is that has some."""
+        placement, known = self._wholes[name], self._known(name)
+        blank = torch.empty_strided(placement.shape, placement.stride, dtype=placement.dtype, device="meta")
+        if placement.sliced is not None or blank.is_contiguous():
+            return self._foreign.read(known, state, begin, end)
+        values = self._foreign.read(known, state, 0, placement.numel)
         if values is None:
             return None
         arranged = torch.empty_strided(placement.shape, placement.stride, dtype=values.dtype, device="cpu")
@@ -304,7 +300,7 @@ def _refuse_other_model(source: Elements, plan: ModelPlan) -> None:
     for unit in plan.units:
         for placement in unit.placements:
             source.refuse_other(placement)
-            there |= {name for name, _, _ in source.pieces(placement, 0, placement.numel)} | {_whole(placement).name}
+            there |= {name for name, _, _ in source.parts(*span_of(placement))} | {_whole(placement).name}
     lost = sorted(source.names - there)
     if lost:
         raise MisuseError(f"the checkpoint of {source.name!r} has {lost[0]!r}, which this model does not have")

@@ -23,7 +23,7 @@ from tiered.store.at_rest import StoreAtRest
 from tiered.types import Access, TensorSpec
 from tiered.zero.checkpoint.checkpoint import Readable, layout_of, pending_of, read_record, write_record
 from tiered.zero.paging.sharding import Partition
-from tiered.zero.paging.storage import TensorStore, in_top_tier, model_named
+from tiered.zero.paging.storage import in_top_tier, model_named
 from tiered.zero.paging.units import Limits, ModelPlan, Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import States
 from tiered.zero.rank_stores import has_commit, newest_set, sets_in
@@ -31,7 +31,8 @@ from tiered.zero.record import plans, refuse_other_tensors, states_shown, states
 from tiered.zero.rules.forms import StateForm
 from tiered.zero.rules.rule import SMALLEST_BLOCK
 
-__all__ = ["Copies", "Elements", "Source", "opened", "reshard"]
+__all__ = ["Copies", "Elements", "Source", "opened", "reshard", "span_of"]
+
 
 class Copies:
     """``TensorStore`` over ``store`` whose leases give copies. ``kept``: copies stay as their holders leave them, for the next
@@ -179,16 +180,9 @@ class Source:
                 f"and is {tuple(whole.shape)} of {whole.stored}"
             )
 
-    def pieces(self, placement: Placement, begin: int, end: int) -> list[tuple[str, int, int]]:
-        """Return where elements ``begin`` to ``end`` of ``placement`` are, in memory order: names of what was a placement, and
-        which elements of it."""
-        if placement.sliced is None:
-            return self._within(placement.name, begin, end)
-        offset = placement.sliced.element(placement.number)
-        return self._within(placement.sliced.name, offset + begin, offset + end)
-
-    def _within(self, name: str, begin: int, end: int) -> list[tuple[str, int, int]]:
-        """Return where elements ``begin`` to ``end`` of a parameter are."""
+    def parts(self, name: str, begin: int, end: int) -> list[tuple[str, int, int]]:
+        """Return in which slices elements ``begin`` to ``end`` of a parameter are, and which elements of each, in memory order.
+        """
         if name not in self._slices:
             return [(name, begin, end)]
         found, before = [], 0
@@ -199,26 +193,26 @@ class Source:
             before += part.numel
         return found
 
-    def of_gradient(self, placement: Placement) -> Mapping[str, Any] | None:
-        """Return what the record says of the gradient of ``placement``: of parts of it, where one has a gradient, of that one.
-        None where it cannot have one."""
+    def gradient(self, name: str, begin: int, end: int) -> Mapping[str, Any] | None:
+        """Return what the record says of the gradient of these elements: of parts of them, where one has a gradient, of that
+        one. None where they cannot have one."""
         found: list[Mapping[str, Any]] = []
-        for name, _, _ in self.pieces(placement, 0, placement.numel):
-            gradients: Mapping[str, Any] = self.records[0]["units"][self._home[name]]["gradients"]
-            found += [gradients[name]] if name in gradients else []
+        for part, _, _ in self.parts(name, begin, end):
+            gradients: Mapping[str, Any] = self.records[0]["units"][self._home[part]]["gradients"]
+            found += [gradients[part]] if part in gradients else []
         there = [one for one in found if one["there"]]
         return there[0] if there else found[0] if found else None
 
-    def all_values(self, placement: Placement, kind: str, begin: int, end: int) -> torch.Tensor | None:
-        """Return ``values`` of elements ``begin`` to ``end`` of ``placement``, whatever it was part of. A gradient is zero
+    def read(self, name: str, kind: str, begin: int, end: int) -> torch.Tensor | None:
+        """Return ``values`` of elements ``begin`` to ``end`` of a parameter, whether it was sliced or not. A gradient is zero
         where a part has none."""
-        pieces = self.pieces(placement, begin, end)
-        found = [self.values(name, kind, start, stop) for name, start, stop in pieces]
+        pieces = self.parts(name, begin, end)
+        found = [self.values(part, kind, start, stop) for part, start, stop in pieces]
         present = [one for one in found if one is not None]
         if not present:
             return None
         if len(present) < len(found) and kind != "grad":
-            raise ManifestError(f"{placement.name!r} has {kind!r} in a part of it only: the checkpoint is damaged")
+            raise ManifestError(f"{name!r} has {kind!r} in a part of it only: the checkpoint is damaged")
         zeros = [torch.zeros(stop - start, dtype=present[0].dtype, device="cpu") for _, start, stop in pieces]
         return torch.cat([zero if one is None else one for one, zero in zip(found, zeros, strict=True)])
 
@@ -227,7 +221,7 @@ class Source:
         state with a value for each element. None where there is none. Raises MisuseError for a state of blocks."""
         shape, dtype, _ = self.described(name)
         found: list[torch.Tensor] = []
-        for part, begin, end in self._within(name, 0, shape.numel()):
+        for part, begin, end in self.parts(name, 0, shape.numel()):
             form = states_used(self.records[0]["units"][self._home[part]]).get(part, {}).get(kind)
             if form is not None and not form.elementwise:
                 raise MisuseError(f"{part!r} keeps {kind!r} in codes of blocks, which only this project reads")
@@ -240,7 +234,7 @@ class Source:
 
     def stream(self, name: str) -> Iterator[torch.Tensor]:
         """Yield the elements of a parameter, as they are stored, a piece at a time where no update of them is pending."""
-        for part, begin, end in self._within(name, 0, self.described(name)[0].numel()):
+        for part, begin, end in self.parts(name, 0, self.described(name)[0].numel()):
             yield from self._stream(part, begin, end)
 
     def _stream(self, name: str, begin: int, end: int) -> Iterator[torch.Tensor]:
@@ -343,7 +337,10 @@ class Source:
 
 
 class Elements(Protocol):
-    """What ``reshard`` reads: the elements of the parameters of a checkpoint, whatever program wrote it. ``Source`` is one."""
+    """What ``reshard`` reads: the elements of the parameters of a checkpoint, whatever program wrote it. ``Source`` is one.
+
+    Elements are those of a whole parameter, in the order of memory of the model that is to have them.
+    """
 
     name: str
     ranks: int
@@ -354,11 +351,19 @@ class Elements(Protocol):
 
     def refuse_other(self, placement: Placement) -> None: ...
 
-    def pieces(self, placement: Placement, begin: int, end: int) -> list[tuple[str, int, int]]: ...
+    def parts(self, name: str, begin: int, end: int) -> list[tuple[str, int, int]]: ...
 
-    def of_gradient(self, placement: Placement) -> Mapping[str, Any] | None: ...
+    def gradient(self, name: str, begin: int, end: int) -> Mapping[str, Any] | None: ...
 
-    def all_values(self, placement: Placement, kind: str, begin: int, end: int) -> torch.Tensor | None: ...
+    def read(self, name: str, kind: str, begin: int, end: int) -> torch.Tensor | None: ...
+
+
+def span_of(placement: Placement) -> tuple[str, int, int]:
+    """Return which parameter this is all of, a slice of, or a rank's part of, and from which of its elements to which."""
+    whole, first = placement.of, getattr(placement, "begin", 0)
+    if whole.sliced is not None:
+        first += whole.sliced.element(whole.number)
+    return whole.name if whole.sliced is None else whole.sliced.name, first, first + placement.numel
 
 
 def _graded(record: Mapping[str, Any]) -> list[str]:
@@ -391,7 +396,7 @@ def reshard(source: Elements, store: TieredStore, plan: ModelPlan, partition: Pa
     name = source.name
     owner = model_named(name)
     there = set(store.owned(owner))
-    known = {p.name if p.sliced is None else p.sliced.name for unit in plan.units for p in unit.placements}
+    known = {span_of(placement)[0] for unit in plan.units for placement in unit.placements}
     lost = sorted(source.names - known)
     if lost:
         raise MisuseError(f"this model is not what was committed as {name!r}: it has no {lost[0]!r}")
@@ -414,7 +419,7 @@ def _steps(source: Elements, plan: ModelPlan, steps: Mapping[str, int]) -> dict[
     made = {}
     for unit in plan.units:
         for placement in unit.placements:
-            known = [steps[name] for name, _, _ in source.pieces(placement, 0, placement.numel) if name in steps]
+            known = [steps[name] for name, _, _ in source.parts(*span_of(placement)) if name in steps]
             if known:
                 made[placement.name] = max(known)
     return made
@@ -431,19 +436,21 @@ def _reshard_unit(
     key, parts = f"{source.name}/param/{unit.name}", unit.parts(partition.rank)
     for placement in unit.placements:
         source.refuse_other(placement)
-    begins = {placement: getattr(part, "begin", 0) for placement, part in parts.items()}
     whole = partition.shares == 1 or partition.replicated
     size = unit.stored_nbytes if whole else unit.stored_nbytes // unit.shares
+
+    def read(placement: Placement, kind: str) -> torch.Tensor | None:
+        name, begin, end = span_of(placement)
+        return source.read(name, kind, begin, end)
+
     store.create(key, TensorSpec("uint8", (size,), 1))
     with store.lease(key, access=Access.WRITE) as memory:
         memory.zero_()
-        for placement in unit.placements if whole else parts:
-            at = placement if whole else parts[placement]
-            begin = 0 if whole else begins[placement]
-            if at.numel:
-                values = source.all_values(placement, "param", begin, begin + at.numel)
+        for placement in unit.placements if whole else parts.values():
+            if placement.numel:
+                values = read(placement, "param")
                 assert values is not None
-                at.stored_flat(memory, 0, at.numel).copy_(values)
+                placement.stored_flat(memory, 0, placement.numel).copy_(values)
         del memory
     kinds = {placement.stored for placement in unit.placements}
     named = {placement.name for placement in unit.placements}
@@ -451,43 +458,30 @@ def _reshard_unit(
     states = States(store, key, list(parts.values()), even_chunks(unit.elements, limits.chunk), kinds, used)
     gradients: dict[str, Any] = {}
     for placement in unit.placements:
-        kept = source.of_gradient(placement)
+        kept = source.gradient(*span_of(placement))
         if kept is not None:
             gradients[placement.name] = {**kept, "norms": {}}
-    for placement, part in parts.items():
-        begin = begins[placement]
-        kinds_of = (*states.states_of(part), "master")
-        state = {kind: source.all_values(placement, kind, begin, begin + part.numel) for kind in kinds_of}
+    for part in parts.values():
+        forms = states.states_of(part)
+        state = {kind: read(part, kind) for kind in (*forms, "master")}
         held = {kind: value for kind, value in state.items() if value is not None}
         if held:
-            param = source.all_values(placement, "param", begin, begin + part.numel)
+            param = read(part, "param")
             assert param is not None
-            forms = states.states_of(part)
             shaped = {
                 kind: value.as_strided(part.shape, part.stride) if kind not in forms or forms[kind].elementwise else value
                 for kind, value in held.items()
             }
             states.load(part, param, shaped)
     if any(said["there"] for said in gradients.values()):
-        _put_gradients(source, store, f"{key}/grad", unit, parts, begins)
+        store.create(f"{key}/grad", TensorSpec("uint8", (unit.nbytes // unit.shares,), 1))
+        with store.lease(f"{key}/grad", access=Access.WRITE) as gradient:
+            gradient.zero_()
+            for part in parts.values():
+                values = read(part, "grad")
+                if values is not None:
+                    part.flat(gradient, 0, part.numel).copy_(values)
+            del gradient
     stale = sorted(part.name for part in states.stale_masters)
     shown = {"states": states_shown(states)} if states.used else {}
     return {"gradients": gradients, "stale_masters": stale, "pending": None, **shown}
-
-
-def _put_gradients(
-    source: Elements,
-    store: TensorStore,
-    key: str,
-    unit: UnitPlan,
-    parts: Mapping[Placement, Placement],
-    begins: Mapping[Placement, int],
-) -> None:
-    store.create(key, TensorSpec("uint8", (unit.nbytes // unit.shares,), 1))
-    with store.lease(key, access=Access.WRITE) as gradient:
-        gradient.zero_()
-        for placement, part in parts.items():
-            values = source.all_values(placement, "grad", begins[placement], begins[placement] + part.numel)
-            if values is not None:
-                part.flat(gradient, 0, part.numel).copy_(values)
-        del gradient
