@@ -6,8 +6,9 @@ each put, a read of all that are held: a plan that dropped one of them in betwee
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,25 +53,38 @@ def least_of_round(seen: Watched, budget: int) -> float:
     return (four - two) / 2
 
 
+class _WatchedLease:
+    """A lease whose begin and end are written down. All else of it is asked of the lease itself."""
+
+    def __init__(self, lease: Any, found: Watched, names: list[str], touched: Callable[[], object]) -> None:
+        self._lease, self._found, self._names, self._touched = lease, found, names, touched
+
+    def __enter__(self) -> Any:
+        given = self._lease.__enter__()
+        self._touched()
+        self._found.held += self._names
+        self._found.still()
+        return given
+
+    def __exit__(self, *raised: Any) -> Any:
+        for name in self._names:
+            self._found.held.remove(name)
+        return self._lease.__exit__(*raised)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lease, name)
+
+
 @contextmanager
 def watch(store: TieredStore) -> Iterator[Watched]:
     """Write down what ``store`` is asked for meanwhile."""
     found = Watched()
     lease, create, put = store.lease, store.create, store.put
 
-    @contextmanager
-    def watched_lease(keys: Any, *, access: Any = "read", **more: Any) -> Iterator[Any]:
+    def watched_lease(keys: Any, *, access: Any = "read", **more: Any) -> _WatchedLease:
         names = [keys] if isinstance(keys, str) else list(keys)
-        with lease(keys, access=access, **more) as given:
-            found.touched(names, _WAYS[getattr(access, "value", access)], store)
-            found.held += names
-            found.still()
-            try:
-                yield given
-            finally:
-                del given
-                for name in names:
-                    found.held.remove(name)
+        way = _WAYS[getattr(access, "value", access)]
+        return _WatchedLease(lease(keys, access=access, **more), found, names, partial(found.touched, names, way, store))
 
     def watched_create(key: str, spec: TensorSpec, **more: Any) -> None:
         create(key, spec, **more)
