@@ -81,6 +81,7 @@ _EMPTY, _FILLING, _CLEAN, _DIRTY, _WRITEBACK = State
 _USED, _FRESH, _READ, _WRITE = Evictability.USED, Evictability.FRESH, Access.READ, Access.WRITE
 
 _VALID = frozenset({State.CLEAN, State.DIRTY, State.WRITEBACK})
+_UNSAVED = frozenset({State.DIRTY, State.WRITEBACK})
 _IN_FLIGHT = frozenset({State.FILLING, State.WRITEBACK})
 _LEAVES = (Evictability.CLEAN, Evictability.FRESH)
 _UNUSED = dict(zip(State, (_USED, _USED, Evictability.CLEAN, Evictability.DIRTY, Evictability.WRITING_BACK), strict=True))
@@ -93,20 +94,25 @@ class Copy:
     """A tensor's bytes in one slot of one tier. A copy exists from its slot's allocation until it is EMPTY; then a new one is
     made.
 
+    ``state`` changes by ``become`` alone, and with it ``valid``, whether the copy holds the tensor's bytes, and ``dirty``,
+    whether no tier below has these. They are attributes because each lease reads them several times.
+
     ``aliases`` counts views of the slot's memory that are still reachable outside; a slot is given back only when the copy is
     EMPTY *and* no alias is left. ``reads_from`` counts transfers up that read this slot. ``checksums`` and ``generation``
     describe the bytes of a bottom copy; ``speculated``: it was fetched without anybody knowing that it will be used, and was
-    not used yet; ``record`` is its encoded manifest entry, once known. ``fences`` guard the slot (the
-    engine's). ``witness`` is the store's (it shares torch's version counter between leases), ``version`` is that counter when
-    the write-back began, ``sealed`` the counter when the first of its READ leases began, and ``lent_clean`` whether the copy
-    was CLEAN then. ``spoiled``: it was written to under a READ lease, so it does not hold the tensor's bytes any more.
-    ``evictability`` is the value under which the pool counts it, ``last_use`` the number of the last lease of the tensor.
+    not used yet; ``record`` is its encoded manifest entry, once known. ``fences`` guard the slot (the engine's). ``witness`` is
+    the store's: it shares torch's version counter between leases; None where nobody had one. ``version`` is that counter when
+    the write-back began, ``sealed`` when the first of its READ leases began, and ``lent_clean`` whether the copy was CLEAN
+    then. ``spoiled``: it was written to under a READ lease, so it does not hold the tensor's bytes any more. ``evictability``
+    is the value under which the pool counts it, ``last_use`` the number of the last lease of the tensor.
     """
 
     key: Key
     tier: int
     slot: Slot
-    _state: State = State.EMPTY
+    state: State = State.EMPTY
+    valid: bool = False
+    dirty: bool = False
     readers: int = 0
     writers: int = 0
     reads_from: int = 0
@@ -126,14 +132,10 @@ class Copy:
     lent_clean: bool = False
     evictability: Evictability = Evictability.USED
 
-    @property
-    def state(self) -> State:
-        return self._state
-
     def become(self, state: State) -> None:
         """Take an edge of the table; nothing else changes ``state``."""
-        assert (self._state, state) in EDGES, f"{self.key!r}: illegal edge {self._state.name} -> {state.name}"
-        self._state = state
+        assert (self.state, state) in EDGES, f"{self.key!r}: illegal edge {self.state.name} -> {state.name}"
+        self.state, self.valid, self.dirty = state, state in _VALID, state in _UNSAVED
 
     @property
     def nbytes(self) -> int:
@@ -141,19 +143,9 @@ class Copy:
         return self.slot.nbytes
 
     @property
-    def dirty(self) -> bool:
-        """Whether no tier below has the copy's bytes."""
-        return self._state is _DIRTY or self._state is _WRITEBACK
-
-    @property
-    def valid(self) -> bool:
-        """Whether the copy holds the tensor's bytes."""
-        return self._state in _VALID
-
-    @property
     def in_flight(self) -> bool:
         """Whether a transfer uses the copy's slot."""
-        return self._state in _IN_FLIGHT or self.reads_from > 0
+        return self.state in _IN_FLIGHT or self.reads_from > 0
 
     @property
     def leased(self) -> bool:
@@ -173,18 +165,15 @@ class Copy:
     @property
     def written(self) -> bool:
         """Whether the copy was written to, under any lease or none, since its write-back began."""
-        return self._witnessed() != self.version
+        return getattr(self.witness, "_version", 0) != self.version
 
     @property
     def unsealed(self) -> bool:
         """Whether the copy was written to under a READ lease."""
-        return self.spoiled or (self.readers > 0 and self._witnessed() != self.sealed)
+        return self.spoiled or (self.readers > 0 and getattr(self.witness, "_version", 0) != self.sealed)
 
     def note_version(self) -> None:
-        self.version = self._witnessed()
-
-    def _witnessed(self) -> int:
-        return 0 if self.witness is None else getattr(self.witness, "_version", 0)
+        self.version = getattr(self.witness, "_version", 0)
 
     @property
     def stuck(self) -> bool:
@@ -196,7 +185,7 @@ class Copy:
         """Return what the copy means now to a search for room in its tier."""
         if self.readers or self.writers or self.aliases or self.reads_from:
             return _USED
-        return _FRESH if self.prefetched and self._state is _CLEAN else _UNUSED[self._state]
+        return _FRESH if self.prefetched and self.state is _CLEAN else _UNUSED[self.state]
 
 
 @dataclass(slots=True, eq=False)
@@ -235,7 +224,7 @@ class Entry:
     @property
     def in_flight(self) -> bool:
         for copy in self.copies:  # noqa: SIM110 - a generator takes thrice as long, and this is on the path of every lease
-            if copy is not None and (copy._state in _IN_FLIGHT or copy.reads_from):
+            if copy is not None and (copy.state in _IN_FLIGHT or copy.reads_from):
                 return True
         return False
 
@@ -250,7 +239,7 @@ class Entry:
     def unsaved(self) -> Copy | None:
         """The copy that no tier below has yet (DIRTY or WRITEBACK); None where there is none."""
         for copy in self.copies:
-            if copy is not None and copy.state in (State.DIRTY, State.WRITEBACK):
+            if copy is not None and copy.dirty:
                 return copy
         return None
 
@@ -308,7 +297,7 @@ class Directory:
 
     def leasable(self, keys: Sequence[Key], access: Access) -> list[Entry]:
         """Return the tensors ``keys``. Raises KeyNotFound, and LeaseConflict where an open lease of one excludes ``access``."""
-        entries = [entry for entry in map(self._entries.get, keys) if entry is not None]
+        entries: list[Entry] = list(filter(None, map(self._entries.get, keys)))
         if len(entries) < len(keys):
             entries = [self.entry(key) for key in keys]
         if access is _WRITE or any(map(_WRITERS, entries)):
@@ -501,14 +490,14 @@ class Directory:
             for other in entry.copies:
                 if other is not None and other is not copy:
                     self._vacate(entry, other)
-            if copy._state is _CLEAN and tier < self.depth - 1:
+            if copy.state is _CLEAN and tier < self.depth - 1:
                 copy.become(_DIRTY)
             copy.checksums = copy.record = b""
             copy.writers += 1
             entry.writers += 1
         else:
             if not copy.readers:
-                copy.sealed, copy.lent_clean = copy._witnessed(), copy._state is _CLEAN
+                copy.sealed, copy.lent_clean = getattr(copy.witness, "_version", 0), copy.state is _CLEAN
             copy.readers += 1
         copy.prefetched = False
         copy.failure = None
@@ -663,7 +652,7 @@ class Directory:
     def check(self) -> None:
         """Assert every invariant of the state table (for tests)."""
         for entry in self.all_entries():
-            unsaved = [copy for copy in entry.copies if copy is not None and copy.state in (State.DIRTY, State.WRITEBACK)]
+            unsaved = [copy for copy in entry.copies if copy is not None and copy.dirty]
             valid = [copy for copy in entry.copies if copy is not None and copy.valid]
             assert entry.writers == sum(copy.writers for copy in entry.copies if copy is not None)
             assert len(unsaved) <= 1, f"{entry.key!r}: two copies claim to be the newest"
@@ -675,7 +664,7 @@ class Directory:
                 below = [c for c in entry.copies[tier + 1 :] if c is not None and c.valid]
                 if copy.state is State.CLEAN:
                     assert tier == self.depth - 1 or below, f"{entry.key!r}: CLEAN in tier {tier}, nothing below"
-                if copy.state in (State.DIRTY, State.WRITEBACK):
+                if copy.dirty:
                     assert tier < self.depth - 1 and not below, f"{entry.key!r}: unsaved in tier {tier}, a copy below"
                 if copy.writers:
                     assert copy.writers == 1 and copy.readers == 0 and not entry.in_flight
