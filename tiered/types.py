@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple, Protocol
 from tiered.errors import MisuseError, TieredError, quoted
 
 __all__ = [
+    "AHEAD",
     "CHECKSUM_BYTES",
     "LARGEST",
     "PIECE_BYTES",
@@ -178,13 +179,9 @@ class Urgency(enum.IntEnum):
     SPECULATIVE = 2
     WRITEBACK = 3
 
-    @property
-    def ahead(self) -> bool:
-        """Whether this is of fetches that nobody waits for."""
-        return self in _AHEAD
 
-
-_AHEAD = frozenset({Urgency.PREFETCH, Urgency.SPECULATIVE})
+AHEAD = frozenset({Urgency.PREFETCH, Urgency.SPECULATIVE})
+"""Urgencies of fetches that nobody waits for."""
 
 
 class Direction(_Name):

@@ -12,6 +12,7 @@ from tiered.engine import scheduler
 from tiered.engine.pool import MOVED, Pool
 from tiered.engine.requests import Lease, Request, Room
 from tiered.engine.residency import Copy, Evictability, State
+from tiered.engine.scheduler import Scheduler
 from tiered.engine.state import Token
 from tiered.errors import CapacityError, LeaseConflict, ReadError, StoreClosed, TieredError, WriteError
 from tiered.types import Direction, Transfer, Urgency
@@ -725,6 +726,38 @@ def test_a_request_that_is_done_does_not_keep_the_engine_turning() -> None:
     rig.settle()
     assert request.done
     assert not rig.engine.turn()
+    del token
+    request.views.clear()
+    rig.wind_down()
+
+
+def test_a_request_is_attempted_where_something_changed() -> None:
+    attempts = []
+
+    class Counted(Lease):
+        def attempt(self, scheduler: Scheduler) -> bool:
+            attempts.append(self)
+            return super().attempt(scheduler)
+
+    rig = Rig(8, 400, reserve=0.0)
+    fill(rig, *"ab", nbytes=4)
+    evicted(rig, *"ab")
+    rig.run()
+    token = Token()
+    request = Counted(["a", "b"], 0, READ, rig.state.claims.watch(token))
+    rig.submit(request)
+    attempts.clear()  # the rig has no thread, and attempts what is asked for at once
+    for _ in range(3):
+        rig.run()
+    assert len(attempts) == 1, "who asked woke the engine; what started then brings nobody closer"
+    first, second = rig.links[0].pending
+    rig.complete(0, first)
+    rig.run()
+    assert len(attempts) == 2
+    rig.complete(0, second)
+    rig.run()
+    assert len(attempts) == 3
+    assert request.done
     del token
     request.views.clear()
     rig.wind_down()

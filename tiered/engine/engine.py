@@ -92,6 +92,7 @@ class Engine:
         self._changed = threading.Condition(self.lock)
         self._wake = OwnedWakeup()
         self._woken = False  # since the engine's thread looked last
+        self._due = True  # whether requests may have what they lack, beside what wakes the thread
         self._counters = self.state.transfers.counters
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
@@ -517,19 +518,21 @@ class Engine:
     # -- the engine thread -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        poller = select.poll()
-        poller.register(self._wake.fileno(), select.POLLIN)
+        poller, wake = select.poll(), self._wake.fileno()
+        poller.register(wake, select.POLLIN)
         for link in self.links:
             poller.register(link.fileno(), select.POLLIN)
         try:
             while True:
                 moved = self.turn()
-                with self.lock:
-                    finished = self._stopping and not any(self._started(i) for i in range(len(self.links)))
-                if finished:
-                    break
-                if not moved and any(fd == self._wake.fileno() for fd, _ in self._sleep(poller)):
-                    self._woken = True
+                if self._stopping:
+                    with self.lock:
+                        if not any(self.state.transfers.started):
+                            break
+                if moved:
+                    continue
+                for descriptor, _ in self._sleep(poller):
+                    self._woken = self._woken or descriptor == wake
         except BaseException as error:
             with self.lock:
                 self._broken = error
@@ -542,79 +545,93 @@ class Engine:
         the thread looks for dead views every LOOKS_EVERY milliseconds."""
         for _ in range(1000 // LOOKS_EVERY):
             found = poller.poll(LOOKS_EVERY if self.requests.waiting else 1000)
-            if found or self.state.claims.ended or not self.requests.waiting:
+            if found or self.state.claims.ended:
                 return found
+            if not self.requests.waiting:
+                break
+        self._due = True  # what makes room beside the engine, such as a commit that drops an old one, wakes nobody
         return []
 
     def turn(self) -> bool:
         """Run one round: completions, requests, background write-backs, starts. Return whether anything moved. (Tests call
-        it.)"""
-        completions = [(index, done) for index, link in enumerate(self.links) for done in link.poll(0.0)]
+        it.)
+
+        Requests are attempted where something changed since the last round: to attempt them in vain takes longer than to wait
+        for a transfer.
+        """
+        completions = []
+        for index, link in enumerate(self.links):
+            for done in link.poll(0.0):
+                completions.append((index, done))
         with self.lock:
+            state = self.state
+            due, self._due = self._due or self._woken or bool(completions), False
             if self._woken:
                 self._wake.clear()
                 self._woken = False
-            if self.state.changing:
+            if state.changing:
                 self._recount()
-            if self.state.claims.ended:
-                self.state.reap()
+                due = True
+            if state.claims.ended:
+                state.reap()
+                due = True
             for index, completion in completions:
                 transfer = self.scheduler.complete(index, completion, self.config.clock())
                 if self.recorder is not None:
                     link = self.links[index]
                     self.recorder.transferred(link.src, link.dst, transfer, completion.error)
-            if self.state.doomed and (completions or self.state.doomed_due):
-                self.state.delete_doomed()
-            finished = self.requests.advance()
-            self._look_ahead()
-            if self.state.writeback_due and not self._stopping:
+            if state.doomed and (completions or state.doomed_due):
+                state.delete_doomed()
+                due = True
+            finished = due and bool(self.requests.waiting) and self.requests.advance()
+            if due and self.read_ahead is not None:
+                self._look_ahead()
+            if state.writeback_due and not self._stopping:
                 self.write_behind.start()
             if completions or finished:
                 self._changed.notify_all()
         started = self._pump()
+        # A request that is done may have what another one lacks; what was started leaves room in the link for fetches ahead.
+        self._due = self._due or finished or (started and (self.read_ahead is not None or self.requests.any_ahead))
         return bool(completions or finished or started)
 
     def _pump(self) -> bool:
         """Hand queued transfers to their links, most urgent first. Outside the lock, because a link may hash and submit
         here."""
-        started = False
+        started, transfers = False, self.state.transfers
         for index, link in enumerate(self.links):
+            queue = transfers.queues[index]
+            if not (queue.length or transfers.promotions[index]):
+                continue
             with self.lock:
-                promotions = self.state.transfers.promotions[index]
-                self.state.transfers.promotions[index] = {}
-                if not self._started(index):
-                    self.state.transfers.idle(index)
+                promotions, transfers.promotions[index] = transfers.promotions[index], {}
+                if not transfers.started[index]:
+                    transfers.idle(index)
             for tag, urgency in promotions.items():
                 link.promote(tag, urgency)
                 with self.lock:
-                    self.state.transfers.promoted(tag, urgency)
-            while True:
+                    transfers.promoted(tag, urgency)
+            while queue.length and not self._stopping:
                 with self.lock:
-                    transfers, transfer = self.state.transfers, None
-                    if transfers.queues[index].length and not self._stopping:
-                        transfer = transfers.take(index, self.config.clock())
+                    transfer = transfers.take(index, self.config.clock())
                     if transfer is None:
                         break
-                    transfer.after = self._after(index, transfer)
+                    if self._streams[index] is not None:
+                        transfer.after = self._after(index, transfer)
                     if self.recorder is not None:
                         self.recorder.started(transfer.tag)
                 if link.start(transfer):
                     started = True
                     continue
                 with self.lock:  # the link may be full in one direction only
-                    self.state.transfers.put_back(index, transfer)
+                    transfers.put_back(index, transfer)
         return started
 
     def _after(self, index: int, transfer: Transfer) -> tuple[Fence, ...]:
         """Return the fences that a link must wait for before it may touch the slot in the upper tier."""
-        if self._streams[index] is None:
-            return ()
         pool = self.state.pools[index]
         fences = (*pool.copies[transfer.key].fences, *pool.guards(transfer.upper))
         return tuple(fence for fence in fences if not fence.query())
-
-    def _started(self, index: int) -> int:
-        return sum(flow.active for flow in self._counters[index].values())
 
     # -- looking in --------------------------------------------------------------------------------------------------------
 

@@ -39,11 +39,13 @@ class Pool:
 
     ``evictable`` are the copies that may leave, now or after a write-back; ``bytes_of[evictability]`` are the bytes of their
     slots; ``marked`` are victims that were chosen and have not left yet. ``aliased_evicted`` are EMPTY copies whose memory
-    still has aliases. ``largest`` is the largest allocated slot. Nothing leaves the ``bottom``, and its policy is told nothing.
+    still has aliases. ``largest`` is the largest allocated slot, ``alignment`` that of their sizes. Nothing
+    leaves the ``bottom``, and its policy is told nothing.
     """
 
     def __init__(self, tier: Tier, policy: EvictionPolicy, *, bottom: bool) -> None:
         self.tier, self.policy, self.bottom = tier, policy, bottom
+        self.alignment: int = getattr(tier, "alignment", 1)
         self.copies: dict[Key, Copy] = {}
         self.evictable: dict[Key, Copy] = {}
         self.marked: dict[Key, Copy] = {}
@@ -91,8 +93,7 @@ class Pool:
 
     def rounded(self, nbytes: int) -> int:
         """Return the bytes of a slot for ``nbytes``."""
-        alignment: int = getattr(self.tier, "alignment", 1)
-        return -(-nbytes // alignment) * alignment
+        return -(-nbytes // self.alignment) * self.alignment
 
     def _movable(self) -> dict[int, Copy]:
         """Return, by offset, the copies whose bytes may be moved: no alias refers to them, and no transfer uses their slot."""

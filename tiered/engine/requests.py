@@ -12,11 +12,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
+from tiered.engine.pool import Pool
 from tiered.engine.residency import Copy, Entry, State
 from tiered.engine.scheduler import QUEUED, Scheduler
 from tiered.engine.state import Asked, EngineState, Holder, LeaseHold, RoomHold, TensorHold, Ticket, Token
 from tiered.errors import CapacityError, MisuseError, TieredError
-from tiered.types import Access, Fence, Key, Owner, Slot, TensorSpec, Urgency, Use
+from tiered.types import AHEAD, Access, Fence, Key, Owner, Slot, TensorSpec, Urgency, Use
 
 __all__ = [
     *("Delete", "Install", "Lease", "Offload", "Prefetch", "Rename", "Request", "RequestQueue", "Room", "Work", "why_stuck"),
@@ -24,6 +25,7 @@ __all__ = [
 
 
 _NBYTES, _IN_FLIGHT = operator.attrgetter("nbytes"), operator.attrgetter("in_flight")
+_ORDER = operator.attrgetter("urgency", "sequence")
 
 AT_A_TIME = 256
 """Tensors of an offload that are looked at in each attempt: a look at all of thousands would take longer than a transfer."""
@@ -109,8 +111,13 @@ class Lease(Request, LeaseHold):
         state = scheduler.state
         entries = state.directory.leasable(self.keys, self.access)
         if missing := self._missing(state, entries):
-            self._refuse_impossible(state, entries)
-            self.lacking = sum(entry.nbytes for entry in missing if entry.copies[self.tier] is None)
+            pool = state.pools[self.tier]
+            if sum(map(_NBYTES, entries)) + len(entries) * pool.alignment > pool.tier.capacity:  # with all of them rounded up
+                self._refuse_impossible(pool, entries)
+            self.lacking = 0
+            for entry in missing:
+                if entry.copies[self.tier] is None:
+                    self.lacking += entry.nbytes
             for entry in missing:  # each of them starts, and not only the first
                 scheduler.bring(entry, self.tier, self)
             return False
@@ -149,12 +156,9 @@ class Lease(Request, LeaseHold):
             state.lease_ended(self)
         self.views.clear()
 
-    def _refuse_impossible(self, state: EngineState, entries: Sequence[Entry]) -> None:
-        pool = state.pools[self.tier]
-        space, rounded = pool.tier, pool.rounded
-        if sum(map(_NBYTES, entries)) + len(entries) * rounded(1) <= space.capacity:  # more than all of them rounded up
-            return
-        total = sum(rounded(entry.nbytes) for entry in entries)
+    def _refuse_impossible(self, pool: Pool, entries: Sequence[Entry]) -> None:
+        space = pool.tier
+        total = sum(pool.rounded(entry.nbytes) for entry in entries)
         if total > space.capacity:
             together, fewer = (" together", "lease fewer at once, or ") if len(entries) > 1 else ("", "")
             raise CapacityError(
@@ -503,26 +507,31 @@ class RequestQueue:
             request.error, request.done = error, True
         return request.done
 
+    @property
+    def any_ahead(self) -> bool:
+        """Whether a hint waits."""
+        for request in self.waiting:  # noqa: SIM110 - a generator takes thrice as long; this is on the path of every transfer
+            if request.urgency in AHEAD:
+                return True
+        return False
+
     def advance(self) -> bool:
         """Attempt every waiting request, the urgent and the old first; return whether one got done."""
         self._scheduler.exhausted = {}
+        left = False
         try:
-            left = [self._advanced(request) for request in sorted(self.waiting, key=lambda r: (r.urgency, r.sequence))]
-            return any(left)
+            for request in sorted(self.waiting, key=_ORDER):
+                if request.unwanted:
+                    self.waiting.remove(request)
+                    request.abandon(self._state)
+                    left = True  # others may have what it was waiting for
+                elif self.attempt(request):
+                    self.waiting.remove(request)  # at once: the engine must not turn and turn until the caller has woken
+                    request.notify()
+                    left = True
+            return left
         finally:
             self._scheduler.exhausted = None
-
-    def _advanced(self, request: Request) -> bool:
-        """Attempt ``request``; return whether it left the queue."""
-        if request.unwanted:
-            self.waiting.remove(request)
-            request.abandon(self._state)
-            return True  # others may have what it was waiting for
-        if not self.attempt(request):
-            return False
-        self.waiting.remove(request)  # at once: the engine must not turn and turn until the caller has woken
-        request.notify()
-        return True
 
 
 def why_stuck(state: EngineState, request: Request, waited: float) -> str:

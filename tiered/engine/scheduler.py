@@ -14,7 +14,7 @@ from tiered.engine.pool import MOVED
 from tiered.engine.residency import Copy, Entry, Evictability, State
 from tiered.engine.state import EngineState, Ticket
 from tiered.errors import CapacityError
-from tiered.types import Completion, Direction, Slot, Transfer, Urgency
+from tiered.types import AHEAD, Completion, Direction, Slot, Transfer, Urgency
 
 __all__ = ["QUEUED", "Scheduler"]
 
@@ -187,7 +187,7 @@ class Scheduler:
         pool = state.pools[tier]
         if tier < state.bottom:
             self._refuse_beyond_capacity(tier, nbytes)
-        if ticket.urgency.ahead and not self._may_prefetch(tier, nbytes, ticket):
+        if ticket.urgency in AHEAD and not self._may_prefetch(tier, nbytes, ticket):
             return None
         state.writeback_due = True  # there is less room
         chosen = state.asked is not None and state.asked.leaving.get(tier)
@@ -282,7 +282,7 @@ class Scheduler:
             chosen = pool.enough(nbytes, [copy for copy in state.dropped_by_plan(tier) if acceptable(copy)])
         if chosen is None and not (planned and ticket.needed_at is not None):
             chosen = pool.victims(nbytes, lambda copy: copy.evictability is not Evictability.FRESH and acceptable(copy))
-        if chosen is None and not ticket.urgency.ahead:
+        if chosen is None and ticket.urgency not in AHEAD:
             chosen = pool.victims(nbytes, acceptable)
             chosen = chosen or pool.victims(nbytes, acceptable, math.inf)
         if chosen is None:
@@ -355,7 +355,7 @@ class Scheduler:
         the dirty ones written back, all at once: they are chosen again only when the last of them has been."""
         state = self.state
         pool, acceptable = state.pools[tier], self._acceptable(tier, ticket)
-        if tier + 1 < state.bottom or ticket.urgency.ahead:
+        if tier + 1 < state.bottom or ticket.urgency in AHEAD:
             return pool.next_victims(ticket.lacking, _clean(acceptable))
         there = [copy for copy in ticket.leaving if pool.evictable.get(copy.key) is copy]  # an exception may have struck since
         chosen = [copy for copy in there if copy.evictability in _LEAVING and acceptable(copy)]
@@ -397,7 +397,7 @@ class Scheduler:
         state = self.state
         order, needed_at = state.order, ticket.needed_at
         wanted = state.wanted(tier, ticket, too=True)
-        hint = ticket.urgency.ahead and needed_at is None
+        hint = ticket.urgency in AHEAD and needed_at is None
         speculative = ticket.urgency is Urgency.SPECULATIVE
 
         def acceptable(copy: Copy) -> bool:
@@ -443,7 +443,7 @@ class Scheduler:
         state = self.state
         if copy.state is State.DIRTY:
             writer = ticket
-            if ticket.urgency.ahead:
+            if ticket.urgency in AHEAD:
                 writer = Ticket(Urgency.WRITEBACK)
                 state.number(writer)
             self.admit_writeback(state.directory.entry(copy.key), copy.tier, writer)
@@ -457,7 +457,7 @@ class Scheduler:
         """
         state = self.state
         pool = state.pools[tier]
-        if ticket.urgency.ahead:
+        if ticket.urgency in AHEAD:
             return
         for transfer in [t for t in state.transfers.queues[tier] if t.direction is Direction.DOWN]:
             state.transfers.raise_urgency(transfer.key, ticket.urgency)

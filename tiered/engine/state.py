@@ -294,14 +294,16 @@ class Inbound:
 class TransferQueues:
     """Every transfer from its admission to its end.
 
-    ``queues[i]`` wait for link i, between tier i and the tier below; ``inbound[i]`` counts the transfers up that have not
-    ended; ``promotions[i]`` are started ones, by tag, that became more urgent since; ``counters[i]`` count what link i did.
+    ``queues[i]`` wait for link i, between tier i and the tier below; ``started[i]`` is how many that link has; ``inbound[i]``
+    counts the transfers up that have not ended; ``promotions[i]`` are started ones, by tag, that became more urgent since;
+    ``counters[i]`` count what link i did.
     """
 
     def __init__(self, links: int) -> None:
         self.queues = [TransferQueue() for _ in range(links)]
         self.promotions: list[dict[int, Urgency]] = [{} for _ in range(links)]
         self.inbound = [Inbound() for _ in range(links)]
+        self.started = [0 for _ in range(links)]
         self.counters = [{way: LinkCounters() for way in _WAYS} for _ in range(links)]
         self.waiting = 0  # in all queues
         self.snapshots: dict[int, tuple[int, Slot]] = {}  # tier and slot that a transfer down reads, to be freed after it
@@ -339,6 +341,7 @@ class TransferQueues:
         transfer = self.queues[index].take(self._refused[index])
         if transfer is not None:
             self.waiting -= 1
+            self.started[index] += 1
             transfer.begun = transfer.urgency
             self.counters[index][transfer.direction].begin(now)
         return transfer
@@ -346,6 +349,7 @@ class TransferQueues:
     def put_back(self, index: int, transfer: Transfer) -> None:
         """Undo ``take``: the link had no room for the transfer, and so for nothing less urgent, until something ends there."""
         self.waiting += 1
+        self.started[index] -= 1
         self.counters[index][transfer.direction].active -= 1
         self._refused[index][transfer.direction] = transfer.urgency
         transfer.urgency = self.promotions[index].pop(transfer.tag, transfer.urgency)
@@ -358,6 +362,7 @@ class TransferQueues:
     def end(self, index: int, tag: int, now: float, error: TieredError | None) -> tuple[Entry, Transfer]:
         """Remove and count the transfer that link ``index`` reported as ended, with ``error`` or without."""
         entry, transfer = self._transfers.pop(tag)
+        self.started[index] -= 1
         self.counters[index][transfer.direction].end(now, transfer.nbytes, error)
         self._refused[index].clear()
         self.promotions[index].pop(tag, None)

@@ -26,7 +26,9 @@ except ImportError as error:
 
 
 _FAILURES = 3  # consecutive failures of io_getevents, after which it is an error
+_WRITE = Operation.WRITE  # before Python 3.12 enums look members up slowly
 _LONGEST_WAIT = 1e9  # seconds; in nanoseconds it still fits into 63 bits beside the clock
+_CLOSED = "this libaio backend is closed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +62,16 @@ class LibaioBackend:
         self._completions = ffi.new("aio_ring_completion[]", self.depth)
 
     def submit(self, batch: Sequence[IORequest]) -> int:
-        ring, write = self._ring(), Operation.WRITE
+        ring = self._opened
+        if self._closed:
+            raise StoreClosed(_CLOSED)
         taken = 0
         try:
-            for request in batch:
-                operation = lib.AIO_RING_WRITE if request.operation is write else lib.AIO_RING_READ
-                if not self._checked(
-                    lib.aio_ring_queue(
-                        ring, operation, request.fd, request.offset, request.address, request.nbytes, request.tag
-                    )
-                ):
+            for operation, fd, offset, address, nbytes, tag in batch:
+                way = lib.AIO_RING_WRITE if operation is _WRITE else lib.AIO_RING_READ
+                code = lib.aio_ring_queue(ring, way, fd, offset, address, nbytes, tag)
+                if code <= 0:
+                    self._checked(code)
                     break
                 taken += 1
         finally:  # an invalid request (a negative size) leaves those before it taken
@@ -78,7 +80,9 @@ class LibaioBackend:
         return taken
 
     def reap(self, min_events: int, timeout: float) -> list[IOCompletion]:
-        ring = self._ring()
+        ring = self._opened
+        if self._closed:
+            raise StoreClosed(_CLOSED)
         left = min(timeout, _LONGEST_WAIT)
         deadline = time.monotonic() + left if left > 0 else 0.0
         failures = 0
@@ -90,21 +94,20 @@ class LibaioBackend:
                 break
             # Python runs signal handlers between two calls. If one raises, completions stay in the ring.
             left = deadline - time.monotonic()
-        self._checked(count)
+        if count <= 0:
+            self._checked(count)
+            return []
         return [IOCompletion(done.tag, done.result) for done in self._completions[0:count]]
 
     def fileno(self) -> int:
-        return self._checked(lib.aio_ring_fileno(self._ring()))
+        if self._closed:
+            raise StoreClosed(_CLOSED)
+        return self._checked(lib.aio_ring_fileno(self._opened))
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
             lib.aio_ring_close(self._opened)
-
-    def _ring(self) -> object:
-        if self._closed:
-            raise StoreClosed("this libaio backend is closed")
-        return self._opened
 
     @staticmethod
     def _checked(code: int) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tiered.errors import CorruptionError, MisuseError, ReadError, ShortTransfer, TransferError, WriteError
@@ -195,14 +195,16 @@ class DiskLink:
             left = max(0.0, deadline - time.monotonic()) if deadline else 0.0
             if self._unsubmitted:
                 self._submit()
-            wait = 0.0 if self._arrived or self._to_hash() else left
+            wait = 0.0 if self._arrived or (self._unhashed and self._to_hash()) else left
             completions = self._backend.reap(1 if wait else 0, wait)
             for completion in completions:
                 self._account(completion)
             if completions:
-                self._measure()
-                self._submit()
-            worked = self._hash_some()
+                if self._counted >= self._window:
+                    self._measure()
+                if any(self._queues.values()):
+                    self._submit()
+            worked = bool(self._arrived or self._unhashed) and self._hash_some()
             if self._ended or not (worked or (left and self._blocks)):
                 ended, self._ended = self._ended, []
                 return ended
@@ -226,13 +228,12 @@ class DiskLink:
 
     def _submit(self) -> None:
         """Fill the ring, the most urgent blocks first. The room that is left is kept for an urgent block that is too large for
-        it."""
+        it. A job leaves its queue with its last block."""
         self._unsubmitted = 0
         batch: list[IORequest] = []
         for queue, most in self._by_turn():
-            while queue and queue[0].cursor == queue[0].length:
-                queue.popleft()
-            for job in queue:
+            while queue:
+                job = queue[0]
                 while job.cursor < job.length:
                     size = min(self._block, job.length - job.cursor)
                     if job.location.parts:  # a block is in one file
@@ -243,7 +244,7 @@ class DiskLink:
                         return
                     if in_flight and self._bytes_in_flight[job.way] + size > most:
                         break  # this direction has its share: continue with the others
-                    if job.unhashed(job.cursor + size):
+                    if job.way is _WRITE and job.unhashed(job.cursor + size):
                         if not self._submit_batch(batch):  # hashing takes time, so the drive gets these now
                             return
                         batch = []
@@ -252,19 +253,23 @@ class DiskLink:
                     batch.append(self._begin_block(job, size))
                 if job.cursor < job.length:
                     break
-        self._submit_batch(batch)
+                queue.popleft()
+        if batch:
+            self._submit_batch(batch)
 
-    def _by_turn(self) -> Iterator[tuple[deque[_Job], int]]:
-        """Yield the queues, the most urgent first, each with the bytes that its direction may have in flight. Among equals
+    def _by_turn(self) -> list[tuple[deque[_Job], int]]:
+        """Return the queues, the most urgent first, each with the bytes that its direction may have in flight. Among equals
         reads go first, because a computation waits for them; but a quarter of the flight is the writes'. Write-backs have their
         own limit."""
+        found = []
         for urgency, (reads, writes) in enumerate(self._by_urgency):
             if reads and writes:
-                yield writes, self._flight // 4
+                found.append((writes, self._flight // 4))
             if reads:
-                yield reads, self._block if urgency == _SPECULATIVE else self._flight
+                found.append((reads, self._block if urgency == _SPECULATIVE else self._flight))
             if writes:
-                yield writes, self._writeback_limit if urgency == _WRITEBACK else self._flight
+                found.append((writes, self._writeback_limit if urgency == _WRITEBACK else self._flight))
+        return found
 
     def _begin_block(self, job: _Job, size: int) -> IORequest:
         """Return the next block of ``job`` as a request, in flight from here on."""
@@ -293,6 +298,8 @@ class DiskLink:
         taken = self._backend.submit(batch) if batch else 0
         for request in reversed(batch[taken:]):
             job, at, _ = self._end_block(request.tag)
+            if job.cursor == job.length:  # it has left its queue
+                self._queues[job.transfer.urgency, job.way].appendleft(job)
             job.cursor = at
         return taken == len(batch)
 
@@ -318,23 +325,25 @@ class DiskLink:
         return None
 
     def _check(self, job: _Job, piece: int) -> int:
-        expected = job.transfer.checksums[piece * CHECKSUM_BYTES : (piece + 1) * CHECKSUM_BYTES]
-        if job.error is None and self._digest(job, piece) != expected:
+        """Verify a piece that has arrived; return its bytes."""
+        found, nbytes = self._digest(job, piece)
+        if job.error is None and found != job.transfer.checksums[piece * CHECKSUM_BYTES : (piece + 1) * CHECKSUM_BYTES]:
             self._fail(job, _corruption(job, piece))
         job.unchecked -= 1
         self._end_if_over(job)
-        return _piece_bytes(job, piece)
+        return nbytes
 
     def _hash_next(self, job: _Job) -> int:
-        piece = len(job.digests)
-        job.digests.append(self._digest(job, piece))
-        return _piece_bytes(job, piece)
+        """Hash the next piece of ``job``, which is to be written; return its bytes."""
+        found, nbytes = self._digest(job, len(job.digests))
+        job.digests.append(found)
+        return nbytes
 
-    def _digest(self, job: _Job, piece: int) -> bytes:
-        transfer = job.transfer
-        offset = piece * PIECE_BYTES
-        memory = (ctypes.c_char * _piece_bytes(job, piece)).from_address(job.memory + offset)
-        return digest(self._uuid, transfer.tensor_id, transfer.generation, transfer.begin + offset, memory)
+    def _digest(self, job: _Job, piece: int) -> tuple[bytes, int]:
+        transfer, offset = job.transfer, piece * PIECE_BYTES
+        nbytes = min(PIECE_BYTES, transfer.nbytes - offset)
+        memory = (ctypes.c_char * nbytes).from_address(job.memory + offset)
+        return digest(self._uuid, transfer.tensor_id, transfer.generation, transfer.begin + offset, memory), nbytes
 
     # Completions
 
@@ -354,15 +363,15 @@ class DiskLink:
                 if not job.missing[piece]:
                     job.unchecked += 1
                     self._arrived.append((job, piece))
-        self._end_if_over(job)
+        if not job.unchecked:
+            self._end_if_over(job)
 
     def _measure(self) -> None:
         """Set the limit of write-backs by the drive's rate: what a late demand may find before it in the ring."""
-        if self._counted >= self._window:
-            now = time.monotonic()
-            rate = self._counted / max(now - self._since, 1e-9)
-            self._writeback_limit = min(self._flight, max(self._flight // 2, int(rate * LATENCY)))
-            self._counted, self._since = 0, now
+        now = time.monotonic()
+        rate = self._counted / max(now - self._since, 1e-9)
+        self._writeback_limit = min(self._flight, max(self._flight // 2, int(rate * LATENCY)))
+        self._counted, self._since = 0, now
 
     def _fail(self, job: _Job, error: TransferError) -> None:
         """Record the first error of the job, and drop its blocks that were not submitted."""
@@ -378,10 +387,6 @@ class DiskLink:
         self._accepted[job.way][transfer.urgency] -= job.length
         checksums = b"" if job.error else b"".join(job.digests)
         self._ended.append(Completion(transfer.tag, checksums, job.error))
-
-
-def _piece_bytes(job: _Job, piece: int) -> int:
-    return min(PIECE_BYTES, job.transfer.nbytes - piece * PIECE_BYTES)
 
 
 def _io_error(job: _Job, at: int, size: int, result: int) -> TransferError:
