@@ -7,6 +7,7 @@ import select
 from collections.abc import Callable, Iterator, Sequence
 
 from tests.fakes import FakeTier, ManualLink, fake_checksums
+from tiered.engine.claims import Token
 from tiered.engine.engine import Engine, EngineConfig
 from tiered.engine.policy import LRU, NextUse, Touch
 from tiered.engine.requests import Delete, Install, Lease, Prefetch, Request, Room
@@ -14,7 +15,7 @@ from tiered.engine.residency import Copy, Entry, State
 from tiered.engine.retention import decide, room_for
 from tiered.engine.scheduler import Scheduler
 from tiered.engine.snapshot import Flush
-from tiered.engine.state import EngineState, Token
+from tiered.engine.state import EngineState
 from tiered.errors import ReadError, TieredError, TransferError, WriteError
 from tiered.types import Access, Direction, Slot, TensorSpec, Transfer, Urgency
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Package -> its files and subpackages, lowest first. A file imports those before it in its own package.
 TREE: dict[str, tuple[str, ...]] = {
-    "": ("errors", "types", "interfaces", "telemetry", "system", "allocator"),
+    "": ("errors", "types", "interfaces", "telemetry", "system", "allocator", "workers"),
     "data": (),
     "format": (
         *("folder", "locked_file", "data_file", "drives", "stripes", "manifest", "pins", "generations", "direct_reader"),
@@ -33,8 +33,8 @@ TREE: dict[str, tuple[str, ...]] = {
     "tiers": ("first_touch", "dram", "hbm", "disk", "nvme"),
     "links": ("disk", "cuda", "stand_in"),
     "engine": (
-        *("residency", "policy", "retention", "pool", "state", "workers", "scheduler", "background", "requests", "snapshot"),
-        *("engine",),
+        *("residency", "policy", "retention", "pool", "claims", "transfers", "state", "scheduler", "background", "requests"),
+        *("snapshot", "engine"),
     ),
     "tensors": ("copies", "specs", "mapping"),
     "tables": ("layout", "kernel", "cache", "buffer", "places", "change", "table", "embedding", "sparse"),
@@ -143,7 +143,6 @@ LONG_OR_SHORT: dict[str, str] = {
     "cli.plan.report": "the options of `tiered report`, which needs neither torch nor a store",
     "cli.plan.plot": "the one file of the command that needs matplotlib",
     "engine.engine": "the engine's thread and lock, and what callers do under them",
-    "engine.state": "what the engine's lock guards, kept consistent; no decisions",
     "small.pages": "the pages of small tensors, and what is known of them as of a stamp",
     "tables.kernel": "copies of rows, in C or without it",
     "planning.plan": "what a plan says: predictions of choices, and which changes are better or fit",
@@ -191,7 +190,7 @@ MAY_THREAD = {
     "tiers.first_touch": "threads that touch pages before the engine's thread would have to",
     "format.direct_reader": "threads that read files into buffers of their own, and touch nothing else",
     "engine.engine": "the one engine thread and the one lock",
-    "engine.workers": "commits and rollbacks in threads of their own",
+    "workers": "commits and rollbacks in threads of their own",
     "cli.bench.io": "a caller that writes while another one's reads are timed; stores have callers in many threads",
     "cli.train.ranks": "asks the store in which ranks met, which never answers where its host is lost",
     "store.activations": "a lock, because autograd unpacks in threads of its own",

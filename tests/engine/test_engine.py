@@ -9,11 +9,11 @@ import pytest
 
 from tests.rig import READ, WRITE, Put, Rig, evicted, failure, fill, pending, queued, where, woken
 from tiered.engine import scheduler
+from tiered.engine.claims import Token
 from tiered.engine.pool import MOVED, Pool
 from tiered.engine.requests import Lease, Request, Room
 from tiered.engine.residency import Copy, Evictability, State
 from tiered.engine.scheduler import Scheduler
-from tiered.engine.state import Token
 from tiered.errors import CapacityError, LeaseConflict, ReadError, StoreClosed, TieredError, WriteError
 from tiered.types import Direction, Transfer, Urgency
 

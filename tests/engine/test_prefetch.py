@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from tests.contracts.eviction import Copied, EvictionContract, NewPolicy
 from tests.fakes import FakeTier, ManualLink, NoDraft, fake_checksums
+from tiered.engine.claims import Token
 from tiered.engine.engine import Engine, EngineConfig
 from tiered.engine.policy import LRU, NEVER, NextUse, Plan, Touch
 from tiered.engine.requests import Install, Lease, Room
 from tiered.engine.residency import State
 from tiered.engine.retention import PRICES, RetentionPlan, affordable, bytes_moved, decide, largest_streamed, room_for
 from tiered.engine.snapshot import Flush
-from tiered.engine.state import Token
 from tiered.types import Access, Direction, TensorSpec, Then, Transfer, Urgency, Use
 
 

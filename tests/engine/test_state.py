@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tiered.engine.residency import Directory
-from tiered.engine.state import TransferQueue, TransferQueues
+from tiered.engine.transfers import TransferQueue, TransferQueues
 from tiered.types import Direction, Slot, TensorSpec, Transfer, Urgency
 
 NOTHING: dict[Direction, Urgency] = {}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.rig import READ, Rig, failure, fill, pending, queued, spec, where
+from tiered.engine.claims import Token
 from tiered.engine.requests import Install, Room
 from tiered.engine.residency import State
 from tiered.engine.snapshot import Flush
-from tiered.engine.state import Token
 from tiered.types import Direction, Urgency
 
 

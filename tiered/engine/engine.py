@@ -26,18 +26,19 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from tiered.engine.background import ReadAhead, WriteBehind
+from tiered.engine.claims import Token
 from tiered.engine.policy import Plan, Touch
 from tiered.engine.requests import Lease, Offload, Prefetch, Request, RequestQueue, Work, why_stuck
 from tiered.engine.residency import Copy
 from tiered.engine.scheduler import Scheduler
 from tiered.engine.snapshot import Flush
-from tiered.engine.state import EngineState, FollowedOrder, Token
-from tiered.engine.workers import Worker
+from tiered.engine.state import EngineState, FollowedOrder
 from tiered.errors import CapacityError, InterruptedStore, LeaseConflict, MisuseError, StoreClosed, TieredError
 from tiered.interfaces import EvictionPolicy, Link, Streams, Tier
 from tiered.system import OwnedWakeup, wait_for
 from tiered.telemetry import LinkStatistics, Recorder
 from tiered.types import Direction, Fence, Key, Slot, Then, Transfer, Urgency
+from tiered.workers import Worker
 
 __all__ = ["Engine", "EngineConfig"]
 

@@ -12,10 +12,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
+from tiered.engine.claims import Holder, LeaseHold, RoomHold, TensorHold, Token
 from tiered.engine.pool import Pool
 from tiered.engine.residency import Copy, Entry, State
 from tiered.engine.scheduler import QUEUED, Scheduler
-from tiered.engine.state import Asked, EngineState, Holder, LeaseHold, RoomHold, TensorHold, Ticket, Token
+from tiered.engine.state import Asked, EngineState, Ticket
 from tiered.errors import CapacityError, MisuseError, TieredError
 from tiered.types import AHEAD, Access, Fence, Key, Owner, Slot, TensorSpec, Urgency, Use
 

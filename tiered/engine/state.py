@@ -1,165 +1,32 @@
-"""What the engine's lock guards: pools, the directory, holds, transfer queues, waiting requests, the order that is followed.
+"""What the engine's lock guards: pools, the directory, holds, transfers, waiting requests, the order that is followed.
 
 ``EngineState`` keeps these consistent with each other. It decides nothing: ``scheduler`` does.
-
-A Python signal handler runs in the main thread, between two bytecodes of whatever runs there, and may raise (Ctrl-C). So the
-end of what a caller holds must not depend on code that has yet to run. It is the death of a token: dropping the last reference
-deallocates the token, its weak reference calls ``deque.append``, and all of that happens inside the interpreter, where no
-handler can enter. Whoever has the engine's lock next applies what ended. The same holds for finalizers in the garbage
-collector, which may run in a thread that has the lock: they append, and take no lock.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from tiered.engine.claims import Claims, Holder, LeaseHold, RoomHold, TensorHold, View
 from tiered.engine.policy import NEVER, Plan, Record, Touch
 from tiered.engine.pool import Pool
 from tiered.engine.residency import Copy, Directory, Entry, Evictability, State
+from tiered.engine.transfers import TransferQueues
 from tiered.errors import CorruptionError, TieredError
 from tiered.interfaces import EvictionPolicy, Planned, Tier
-from tiered.telemetry import FlowStatistics, Recorder, TierStatistics
+from tiered.telemetry import TierStatistics
 from tiered.types import Access, Direction, Fence, Key, Owner, Slot, Transfer, Urgency, Use
 
-__all__ = [
-    "ActiveSnapshot",
-    "Asked",
-    "Claims",
-    "Ended",
-    "EngineState",
-    "FollowedOrder",
-    "Hold",
-    "Holder",
-    "LeaseHold",
-    "LinkCounters",
-    "RoomHold",
-    "TensorHold",
-    "Ticket",
-    "Token",
-    "TransferQueue",
-    "TransferQueues",
-    "View",
-]
+__all__ = ["ActiveSnapshot", "Asked", "EngineState", "FollowedOrder", "Ticket"]
 
 LOOKED_AT = 256
 """Copies dropped by the plan that are offered at most: to look at thousands of small ones takes longer than a lease."""
 
-_WAYS = (Direction.UP, Direction.DOWN)
-_UP = Direction.UP
 _DIRTY, _WRITEBACK, _READ = State.DIRTY, State.WRITEBACK, Access.READ  # see residency
-
-
-# -- what callers hold -------------------------------------------------------------------------------------------------------
-
-
-class Token:
-    """Held by whoever has a lease, a view or room. The token is empty; its death is what counts."""
-
-    __slots__ = ("__weakref__",)
-
-
-Holder = weakref.ref[Token]
-Ended = Holder | Callable[[], None]
-"""A token that died, or work that was left for whoever has the lock next; the work may be done twice."""
-
-View = tuple[Holder, Copy, object]
-"""Somebody can reach the memory of the copy's slot, and last used it on the stream that comes third. (A plain tuple, because
-one is made with every lease.)"""
-
-
-class LeaseHold:
-    """A granted lease; ``stream`` is the stream that its holder computes on, ``misused`` a key that was written to under a READ
-    lease."""
-
-    holder: Holder | None
-    copies: list[Copy]
-    access: Access
-    stream: object
-    misused: Key | None
-
-
-class RoomHold:
-    """A slot of ``tier`` that a put fills; ``stream`` is the stream that fills the slot."""
-
-    holder: Holder | None
-    tier: int
-    slot: Slot | None
-    stream: object
-
-
-class TensorHold:
-    """A temporary tensor, which is deleted when its holder dies. ``tensor_id`` tells it from others that have its key later."""
-
-    __slots__ = ("holder", "key", "tensor_id")
-
-    def __init__(self, holder: Holder, key: Key, tensor_id: int) -> None:
-        self.holder, self.key, self.tensor_id = holder, key, tensor_id
-
-
-Hold = LeaseHold | RoomHold | TensorHold | View
-
-
-class Claims:
-    """All holds, by the identity of their weak references. Readers, writers, aliases and used slots can be counted anew from
-    the holds.
-
-    ``ended`` is filled by dying tokens, in any thread; everything else is called under the engine's lock.
-    """
-
-    def __init__(self) -> None:
-        self.ended: deque[Ended] = deque()
-        self._holds: dict[int, Hold] = {}
-
-    def watch(self, token: Token) -> Holder:
-        """Return a reference that reports the death of ``token``, whatever the token comes to stand for."""
-        return weakref.ref(token, self.ended.append)
-
-    def grant(self, hold: LeaseHold | RoomHold | TensorHold) -> None:
-        """Record ``hold`` as its holder's."""
-        if hold.holder is not None:
-            self._holds[id(hold.holder)] = hold
-
-    def view(self, copy: Copy, stream: object = None) -> Token:
-        """Return the token of a view that somebody is about to make of ``copy``'s slot."""
-        token = Token()
-        holder = weakref.ref(token, self.ended.append)
-        self._holds[id(holder)] = (holder, copy, stream)
-        copy.aliases += 1
-        return token
-
-    def used_on(self, token: Token, stream: object) -> None:
-        """Record that the view of ``token`` is used on ``stream``. May be called without the lock."""
-        for holder in weakref.getweakrefs(token):
-            found = self._holds.get(id(holder))
-            if isinstance(found, tuple):
-                self._holds[id(holder)] = (holder, found[1], stream)
-
-    def has(self, hold: RoomHold) -> bool:
-        """Whether the slot of ``hold`` still belongs to its holder."""
-        return hold.holder is None or id(hold.holder) in self._holds
-
-    def find(self, holder: Holder) -> Hold | None:
-        """Return the hold of ``holder``, if there is one."""
-        return self._holds.get(id(holder))
-
-    def take(self, holder: Holder | None) -> Hold | None:
-        """Remove and return the hold of ``holder``; None where it was never granted, or was taken before."""
-        return self._holds.pop(id(holder), None)
-
-    def drop_dead(self) -> None:
-        """Forget all holds whose token has died."""
-        for hold in self:
-            holder = hold[0] if isinstance(hold, tuple) else hold.holder
-            if holder is not None and holder() is None:
-                self.take(holder)
-
-    def __iter__(self) -> Iterator[Hold]:
-        return iter(list(self._holds.values()))
 
 
 class Ticket:
@@ -223,212 +90,6 @@ class Ticket:
 
     def failed(self, key: Key, error: TieredError) -> None:
         """Learn that ``key`` could not be brought up."""
-
-
-# -- transfers ---------------------------------------------------------------------------------------------------------------
-
-
-class TransferQueue:
-    """Transfers that wait for one link, by urgency; among equals those that go up first, and then by arrival.
-
-    ``read_bytes`` are those of the upper slots of the transfers up among its ``length``.
-    """
-
-    def __init__(self) -> None:
-        self._waiting = {(urgency, way): OrderedDict[int, Transfer]() for urgency in Urgency for way in _WAYS}
-        self.length = self.read_bytes = 0
-
-    def __iter__(self) -> Iterator[Transfer]:
-        """Yield the transfers, the next one first."""
-        for waiting in self._waiting.values():
-            yield from waiting.values()
-
-    def add(self, transfer: Transfer) -> None:
-        self._queue(transfer)[transfer.tag] = transfer
-        self.length += 1
-        self.read_bytes += transfer.upper.nbytes if transfer.direction is _UP else 0
-
-    def take(self, refused: Mapping[Direction, Urgency]) -> Transfer | None:
-        """Remove and return the next transfer that is more urgent than what was ``refused`` in its direction."""
-        for (urgency, way), waiting in self._waiting.items():
-            if waiting and (way not in refused or urgency < refused[way]):
-                _, transfer = waiting.popitem(last=False)
-                self.length -= 1
-                self.read_bytes -= transfer.upper.nbytes if way is _UP else 0
-                return transfer
-        return None
-
-    def put_back(self, transfer: Transfer) -> None:
-        """Undo ``take``: the transfer is the next one of its urgency again."""
-        self.add(transfer)
-        self._queue(transfer).move_to_end(transfer.tag, last=False)
-
-    def promote(self, transfer: Transfer, urgency: Urgency) -> bool:
-        """Make a waiting transfer more urgent; return False when the transfer waits here no longer."""
-        if self._queue(transfer).pop(transfer.tag, None) is None:
-            return False
-        transfer.urgency = urgency
-        self._queue(transfer)[transfer.tag] = transfer
-        return True
-
-    def remove(self, transfer: Transfer) -> bool:
-        """Remove a waiting transfer; return False when the transfer waits here no longer."""
-        if self._queue(transfer).pop(transfer.tag, None) is None:
-            return False
-        self.length -= 1
-        self.read_bytes -= transfer.upper.nbytes if transfer.direction is Direction.UP else 0
-        return True
-
-    def _queue(self, transfer: Transfer) -> OrderedDict[int, Transfer]:
-        return self._waiting[transfer.urgency, transfer.direction]
-
-
-@dataclass(slots=True)
-class Inbound:
-    """Transfers up that have not ended."""
-
-    transfers: int = 0
-    nbytes: int = 0
-
-
-class TransferQueues:
-    """Every transfer from its admission to its end.
-
-    ``queues[i]`` wait for link i, between tier i and the tier below; ``started[i]`` is how many that link has; ``inbound[i]``
-    counts the transfers up that have not ended; ``promotions[i]`` are started ones, by tag, that became more urgent since;
-    ``counters[i]`` count what link i did.
-    """
-
-    def __init__(self, links: int) -> None:
-        self.queues = [TransferQueue() for _ in range(links)]
-        self.promotions: list[dict[int, Urgency]] = [{} for _ in range(links)]
-        self.inbound = [Inbound() for _ in range(links)]
-        self.started = [0 for _ in range(links)]
-        self.counters = [{way: LinkCounters() for way in _WAYS} for _ in range(links)]
-        self.waiting = 0  # in all queues
-        self.snapshots: dict[int, tuple[int, Slot]] = {}  # tier and slot that a transfer down reads, to be freed after it
-        self.recorder: Recorder | None = None
-        self._transfers: dict[int, tuple[Entry, Transfer]] = {}  # all that have not ended
-        self._refused: list[dict[Direction, Urgency]] = [{} for _ in range(links)]  # by each link, since something ended there
-        self._moving: dict[Key, list[tuple[int, Transfer]]] = {}  # the same by tensor, each with its link
-
-    def read(self) -> Iterator[Copy]:
-        """Yield the copies that transfers up read, one time for each transfer."""
-        for moving in self._moving.values():
-            for index, transfer in moving:
-                source = self._transfers[transfer.tag][0].copies[index + 1]
-                if transfer.direction is Direction.UP and source is not None:
-                    yield source
-
-    def going_down(self, index: int) -> int:
-        """Return the bytes of the slots below link ``index`` that its transfers down will fill."""
-        under_way = (pair for moving in self._moving.values() for pair in moving)
-        return sum(t.lower.nbytes for link, t in under_way if link == index and t.direction is Direction.DOWN)
-
-    def add(self, index: int, entry: Entry, transfer: Transfer) -> None:
-        if self.recorder is not None:
-            self.recorder.queued(transfer.tag)
-        self._transfers[transfer.tag] = (entry, transfer)
-        self._moving.setdefault(entry.key, []).append((index, transfer))
-        if transfer.direction is _UP:
-            self.inbound[index].transfers += 1
-            self.inbound[index].nbytes += transfer.nbytes
-        self.queues[index].add(transfer)
-        self.waiting += 1
-
-    def take(self, index: int, now: float) -> Transfer | None:
-        """Return the next transfer for link ``index``, which may have room for it; the transfer counts as started ``now``."""
-        transfer = self.queues[index].take(self._refused[index])
-        if transfer is not None:
-            self.waiting -= 1
-            self.started[index] += 1
-            transfer.begun = transfer.urgency
-            self.counters[index][transfer.direction].begin(now)
-        return transfer
-
-    def put_back(self, index: int, transfer: Transfer) -> None:
-        """Undo ``take``: the link had no room for the transfer, and so for nothing less urgent, until something ends there."""
-        self.waiting += 1
-        self.started[index] -= 1
-        self.counters[index][transfer.direction].active -= 1
-        self._refused[index][transfer.direction] = transfer.urgency
-        transfer.urgency = self.promotions[index].pop(transfer.tag, transfer.urgency)
-        self.queues[index].put_back(transfer)
-
-    def idle(self, index: int) -> None:
-        """Learn that nothing is under way on link ``index`` whose end would be a sign to ask again what it refused."""
-        self._refused[index].clear()
-
-    def end(self, index: int, tag: int, now: float, error: TieredError | None) -> tuple[Entry, Transfer]:
-        """Remove and count the transfer that link ``index`` reported as ended, with ``error`` or without."""
-        entry, transfer = self._transfers.pop(tag)
-        self.started[index] -= 1
-        self.counters[index][transfer.direction].end(now, transfer.nbytes, error)
-        self._refused[index].clear()
-        self.promotions[index].pop(tag, None)
-        moving = self._moving[entry.key]
-        moving.remove((index, transfer))
-        if not moving:
-            del self._moving[entry.key]
-        if transfer.direction is _UP:
-            self.inbound[index].transfers -= 1
-            self.inbound[index].nbytes -= transfer.nbytes
-        return entry, transfer
-
-    def raise_urgency(self, key: Key, urgency: Urgency) -> None:
-        """Make the transfers of ``key`` at least as urgent as ``urgency``, those that are under way too."""
-        for index, transfer in self._moving.get(key, ()):
-            if transfer.urgency > urgency and not self.queues[index].promote(transfer, urgency):
-                self.promotions[index][transfer.tag] = urgency
-
-    def withdraw(self, key: Key) -> int | None:
-        """Remove the transfer of ``key`` that is its only one, goes down and was not started; return its link."""
-        moving = self._moving.get(key, [])
-        if len(moving) != 1:
-            return None
-        index, transfer = moving[0]
-        if transfer.direction is Direction.UP or transfer.tag in self.snapshots or not self.queues[index].remove(transfer):
-            return None
-        self.waiting -= 1
-        del self._transfers[transfer.tag], self._moving[key]
-        return index
-
-    def promoted(self, tag: int, urgency: Urgency) -> None:
-        """Record that the link knows of the promotion."""
-        if tag in self._transfers:
-            self._transfers[tag][1].urgency = urgency
-
-
-class LinkCounters:
-    """Counters of one direction of one link."""
-
-    def __init__(self) -> None:
-        self.transfers = self.bytes = self.failed = self.active = 0
-        self.busy, self.since = 0.0, 0.0
-
-    def begin(self, now: float) -> None:
-        if self.active == 0:
-            self.since = now
-        self.active += 1
-
-    def end(self, now: float, nbytes: int, error: TieredError | None) -> None:
-        self.active -= 1
-        if self.active == 0:
-            self.busy += now - self.since
-        if error is None:
-            self.transfers += 1
-            self.bytes += nbytes
-        else:
-            self.failed += 1
-
-    @property
-    def cost(self) -> float:
-        """Seconds per byte; 0 before the first transfer has ended."""
-        return self.busy / self.bytes if self.bytes else 0.0
-
-    def snapshot(self, now: float) -> FlowStatistics:
-        busy = self.busy + (now - self.since if self.active else 0.0)
-        return FlowStatistics(self.transfers, self.bytes, self.failed, busy)
 
 
 # -- a known order, and a snapshot -------------------------------------------------------------------------------------------

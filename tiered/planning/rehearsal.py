@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from tiered.engine.state import Token
+from tiered.engine.claims import Token
 from tiered.planning.simulated import DriveRates, SimulatedStore
 from tiered.planning.steps import Ahead, Create, Delete, End, Lease, Operation, Pause, Steps, Work
 from tiered.zero.paging.step_trace import StepTrace

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 
 from tiered.allocator import FreeSpace
+from tiered.engine.claims import Token
 from tiered.engine.engine import Engine, EngineConfig
 from tiered.engine.requests import Request, why_stuck
-from tiered.engine.state import Token
 from tiered.errors import CapacityError
 from tiered.interfaces import Streams
 from tiered.store import LRU, TieredStore

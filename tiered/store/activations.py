@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tiered.engine.state import Token
+from tiered.engine.claims import Token
 from tiered.errors import ChangedInPlace, KeyNotFound, MisuseError
 from tiered.store.store import TieredStore, is_stored
 from tiered.system import Trimmer

@@ -22,12 +22,12 @@ from tiered.engine.residency import Copy, Entry, State
 from tiered.engine.scheduler import Scheduler
 from tiered.engine.snapshot import Flush
 from tiered.engine.state import EngineState
-from tiered.engine.workers import Worker
 from tiered.errors import CapacityError, CommitError, LeaseConflict, ManifestError, MisuseError, TieredError
 from tiered.format import generations
 from tiered.format import manifest as manifests
 from tiered.tiers.nvme import NvmeTier
 from tiered.types import CHECKSUM_BYTES, PIECE_BYTES, Access, Key, Owner, Slot, Urgency, owner_decoded
+from tiered.workers import Worker
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

@@ -21,10 +21,10 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 import torch
 
+from tiered.engine.claims import Token
 from tiered.engine.engine import Engine
 from tiered.engine.requests import Lease
 from tiered.engine.residency import Copy, State
-from tiered.engine.state import Token
 from tiered.errors import LeaseConflict, MisuseError, TieredError, drop_frames
 from tiered.interfaces import Memory
 from tiered.tensors.specs import dtype_of

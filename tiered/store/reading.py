@@ -9,7 +9,6 @@ from typing import Any
 
 from tiered.engine.engine import Engine
 from tiered.engine.residency import Entry
-from tiered.engine.workers import Worker
 from tiered.errors import LeaseConflict, ManifestError, MisuseError
 from tiered.format import stripes
 from tiered.format.data_file import FileAtRest
@@ -19,6 +18,7 @@ from tiered.store.at_rest import StoreAtRest
 from tiered.store.commit import Commits, Exchange, OnDisk, said_of
 from tiered.tiers.disk import Disk
 from tiered.types import Access, Key, Location, Slot, owner_decoded
+from tiered.workers import Worker
 
 __all__ = ["DiskAtRest", "OneGeneration"]
 

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 
+from tiered.engine.claims import Token
 from tiered.engine.engine import Engine
 from tiered.engine.policy import LRU, NextUse, Plan, Record, Touch, touch_of
 from tiered.engine.requests import Delete, Install, Rename, Room, Work
 from tiered.engine.residency import Entry
 from tiered.engine.retention import affordable, decide, largest_streamed, room_for
-from tiered.engine.state import Token
 from tiered.errors import ForkedStore, KeyNotFound, MisuseError, StoreClosed, UncommittedWarning, expect_type, from_here
 from tiered.errors import listed as items_of
 from tiered.interfaces import EvictionPolicy, IOBackend, Returnable

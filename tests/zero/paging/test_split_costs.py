@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tiered import TieredStore, zero
-from tiered.engine.state import TransferQueues
+from tiered.engine.transfers import TransferQueues
 from tiered.types import Direction, Use
 
 LAYERS, WIDTH = 32, 160
