@@ -14,6 +14,7 @@ from tiered.engine.pool import MOVED, Pool
 from tiered.engine.requests import Lease, Request, Room
 from tiered.engine.residency import Copy, Evictability, State
 from tiered.engine.scheduler import Scheduler
+from tiered.engine.state import RoomSearch
 from tiered.errors import CapacityError, LeaseConflict, ReadError, StoreClosed, TieredError, WriteError
 from tiered.types import Direction, Transfer, Urgency
 
@@ -185,7 +186,7 @@ def test_what_is_pushed_out_is_chosen_once_and_each_that_goes_is_progress(monkey
 
 def test_every_batch_that_goes_is_progress_but_not_for_ever() -> None:
     rig = Rig(64, 4000, reserve=0.0)
-    request = Request()
+    request, search = Request(), RoomSearch()
     for letter in "abcdefgh":
         rig.put(letter, letter.encode() * 8)
     rig.run()
@@ -194,12 +195,12 @@ def test_every_batch_that_goes_is_progress_but_not_for_ever() -> None:
     for _ in range(10):
         for copy in copies:
             copy.evictability = Evictability.WRITING_BACK
-        request.push(0, copies, 64)
+        search.push(0, copies, 64)
         for copy in copies:
-            assert request.pushes(0)
+            assert search.pushes(0, request)
             seen.add(request.progress)
             copy.evictability = Evictability.DIRTY
-        assert not request.pushes(0)
+        assert not search.pushes(0, request)
         seen.add(request.progress)
     assert len(seen) == 1 + 2 * 8 + 1, "twice what the tier holds"
 

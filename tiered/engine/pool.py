@@ -39,8 +39,8 @@ class Pool:
 
     ``evictable`` are the copies that may leave, now or after a write-back; ``bytes_of[evictability]`` are the bytes of their
     slots; ``marked`` are victims that were chosen and have not left yet. ``aliased_evicted`` are EMPTY copies whose memory
-    still has aliases. ``largest`` is the largest allocated slot, ``alignment`` that of their sizes. Nothing
-    leaves the ``bottom``, and its policy is told nothing.
+    still has aliases. ``largest`` is the largest allocated slot, ``alignment`` that of all sizes; ``memory`` is the tier where
+    its slots can be moved. Nothing leaves the ``bottom``, and its policy is told nothing.
     """
 
     def __init__(self, tier: Tier, policy: EvictionPolicy, *, bottom: bool) -> None:
@@ -53,7 +53,7 @@ class Pool:
         self.aliased_evicted: set[Copy] = set()
         self.used = self.peak = self.moved = self.largest = 0
         self._sizes: Counter[int] = Counter()  # of allocated slots
-        self._memory = tier if isinstance(tier, Movable) else None
+        self.memory = tier if isinstance(tier, Movable) else None
         self._slots: list[Slot] = []  # allocated ones, by offset
         self._offsets: list[int] = []  # their offsets
         self.changes = 0  # number of changes to the pool
@@ -75,11 +75,11 @@ class Pool:
 
     def allocate(self, nbytes: int, most: float = MOVED) -> Slot | None:
         """Allocate a slot, moving other slots out of its way where that takes at most ``most`` times ``nbytes``."""
-        if self._memory is not None and nbytes > self.free:
+        if self.memory is not None and nbytes > self.free:
             return None
         slot = self.tier.allocate(nbytes)
-        if slot is None and self._memory is not None:
-            slot = self._after_moves(self._memory, nbytes, most * nbytes)
+        if slot is None and self.memory is not None:
+            slot = self._after_moves(self.memory, nbytes, most * nbytes)
         if slot is not None:
             self.account(slot)
         return slot
@@ -97,7 +97,7 @@ class Pool:
 
     def _movable(self) -> dict[int, Copy]:
         """Return, by offset, the copies whose bytes may be moved: no alias refers to them, and no transfer uses their slot."""
-        if self._memory is None:
+        if self.memory is None:
             return {}
         if self.bottom:
             return {copy.slot.offset: copy for copy in self.copies.values() if copy.idle}

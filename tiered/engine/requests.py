@@ -16,7 +16,7 @@ from tiered.engine.claims import Holder, LeaseHold, RoomHold, TensorHold, Token
 from tiered.engine.pool import Pool
 from tiered.engine.residency import Copy, Entry, State
 from tiered.engine.scheduler import QUEUED, Scheduler
-from tiered.engine.state import Asked, EngineState, Ticket
+from tiered.engine.state import EngineState, Ticket
 from tiered.errors import CapacityError, MisuseError, TieredError
 from tiered.types import AHEAD, Access, Fence, Key, Owner, Slot, TensorSpec, Urgency, Use
 
@@ -489,7 +489,9 @@ class RequestQueue:
         if request.done:
             return True
         request.full_tiers = ()
-        self._state.asked = Asked(request, {}, {}, {})
+        self._state.asked = request
+        if request.search is not None:
+            request.search.begin()
         try:
             request.done = request.attempt(self._scheduler)
         except TieredError as error:

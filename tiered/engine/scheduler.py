@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from tiered.engine.pool import MOVED
 from tiered.engine.residency import Copy, Entry, Evictability, State
-from tiered.engine.state import EngineState, Ticket
+from tiered.engine.state import EngineState, RoomSearch, Ticket
 from tiered.errors import CapacityError
 from tiered.types import AHEAD, Completion, Direction, Slot, Transfer, Urgency
 
@@ -185,20 +185,27 @@ class Scheduler:
         """
         state = self.state
         pool = state.pools[tier]
-        if tier < state.bottom:
-            self._refuse_beyond_capacity(tier, nbytes)
+        if tier < state.bottom and nbytes > pool.tier.capacity:
+            raise CapacityError(pool.why_never(nbytes))
         if ticket.urgency in AHEAD and not self._may_prefetch(tier, nbytes, ticket):
             return None
         state.writeback_due = True  # there is less room
-        chosen = state.asked is not None and state.asked.leaving.get(tier)
-        if chosen and nbytes > pool.free and (slot := self._take_next(tier, nbytes, ticket)) is not None:
-            return slot
-        slot = pool.allocate(nbytes, 0) or self.take_planned_room(tier, nbytes, ticket)
-        slot = slot or pool.allocate(nbytes, MOVED if tier < state.bottom else math.inf)
+        if (search := ticket.search) is None:
+            search = ticket.search = RoomSearch()
+        if search.next.get(tier) and pool.free < nbytes < ticket.lacking and state.order is None:
+            slot = self._take_next(tier, nbytes, ticket, search)
+            if slot is not None:
+                return slot
+        slot = pool.allocate(nbytes, 0)
+        if slot is None and state.order is not None:
+            slot = self.take_planned_room(tier, nbytes, ticket)
+        if slot is None and pool.memory is not None and nbytes <= pool.free:
+            slot = pool.allocate(nbytes, MOVED if tier < state.bottom else math.inf)
         if slot is None and tier < state.bottom:
             slot = self.make_room(tier, nbytes, ticket)
         if slot is None:
-            self._refuse_beyond_capacity(tier, nbytes)  # only now: to ask a disk for its capacity is a system call
+            if nbytes > pool.tier.capacity:  # only now: to ask a disk for its capacity is a system call
+                raise CapacityError(pool.why_never(nbytes))
             ticket.full_tiers = (*ticket.full_tiers, tier)
         return slot
 
@@ -207,12 +214,6 @@ class Scheduler:
         pool = self.state.pools[tier]
         if tier == self.state.bottom and not pool.aliased_evicted:
             raise CapacityError(pool.why_full(nbytes))
-
-    def _refuse_beyond_capacity(self, tier: int, nbytes: int) -> None:
-        """Raise CapacityError where ``nbytes`` are more than ``tier`` could ever hold."""
-        pool = self.state.pools[tier]
-        if nbytes > pool.tier.capacity:
-            raise CapacityError(pool.why_never(nbytes))
 
     def _may_prefetch(self, tier: int, nbytes: int, ticket: Ticket) -> bool:
         """Whether a prefetch may take room: not while the link has enough to do, nor where a demand waits for room, or would. A
@@ -262,15 +263,20 @@ class Scheduler:
 
         To evict in vain would be worse than waste: two requests could take turns at it for ever.
         """
-        state = self.state
+        state, search = self.state, ticket.search
+        assert search is not None
         pool = state.pools[tier]
         exhausted = self.exhausted if ticket.urgency is Urgency.DEMAND else None
-        if self._nothing_new(tier, nbytes, ticket) or (exhausted is not None and nbytes >= exhausted.get(tier, math.inf)):
+        # To choose among ten thousand copies at the end of each transfer would take longer than the transfers.
+        if search.pushes(tier, ticket) and pool.free + pool.bytes_of[_CLEAN] + pool.bytes_of[Evictability.FRESH] < nbytes:
             return None
-        if (slot := self._take_next(tier, nbytes, ticket)) is not None:
-            return slot
-        if ticket.leaving and tier + 1 == state.bottom and self._lacks_more(nbytes, ticket):
-            return None  # what was chosen for all of the request is on its way out
+        if exhausted is not None and nbytes >= exhausted.get(tier, math.inf):
+            return None
+        if state.asked is ticket and state.order is None and ticket.lacking > nbytes:  # it lacks others beside this tensor
+            if (slot := self._take_next(tier, nbytes, ticket, search)) is not None:
+                return slot
+            if search.leaving and tier + 1 == state.bottom:
+                return None  # what was chosen for all of the request is on its way out
         acceptable = self._acceptable(tier, ticket)
         planned = state.order is not None and state.order.plans(tier)
         chosen: list[Copy] | None = None
@@ -308,26 +314,23 @@ class Scheduler:
                 return None  # what moves will be clean
             chosen, unsaved = clean, []
         if unsaved:
-            ticket.push(tier, unsaved, pool.tier.capacity)
+            search.push(tier, unsaved, pool.tier.capacity)
             return None
         return self._evict_for_room(tier, nbytes, chosen)
 
-    def _take_next(self, tier: int, nbytes: int, ticket: Ticket) -> Slot | None:
+    def _take_next(self, tier: int, nbytes: int, ticket: Ticket, search: RoomSearch) -> Slot | None:
         """Evict the next of the copies that the policy chose for the whole of ``ticket``, and return its room, if that is as
-        large as ``nbytes`` need. None: the policy has to be asked for this tensor alone, or ``ticket.leaving`` has copies.
+        large as ``nbytes`` need. None: the policy has to be asked for this tensor alone, or ``search.leaving`` has copies.
 
         (To ask it for each of hundreds of tensors would take longer than all the rest of their fetches.)
         """
-        if not self._lacks_more(nbytes, ticket):
-            return None
         state = self.state
-        pool, asked = state.pools[tier], state.asked
-        assert asked is not None
-        if (leaving := asked.leaving.get(tier)) is None:
-            leaving = asked.leaving[tier] = self._leaving(tier, ticket)[::-1]
-        if nbytes >= asked.vain.get(tier, math.inf):
+        pool = state.pools[tier]
+        if (leaving := search.next.get(tier)) is None:
+            leaving = search.next[tier] = self._leaving(tier, ticket, search)[::-1]
+        if nbytes >= search.vain.get(tier, math.inf):
             return None
-        size, wrote = pool.rounded(nbytes), ticket.wrote and tier + 1 == state.bottom
+        size, wrote = pool.rounded(nbytes), search.wrote and tier + 1 == state.bottom
         others: list[Copy] = []
         while leaving:
             copy = leaving.pop()
@@ -342,31 +345,26 @@ class Scheduler:
         slot = self._evict_for_room(tier, nbytes, others) if others and pool.suffice(nbytes, others) else None
         leaving += reversed(others)
         if wrote and slot is None:
-            asked.vain[tier] = nbytes
+            search.vain[tier] = nbytes
         return slot
 
-    def _lacks_more(self, nbytes: int, ticket: Ticket) -> bool:
-        """Whether ``ticket``, which is attempted now, lacks others beside a tensor of ``nbytes``, and no order is followed."""
-        asked = self.state.asked
-        return asked is not None and asked.ticket is ticket and self.state.order is None and ticket.lacking > nbytes
-
-    def _leaving(self, tier: int, ticket: Ticket) -> list[Copy]:
+    def _leaving(self, tier: int, ticket: Ticket, search: RoomSearch) -> list[Copy]:
         """Return the clean ones among the policy's first victims for all that ``ticket`` lacks. Above the disk, a demand has
         the dirty ones written back, all at once: they are chosen again only when the last of them has been."""
         state = self.state
         pool, acceptable = state.pools[tier], self._acceptable(tier, ticket)
         if tier + 1 < state.bottom or ticket.urgency in AHEAD:
             return pool.next_victims(ticket.lacking, _clean(acceptable))
-        there = [copy for copy in ticket.leaving if pool.evictable.get(copy.key) is copy]  # an exception may have struck since
+        there = [copy for copy in search.leaving if pool.evictable.get(copy.key) is copy]  # an exception may have struck since
         chosen = [copy for copy in there if copy.evictability in _LEAVING and acceptable(copy)]
         if not any(copy.evictability is _WRITING for copy in chosen):
-            missing = ticket.lacking - (0 if ticket.wrote else pool.free)  # which lies apart, perhaps
+            missing = ticket.lacking - (0 if search.wrote else pool.free)  # which lies apart, perhaps
             chosen = pool.first(missing, lambda copy: copy.evictability is not Evictability.FRESH and acceptable(copy))
             unsaved = self._write_out_all([copy for copy in chosen if copy.dirty], ticket)
             if unsaved:
-                ticket.wrote = True
-                ticket.push(tier, unsaved, pool.tier.capacity)
-        ticket.leaving = chosen if any(copy.evictability is _WRITING for copy in chosen) else []
+                search.wrote = True
+                search.push(tier, unsaved, pool.tier.capacity)
+        search.leaving = chosen if any(copy.evictability is _WRITING for copy in chosen) else []
         return [copy for copy in chosen if copy.evictability is _CLEAN]
 
     def _write_out_all(self, copies: Sequence[Copy], ticket: Ticket) -> list[Copy]:
@@ -377,15 +375,6 @@ class Scheduler:
             except CapacityError:  # who asks for one tensor alone says why
                 return list(copies[:count])
         return list(copies)
-
-    def _nothing_new(self, tier: int, nbytes: int, ticket: Ticket) -> bool:
-        """Whether copies that were pushed out for ``ticket`` are still under way, and the rest is too little.
-
-        (To choose among ten thousand copies at the end of each transfer would take longer than the transfers.)
-        """
-        pool = self.state.pools[tier]
-        ready = pool.free + pool.bytes_of[Evictability.CLEAN] + pool.bytes_of[Evictability.FRESH]
-        return ticket.pushes(tier) and ready < nbytes
 
     def _acceptable(self, tier: int, ticket: Ticket) -> Callable[[Copy], bool]:
         """Return which copies may leave for ``ticket``.
@@ -426,10 +415,12 @@ class Scheduler:
         if any(copy.dirty for copy in (*others_too, *own)):
             return [*others_too, *own]  # they are written back first
         neighbours = pool.neighbours([*others_too, *own])
-        tried, moving = ticket.pack_attempts.count(neighbours), state.transfers.inbound[tier].transfers
-        if tried >= PACK_ATTEMPTS or (moving and len(ticket.pack_attempts) >= ALL_PACK_ATTEMPTS):
+        assert ticket.search is not None
+        attempts, moving = ticket.search.pack_attempts, state.transfers.inbound[tier].transfers
+        tried = attempts.count(neighbours)
+        if tried >= PACK_ATTEMPTS or (moving and len(attempts) >= ALL_PACK_ATTEMPTS):
             return None
-        ticket.pack_attempts.append(neighbours)
+        attempts.append(neighbours)
         for copy in own:
             self.evict(copy)
         if tried == 0:
@@ -489,9 +480,10 @@ class Scheduler:
     def evict(self, copy: Copy) -> None:
         state = self.state
         state.evictions += 1
-        if state.asked is not None and copy.tier + 1 < state.bottom:
-            for tier, too in [key for key in state.asked.wanted if key[0] > copy.tier]:
-                del state.asked.wanted[tier, too]  # the tensor may be on its way again, through these
+        if copy.tier + 1 < state.bottom and state.asked is not None and state.asked.search is not None:
+            known = state.asked.search.wanted
+            for tier, too in [key for key in known if key[0] > copy.tier]:
+                del known[tier, too]  # the tensor may be on its way again, through these
         if copy.prefetched:
             state.prefetched_unused += 1
         if copy.speculated:

@@ -21,7 +21,7 @@ from tiered.interfaces import EvictionPolicy, Planned, Tier
 from tiered.telemetry import TierStatistics
 from tiered.types import Access, Direction, Fence, Key, Owner, Slot, Transfer, Urgency, Use
 
-__all__ = ["ActiveSnapshot", "Asked", "EngineState", "FollowedOrder", "Ticket"]
+__all__ = ["ActiveSnapshot", "EngineState", "FollowedOrder", "RoomSearch", "Ticket"]
 
 LOOKED_AT = 256
 """Copies dropped by the plan that are offered at most: to look at thousands of small ones takes longer than a lease."""
@@ -29,40 +29,34 @@ LOOKED_AT = 256
 _DIRTY, _WRITEBACK, _READ = State.DIRTY, State.WRITEBACK, Access.READ  # see residency
 
 
-class Ticket:
-    """A request as far as the engine's state and the scheduler know it: how urgent it is, what it wants, what it lacks.
+class RoomSearch:
+    """What a request knows of its search for room, from its first attempt that needs some.
 
-    ``holder`` refers to the token of whoever waits for the request, where something is granted: when the token is dead, nobody
-    wants the request any more.
+    From one attempt to the next: ``leaving`` are copies that were chosen to leave for all that the request lacks, while any of
+    them is written back; ``wrote``: copies were written back for all of it; ``pack_attempts`` are the neighbours among which
+    the request's own copies were evicted.
+
+    In one attempt: ``wanted`` is what ``EngineState.wanted`` answered, until something is evicted; ``next`` are the clean
+    copies of each tier that its policy evicts next for the rest of the request, the first of them last; ``vain`` the fewest
+    bytes, by tier, for which they were too little.
     """
 
-    def __init__(self, urgency: Urgency = Urgency.DEMAND, tier: int = 0, holder: Holder | None = None) -> None:
-        self.urgency, self.tier, self.holder = urgency, tier, holder
-        self.sequence = 0
-        self.done = False
-        self.error: TieredError | None = None
-        self.abandoned = False  # the caller gave up, or was struck
-        self.tried = False  # by the engine
-        self.full_tiers: tuple[int, ...] = ()  # in which the last attempt found no room
-        self.lacking = 0  # bytes of the tensors that the attempt may begin to bring to the tier
-        self.short = False  # whether any attempt found no room, since the waiting caller looked last
-        self.progress = 0  # whenever this changes the request has come closer, and the deadline counts anew
+    def __init__(self) -> None:
+        self.leaving: list[Copy] = []
+        self.wrote = False
+        self.pack_attempts: list[frozenset[Slot]] = []
         self._pushed: dict[int, list[Copy]] = {}  # by tier, the copies that are written back for the request, the first last
         self._pushed_bytes, self._least = 0, math.inf
-        self.leaving: list[Copy] = []  # chosen to leave for all that the request lacks, while any of them is written back
-        self.wrote = False  # whether copies were written back for all of it
-        self.pack_attempts: list[frozenset[Slot]] = []  # the neighbours among which the request's own copies were evicted
-        self.replaces = False  # whether the request does away with the tensor that it waits for
-        self.needed_at: int | None = None  # the position in a known order that the request fetches for
-        self.expected_at = math.inf  # the position at which what it fetches is expected to be needed, where nobody knows
+        self.begin()
 
-    @property
-    def unwanted(self) -> bool:
-        """Whether nobody waits for the request any more."""
-        return self.abandoned or (self.holder is not None and self.holder() is None)
+    def begin(self) -> None:
+        """Forget what held for the last attempt."""
+        self.wanted: dict[tuple[int, bool], set[Key]] = {}
+        self.next: dict[int, list[Copy]] = {}
+        self.vain: dict[int, int] = {}
 
     def push(self, tier: int, copies: Sequence[Copy], capacity: int) -> None:
-        """Record that ``copies`` are being written back to make room in ``tier`` for this request.
+        """Record that ``copies`` are being written back to make room in ``tier`` for the request.
 
         Each that ends brings the request closer, until the request has pushed out twice what the tier holds: beyond, others
         take the room.
@@ -72,8 +66,8 @@ class Ticket:
         if self._pushed_bytes <= 2 * capacity:
             self._least = math.inf
 
-    def pushes(self, tier: int) -> bool:
-        """Whether any of the pushed copies is still being written back."""
+    def pushes(self, tier: int, ticket: Ticket) -> bool:
+        """Whether any of the copies pushed for ``ticket`` is still being written back."""
         pushed = self._pushed.get(tier)
         if not pushed:
             return False
@@ -81,8 +75,48 @@ class Ticket:
             pushed.pop()
         if (count := sum(map(len, self._pushed.values()))) < self._least:
             self._least = count
-            self.progress -= 1
+            ticket.progress -= 1
         return bool(pushed)
+
+
+class Ticket:
+    """A request as far as the engine's state and the scheduler know it: how urgent it is, what it wants, what it lacks.
+
+    ``holder`` refers to the token of whoever waits for the request, where something is granted: when the token is dead, nobody
+    wants the request any more. What a request does not set itself is as the class has it: most leases end with their first
+    attempt.
+    """
+
+    sequence = 0
+    done = False
+    error: TieredError | None = None
+    abandoned = False
+    """The caller gave up, or was struck."""
+    tried = False
+    """By the engine."""
+    full_tiers: tuple[int, ...] = ()
+    """Tiers in which the last attempt found no room."""
+    lacking = 0
+    """Bytes of the tensors that the attempt may begin to bring to the tier."""
+    short = False
+    """Whether any attempt found no room, since the waiting caller looked last."""
+    progress = 0
+    """Whenever this changes the request has come closer, and the deadline counts anew."""
+    replaces = False
+    """Whether the request does away with the tensor that it waits for."""
+    needed_at: int | None = None
+    """The position in a known order that the request fetches for."""
+    expected_at = math.inf
+    """The position at which what it fetches is expected to be needed, where nobody knows."""
+    search: RoomSearch | None = None
+
+    def __init__(self, urgency: Urgency = Urgency.DEMAND, tier: int = 0, holder: Holder | None = None) -> None:
+        self.urgency, self.tier, self.holder = urgency, tier, holder
+
+    @property
+    def unwanted(self) -> bool:
+        """Whether nobody waits for the request any more."""
+        return self.abandoned or (self.holder is not None and self.holder() is None)
 
     def wants(self) -> Sequence[Key]:
         """Return the tensors that must not be evicted to make room for this request or for a later one."""
@@ -146,21 +180,6 @@ class ActiveSnapshot:
     saved: Callable[[Entry], None]
 
 
-@dataclass(slots=True)
-class Asked:
-    """The request that is attempted now, and what was found for it since.
-
-    ``wanted`` is what ``EngineState.wanted`` answered: until something is evicted, that stays so. ``leaving`` are the clean
-    copies of each tier that its policy evicts next for the rest of the request, the first of them last; ``vain`` the fewest
-    bytes, by tier, for which they were too little.
-    """
-
-    ticket: Ticket
-    wanted: dict[tuple[int, bool], set[Key]]
-    leaving: dict[int, list[Copy]]
-    vain: dict[int, int]
-
-
 # -- everything --------------------------------------------------------------------------------------------------------------
 
 
@@ -207,7 +226,7 @@ class EngineState:
         self.doomed: dict[tuple[Key, int], None] = {}  # temporary tensors whose holder died while something used them
         self.doomed_due = False  # perhaps nothing uses one of them any more
         self.spoiled = 0  # tensors that were written to under a READ lease, and have no right bytes any more
-        self.asked: Asked | None = None
+        self.asked: Ticket | None = None  # the request that is attempted now
         self.disturbances = 0  # write-backs that failed, WRITE leases that began
         self._sequence = 0
 
@@ -362,7 +381,7 @@ class EngineState:
     def wanted(self, tier: int, ticket: Ticket, *, too: bool) -> set[Key]:
         """Return the tensors whose copy in ``tier`` is needed by the requests that go before ``ticket``: the more urgent ones,
         and its equals that came earlier. ``too``: also by ``ticket`` itself."""
-        known = self.asked.wanted if self.asked is not None and self.asked.ticket is ticket else None
+        known = ticket.search.wanted if ticket.search is not None and self.asked is ticket else None
         if known is not None and (tier, too) in known:
             return known[tier, too]
         mine = (ticket.urgency, ticket.sequence)
