@@ -71,7 +71,7 @@ class Rehearsal:
         self._plan = Plan([Touch(key, None, use) for key, use, _ in self._touches], then)
         self.place = Pool(memory, NextUse.along(self._plan, decision.price, decision.keep), bottom=False)
         self._directory = Directory(
-            2, lambda copy, kind: self.place.note(copy, kind) if copy.tier == 0 else None
+            2, lambda copy: self.place.note(copy) if copy.tier == 0 else None
         )
         self._dying = dead_after(keys, uses, then)
         self._linked = 0

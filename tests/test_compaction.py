@@ -103,7 +103,7 @@ class Place(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.tier = MovableTier("t0", 40)
-        self.directory = Directory(2, lambda copy, kind: self.place.note(copy, kind) if copy.tier == 0 else None)
+        self.directory = Directory(2, lambda copy: self.place.note(copy) if copy.tier == 0 else None)
         self.place = Pool(self.tier, LRU(), bottom=False)
         self.held: dict[str, bytes] = {}
         self.pinned: dict[str, Slot] = {}  # where it was when it was last pinned
@@ -187,7 +187,7 @@ class Place(RuleBasedStateMachine):
             copy.reads_from += 1
         else:
             self.directory.begin_writeback(entry, 0, Slot(0, copy.nbytes))
-        self.place.note(copy, copy.classify())
+        self.place.note(copy)
         self.pinned[key] = copy.slot
 
     @precondition(lambda self: self.pinned)
@@ -201,7 +201,7 @@ class Place(RuleBasedStateMachine):
             self.directory.release(copy, WRITE if copy.writers else READ)
         if copy.state is State.WRITEBACK:
             self.directory.end_writeback(self.directory.entry(key), 0, CapacityError("no"))
-        self.place.note(copy, copy.classify())
+        self.place.note(copy)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())

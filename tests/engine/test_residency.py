@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 import tiered
-from tiered.engine.residency import EDGES, Copy, Directory, Entry, Evictability, State
+from tiered.engine.residency import EDGES, Copy, Directory, Entry, State
 from tiered.errors import KeyNotFound, LeaseConflict, ReadError, TieredError, WriteError
 from tiered.types import Access, Direction, Slot, TensorSpec
 
@@ -53,7 +53,7 @@ class Model:
         self._numbers = itertools.count()
         self._versions = itertools.count(1)
 
-    def _changed(self, copy: Copy, evictability: Evictability) -> None:
+    def _changed(self, copy: Copy) -> None:
         if copy.state is not State.EMPTY:
             return
         assert not copy.leased
@@ -475,7 +475,7 @@ def test_nobody_assigns_a_state() -> None:
 
 
 def test_a_chain_of_one() -> None:
-    model = Directory(1, lambda copy, kind: None)
+    model = Directory(1, lambda copy: None)
     entry = model.put("a", SPEC, 0, Slot(0, 8))
     copy = model.grant(entry, 0, Access.WRITE)
     assert copy.state is State.CLEAN
@@ -489,7 +489,7 @@ def test_a_chain_of_one() -> None:
 
 def test_of_a_copy_at_the_bottom_only_that_it_comes_or_goes_is_told() -> None:
     told: list[tuple[int, State]] = []
-    directory = Directory(2, lambda copy, kind: told.append((copy.tier, copy.state)))
+    directory = Directory(2, lambda copy: told.append((copy.tier, copy.state)))
 
     def tells() -> list[tuple[int, State]]:
         found = told[:]
@@ -529,7 +529,7 @@ def test_an_empty_tensor_takes_a_slot() -> None:
     ],
 )
 def test_check_sees_what_is_broken(spoil: Callable[[Entry], object]) -> None:
-    directory = Directory(2, lambda copy, kind: None)
+    directory = Directory(2, lambda copy: None)
     entry = directory.restore("a", SPEC, 1, Slot(0, 8), b"", 1)
     directory.begin_fill(entry, 0, Slot(0, 8))
     directory.end_fill(entry, 0, None)

@@ -49,7 +49,7 @@ def test_what_is_more_urgent_passes_what_was_refused() -> None:
 
 def test_a_link_is_asked_again_when_something_ended_there() -> None:
     traffic = TransferQueues(2)
-    entry = Directory(3, lambda copy, kind: None).put("a", TensorSpec("uint8", (8,), 1), 0, _SLOT)
+    entry = Directory(3, lambda copy: None).put("a", TensorSpec("uint8", (8,), 1), 0, _SLOT)
     for tag in (1, 2):
         traffic.add(0, entry, Transfer(tag, "a", Direction.DOWN, _SLOT, _SLOT, 8, Urgency.DEMAND))
     assert traffic.take(0, 0.0) is not None

@@ -20,12 +20,12 @@ from tests.rig import WRITE, Rig, evicted, fill, where
 from tiered import CapacityError, CommitError, CorruptionError, LeaseConflict, MisuseError, ReadError, TieredError, TieredStore
 from tiered.allocator import Sliding
 from tiered.engine.background import ReadAhead
-from tiered.engine.policy import LRU, Candidate, NextUse, Plan, Touch
+from tiered.engine.policy import LRU, Candidate, FollowedOrder, NextUse, Plan, Touch
 from tiered.engine.pool import Pool
 from tiered.engine.requests import Lease
-from tiered.engine.residency import Copy, Entry, Evictability, State
+from tiered.engine.residency import Copy, Entry, State
 from tiered.engine.scheduler import Scheduler
-from tiered.engine.state import EngineState, FollowedOrder
+from tiered.engine.state import EngineState
 from tiered.format.generations import generations
 from tiered.types import TensorSpec
 
@@ -386,7 +386,7 @@ def test_a_copy_beside_the_room_of_others_stays(
         slot = pool.allocate(size)
         assert slot is not None
         copies.append(Copy(f"w{number}", 0, slot, State.WRITEBACK if number in written_back else State.CLEAN))
-        pool.note(copies[-1], copies[-1].classify())
+        pool.note(copies[-1])
     assert pool.enough(nbytes, [copies[number] for number in order]) == [copies[number] for number in leave]
 
 
@@ -450,7 +450,7 @@ def test_what_was_to_leave_for_many_is_deleted_by_a_call_that_is_struck(monkeypa
     rig.turn()
     assert where(rig, transfer.key)[0] is State.CLEAN
 
-    def struck(copy: Copy, evictability: Evictability) -> None:
+    def struck(copy: Copy) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as strike:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from tiered.engine.policy import Touch
+from tiered.engine.policy import FollowedOrder, Touch
 from tiered.engine.pool import Pool
 from tiered.engine.residency import Copy, Entry, Evictability
 from tiered.engine.scheduler import Scheduler
-from tiered.engine.state import FollowedOrder, Ticket
+from tiered.engine.state import Ticket
 from tiered.errors import TieredError
 from tiered.types import Then, Urgency, Use
 
@@ -48,12 +48,12 @@ class WriteBehind:
         """Whether there is something to do; where not, only another change can bring it."""
         state = self._state
         if state.writeback_due:
-            state.writeback_due = bool(state.dropped_dirty) or self._any_short()
+            state.writeback_due = self._any_due()
         return state.writeback_due
 
-    def _any_short(self) -> bool:
-        for pool in self._state.pools:  # noqa: SIM110 - a generator takes thrice as long; this is on the path of every lease
-            if pool.bytes_of[_DIRTY] and not pool.bottom and self._shortage(pool) > 0:
+    def _any_due(self) -> bool:
+        for pool in self._state.pools:
+            if pool.behind or (pool.bytes_of[_DIRTY] and not pool.bottom and self._shortage(pool) > 0):
                 return True
         return False
 
@@ -62,13 +62,15 @@ class WriteBehind:
         state = self._state
         state.writeback_due = False
         self._ticket = None
-        dropped, state.dropped_dirty = state.dropped_dirty, {}
-        for found, copy in dropped.items():
-            if state.writes_behind(copy) and not self._admit(copy):
-                state.dropped_dirty[found] = copy  # no room below yet
+        for pool in state.pools:
+            if not pool.behind:
+                continue
+            behind, pool.behind = pool.behind, {}
+            for key, copy in behind.items():
+                if state.writes_behind(copy) and not self._admit(copy):
+                    pool.behind[key] = copy  # no room below yet
         for pool in state.pools[: state.bottom]:
-            shortage = self._shortage(pool)
-            if shortage <= 0 or not pool.bytes_of[_DIRTY]:
+            if not pool.bytes_of[_DIRTY] or (shortage := self._shortage(pool)) <= 0:
                 continue
             for copy in self._next(pool, shortage):
                 if not self._admit(copy):
@@ -77,7 +79,7 @@ class WriteBehind:
     def _admit(self, copy: Copy) -> bool:
         if self._ticket is None:  # one for all of a round
             self._ticket = Ticket(Urgency.WRITEBACK)
-            self._state.number(self._ticket)
+            self._ticket.sequence = next(self._state.numbers)
         try:
             return self._scheduler.admit_writeback(self._state.directory.entry(copy.key), copy.tier, self._ticket)
         except TieredError as error:  # a request that needs the room will meet the error

@@ -67,15 +67,15 @@ Hold = LeaseHold | RoomHold | TensorHold | View
 
 
 class Claims:
-    """All holds, by the identity of their weak references. Readers, writers, aliases and used slots can be counted anew from
-    the holds.
+    """All ``holds``, by the identity of their weak references. Readers, writers, aliases and used slots can be counted anew
+    from them.
 
-    ``ended`` is filled by dying tokens, in any thread; everything else is called under the engine's lock.
+    ``ended`` is filled by dying tokens, in any thread; everything else is used under the engine's lock.
     """
 
     def __init__(self) -> None:
         self.ended: deque[Ended] = deque()
-        self._holds: dict[int, Hold] = {}
+        self.holds: dict[int, Hold] = {}
 
     def watch(self, token: Token) -> Holder:
         """Return a reference that reports the death of ``token``, whatever the token comes to stand for."""
@@ -84,34 +84,30 @@ class Claims:
     def grant(self, hold: LeaseHold | RoomHold | TensorHold) -> None:
         """Record ``hold`` as its holder's."""
         if hold.holder is not None:
-            self._holds[id(hold.holder)] = hold
+            self.holds[id(hold.holder)] = hold
 
     def view(self, copy: Copy, stream: object = None) -> Token:
         """Return the token of a view that somebody is about to make of ``copy``'s slot."""
         token = Token()
         holder = weakref.ref(token, self.ended.append)
-        self._holds[id(holder)] = (holder, copy, stream)
+        self.holds[id(holder)] = (holder, copy, stream)
         copy.aliases += 1
         return token
 
     def used_on(self, token: Token, stream: object) -> None:
         """Record that the view of ``token`` is used on ``stream``. May be called without the lock."""
         for holder in weakref.getweakrefs(token):
-            found = self._holds.get(id(holder))
+            found = self.holds.get(id(holder))
             if isinstance(found, tuple):
-                self._holds[id(holder)] = (holder, found[1], stream)
+                self.holds[id(holder)] = (holder, found[1], stream)
 
     def has(self, hold: RoomHold) -> bool:
         """Whether the slot of ``hold`` still belongs to its holder."""
-        return hold.holder is None or id(hold.holder) in self._holds
-
-    def find(self, holder: Holder) -> Hold | None:
-        """Return the hold of ``holder``, if there is one."""
-        return self._holds.get(id(holder))
+        return hold.holder is None or id(hold.holder) in self.holds
 
     def take(self, holder: Holder | None) -> Hold | None:
         """Remove and return the hold of ``holder``; None where it was never granted, or was taken before."""
-        return self._holds.pop(id(holder), None)
+        return self.holds.pop(id(holder), None)
 
     def drop_dead(self) -> None:
         """Forget all holds whose token has died."""
@@ -121,4 +117,4 @@ class Claims:
                 self.take(holder)
 
     def __iter__(self) -> Iterator[Hold]:
-        return iter(list(self._holds.values()))
+        return iter(list(self.holds.values()))

@@ -27,12 +27,12 @@ from dataclasses import dataclass
 
 from tiered.engine.background import ReadAhead, WriteBehind
 from tiered.engine.claims import Token
-from tiered.engine.policy import Plan, Touch
+from tiered.engine.policy import FollowedOrder, Plan, Touch
 from tiered.engine.requests import Lease, Offload, Prefetch, Request, RequestQueue, Work, why_stuck
 from tiered.engine.residency import Copy
 from tiered.engine.scheduler import Scheduler
 from tiered.engine.snapshot import Flush
-from tiered.engine.state import EngineState, FollowedOrder
+from tiered.engine.state import EngineState
 from tiered.errors import CapacityError, InterruptedStore, LeaseConflict, MisuseError, StoreClosed, TieredError
 from tiered.interfaces import EvictionPolicy, Link, Streams, Tier
 from tiered.system import OwnedWakeup, wait_for
@@ -226,7 +226,7 @@ class Engine:
             self._wait_for_recount()
         if state.claims.ended:
             state.reap()
-        state.number(request)
+        request.sequence = next(state.numbers)
         done = queue.attempt_here(request)
         if not done and self._thread is None and not request.deferred:  # without an engine's thread the caller decides here
             done = queue.attempt(request)

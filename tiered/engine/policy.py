@@ -17,9 +17,10 @@ from itertools import chain
 from typing import NamedTuple
 
 from tiered.errors import MisuseError, expect_type
+from tiered.interfaces import EvictionPolicy, Planned
 from tiered.types import Candidate, Key, Others, Then, Use
 
-__all__ = ["LRU", "NEVER", "NextUse", "Plan", "Record", "Touch", "touch_of"]
+__all__ = ["LRU", "NEVER", "FollowedOrder", "NextUse", "Plan", "Record", "Touch", "touch_of"]
 
 DECAY = 0.95
 """Weight of a round beside the next one, in the share of rounds that touch a tensor outside the order."""
@@ -350,3 +351,41 @@ class NextUse:
             candidate = among.get(key)
             if candidate is not None and (dirty is None or candidate.dirty is dirty):
                 yield (dropped, position - price, touch), key
+
+
+class FollowedOrder:
+    """The order that is followed, and what its plan says of a tensor.
+
+    ``rooms`` are the bytes that read-ahead may take of each tier, from the top, and so the tiers that it fetches to;
+    ``choose`` makes the eviction policies for a plan; ``planned`` are those of them that know which tensors the plan drops.
+    """
+
+    def __init__(
+        self, plan: Plan, rooms: Sequence[int], choose: Callable[[Plan], Sequence[EvictionPolicy]]
+    ) -> None:
+        self.plan, self.rooms, self.choose = plan, rooms, choose
+        self.planned: Sequence[Planned | None] = ()
+
+    def adopt(self, policies: Sequence[EvictionPolicy]) -> None:
+        """Take ``policies``, from the top tier, as those that evict."""
+        self.planned = [policy if isinstance(policy, Planned) and policy.plans else None for policy in policies]
+
+    def policies(self) -> Sequence[EvictionPolicy]:
+        """Return new policies, which have seen nothing yet."""
+        return self.choose(self.plan)
+
+    def plans(self, tier: int) -> bool:
+        """Whether read-ahead to ``tier`` takes the room of the copies that a plan drops there, without a search."""
+        return tier < len(self.rooms) and self.planned[tier] is not None
+
+    def may_take_room_of(self, key: Key, tier: int) -> bool:
+        """Whether read-ahead may take the room of ``key`` in ``tier``, as far as the plan says."""
+        policy = self.planned[tier] if tier < len(self.planned) else None
+        return policy is None or policy.drops(key) or self.plan.next_use(key) == NEVER
+
+    def writes_behind(self, key: Key, tier: int) -> bool:
+        """Whether the plan drops ``key`` from ``tier`` before its next use, and that use needs its bytes."""
+        if tier >= len(self.rooms) or (policy := self.planned[tier]) is None or not policy.drops(key):
+            return False
+        needed = self.plan.next_use(key)
+        return needed == NEVER or self.plan.at(int(needed)).use is not Use.PUT

@@ -9,8 +9,10 @@ import math
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 
 from tiered.allocator import Sliding, moves
+from tiered.engine.policy import FollowedOrder
 from tiered.engine.residency import Copy, Evictability, State
 from tiered.interfaces import EvictionPolicy, Movable, Restorable, Tier
 from tiered.telemetry import TierStatistics
@@ -27,6 +29,9 @@ SMALL = 2
 WEIGHED = 256
 """Most copies, or groups of them, that are weighed one by one to find which have to leave."""
 
+LOOKED_AT = 256
+"""Copies dropped by the plan that are offered at most: to look at thousands of small ones takes longer than a lease."""
+
 FEW = 16
 """Most copies that leave for one request of which each is asked about once more: whether it has to leave."""
 
@@ -38,9 +43,11 @@ class Pool:
     """The slots of ``tier`` and the copies in them; ``policy`` chooses victims.
 
     ``evictable`` are the copies that may leave, now or after a write-back; ``bytes_of[evictability]`` are the bytes of their
-    slots; ``marked`` are victims that were chosen and have not left yet. ``aliased_evicted`` are EMPTY copies whose memory
-    still has aliases. ``largest`` is the largest allocated slot, ``alignment`` that of all sizes; ``memory`` is the tier where
-    its slots can be moved. Nothing leaves the ``bottom``, and its policy is told nothing.
+    slots; ``marked`` are victims that were chosen and have not left yet. ``order`` is the one that is followed, where it plans
+    what this tier drops; ``behind`` are DIRTY copies that are to be written back before their room is needed. ``note`` keeps
+    all of these, and nobody else. ``aliased_evicted`` are EMPTY copies whose memory still has aliases. ``largest`` is the
+    largest allocated slot, ``alignment`` that of all sizes; ``memory`` is the tier where its slots can be moved. Nothing leaves
+    the ``bottom``, and its policy is told nothing.
     """
 
     def __init__(self, tier: Tier, policy: EvictionPolicy, *, bottom: bool) -> None:
@@ -49,6 +56,9 @@ class Pool:
         self.copies: dict[Key, Copy] = {}
         self.evictable: dict[Key, Copy] = {}
         self.marked: dict[Key, Copy] = {}
+        self.order: FollowedOrder | None = None
+        self.behind: dict[Key, Copy] = {}
+        self._dropped: dict[Key, Copy] = {}  # CLEAN copies that the plan dropped, the newest last
         self.bytes_of = [0 for _ in Evictability]
         self.aliased_evicted: set[Copy] = set()
         self.used = self.peak = self.moved = self.largest = 0
@@ -172,15 +182,31 @@ class Pool:
 
     # -- copies ----------------------------------------------------------------------------------------------------------
 
-    def note(self, copy: Copy, evictability: Evictability) -> None:
-        """Record a change of ``copy``, which may be new, and what the copy means for eviction now."""
-        self.changes += 1
-        if copy.state is _EMPTY:
-            if self.copies.get(copy.key) is copy:
-                del self.copies[copy.key]
-                if not self.bottom:
-                    self.policy.forgotten(copy.key)
-            self._reclassify(copy, _USED)
+    def note(self, copy: Copy) -> None:
+        """Bring all that is known of ``copy`` for eviction up to date: it has come or gone, its state or its use has changed,
+        or the plan may say something else of it."""
+        gone = copy.state is _EMPTY
+        if not gone:
+            self.copies[copy.key] = copy
+        elif self.copies.get(copy.key) is copy:
+            del self.copies[copy.key]
+            if not self.bottom:
+                self.policy.forgotten(copy.key)
+        if not self.bottom:
+            before, now = copy.evictability, copy.classify()
+            if now is not before:
+                self.changes += 1
+                copy.evictability, nbytes = now, copy.slot.nbytes
+                self.bytes_of[before] -= nbytes
+                self.bytes_of[now] += nbytes
+                if now is _USED:
+                    del self.evictable[copy.key]
+                    self.marked.pop(copy.key, None)
+                elif before is _USED:
+                    self.evictable[copy.key] = copy
+            if self.order is not None:
+                self._plan(copy, self.order)
+        if gone:
             if copy.aliases:
                 self.aliased_evicted.add(copy)
             elif copy is self._passed_on:
@@ -188,10 +214,29 @@ class Pool:
                 self._guard(copy.slot, copy.fences)
             else:
                 self.give_back(copy.slot, copy.fences)
+
+    def _plan(self, copy: Copy, order: FollowedOrder) -> None:
+        """Record whether ``order`` drops ``copy`` before its next use."""
+        kind, key = copy.evictability, copy.key
+        if kind is Evictability.DIRTY and order.writes_behind(key, copy.tier):
+            self.behind[key] = copy
+        if kind is Evictability.CLEAN and order.may_take_room_of(key, copy.tier):
+            self._dropped[key] = copy
         else:
-            self.copies[copy.key] = copy
-            if evictability is not copy.evictability and not self.bottom:
-                self._reclassify(copy, evictability)
+            self._dropped.pop(key, None)
+
+    def plan_by(self, order: FollowedOrder | None) -> None:
+        """Know of all copies what ``order`` says of them, from now on; None: no order says anything."""
+        self.order = order
+        self.behind.clear()
+        self._dropped.clear()
+        if order is not None:
+            for copy in self.copies.values():
+                self._plan(copy, order)
+
+    def dropped(self) -> list[Copy]:
+        """Return CLEAN copies that the plan dropped, the newest first, ``LOOKED_AT`` at most: they cost nothing."""
+        return list(islice(reversed(self._dropped.values()), LOOKED_AT))
 
     def reap_dead_alias(self, copy: Copy) -> None:
         """Free the slot of ``copy``, which is EMPTY and has lost its last alias."""
@@ -199,30 +244,17 @@ class Pool:
         self.give_back(copy.slot, copy.fences)
 
     def rename(self, copy: Copy, key: Key) -> None:
-        """Record that the copy belongs to ``key`` from now on."""
-        del self.copies[copy.key]
+        """Record that the copy belongs to ``key`` from now on, of which no plan has said anything yet."""
+        old, copy.key = copy.key, key
+        self.copies[key] = self.copies.pop(old)
+        for known in (self.evictable, self.marked):
+            if old in known:
+                known[key] = known.pop(old)
+        for known in (self.behind, self._dropped):
+            known.pop(old, None)
         if not self.bottom:
-            self.policy.forgotten(copy.key)
-            self._reclassify(copy, Evictability.USED)
-        copy.key = key
-        self.note(copy, copy.classify())
-        if not self.bottom:
+            self.policy.forgotten(old)
             self.policy.touched(key)
-
-    def _reclassify(self, copy: Copy, now: Evictability) -> None:
-        before = copy.evictability
-        if now is before:
-            return
-        copy.evictability = now
-        nbytes = copy.slot.nbytes
-        self.bytes_of[before] -= nbytes
-        self.bytes_of[now] += nbytes
-        if now is _USED:
-            del self.evictable[copy.key]
-            if self.marked:
-                self.marked.pop(copy.key, None)
-        elif before is _USED:
-            self.evictable[copy.key] = copy
 
     def adopt(self, policy: EvictionPolicy) -> None:
         """Let ``policy`` choose victims from now on, and report every present copy to ``policy``, the one used last at the end.
@@ -418,7 +450,7 @@ class Pool:
         assert isinstance(self.tier, Restorable), f"tier {self.tier.name} cannot tell anew which of its slots are given"
         self.copies = {copy.key: copy for copy in copies}
         self.aliased_evicted = set(aliased)
-        self.evictable, self.marked, self.policy = {}, {}, policy
+        self.evictable, self.marked, self.policy, self.order = {}, {}, policy, None
         self.bytes_of = [0 for _ in Evictability]
         slots = {copy.slot for copy in (*self.copies.values(), *self.aliased_evicted)} | set(others)
         self._slots = sorted(slots, key=lambda slot: slot.offset)
@@ -433,7 +465,7 @@ class Pool:
         for copy in (*self.copies.values(), *self.aliased_evicted):
             copy.evictability = Evictability.USED
         for copy in self.copies.values():
-            self.note(copy, copy.classify())
+            self.note(copy)
             if not self.bottom:
                 policy.touched(copy.key)
 

@@ -271,7 +271,8 @@ class Install(Request):
         if entry.temporary:
             state.write_at_once(copy)
         state.used((entry,), self.tier, Use.PUT)
-        state.planned_anew(copy)  # a plan says more of it from now on
+        if self.tier < state.bottom:
+            state.pools[self.tier].note(copy)  # a plan says more of it from now on
         state.changing = False
 
 

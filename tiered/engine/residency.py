@@ -247,16 +247,19 @@ class Entry:
 class Directory:
     """All tensors of a store.
 
-    ``changed(copy, evictability)`` is called when a copy has come or gone, when its state has changed, and when leases or
-    transfers that read it have changed what it means for eviction. Of a copy at the bottom, which is never evicted and never
-    unsaved, only that it has come or gone is told.
+    ``changed(copy)`` is called when a copy has come or gone, or its state has changed; ``used[tier](copy)`` when a lease of a
+    copy in that tier, or a transfer that reads it, has begun or ended, and its state is the same. Of a copy at the bottom,
+    which is never evicted and never unsaved, only that it has come or gone is told.
     """
 
-    def __init__(self, depth: int, changed: Callable[[Copy, Evictability], None]) -> None:
+    def __init__(
+        self, depth: int, changed: Callable[[Copy], None], used: Sequence[Callable[[Copy], None]] | None = None
+    ) -> None:
         assert depth >= 1
         self.depth = depth
         self.next_id = 1
         self._tell = changed
+        self._used = [changed] * depth if used is None else used
         self._entries: dict[Key, Entry] = {}
         self._aside: dict[Key, Entry] = {}
         self._admitted: set[Owner] = set()  # owners that were compared with all others of the tensors that there are
@@ -378,7 +381,7 @@ class Directory:
         self._entries[key] = entry
         if old is not None:
             self._vacate_all(old)
-        self._came(copy)
+        self._tell(copy)
         return entry
 
     def add(self, key: Key, spec: TensorSpec, tensor_id: int, owner: Owner | None = None) -> Entry:
@@ -406,7 +409,7 @@ class Directory:
         copy.become(_FILLING)
         copy.become(_CLEAN)
         entry.copies[-1] = copy
-        self._came(copy)
+        self._tell(copy)
         return entry
 
     def forget(self, key: Key) -> None:
@@ -468,7 +471,7 @@ class Directory:
         fresh.become(_DIRTY)
         self._vacate(entry, copy)
         entry.copies[copy.tier] = fresh
-        self._came(fresh)
+        self._tell(fresh)
         return fresh
 
     # -- leases ----------------------------------------------------------------------------------------------------------
@@ -502,7 +505,7 @@ class Directory:
         copy.prefetched = False
         copy.failure = None
         if tier < self.depth - 1:
-            self._tell(copy, _USED)
+            (self._tell if access is _WRITE else self._used[tier])(copy)
         return copy
 
     def refuse_conflict(self, entry: Entry, access: Access) -> None:
@@ -519,7 +522,8 @@ class Directory:
         else:
             assert copy.readers > 0
             copy.readers -= 1
-        self._use_changed(copy)
+        if copy.tier < self.depth - 1:
+            self._used[copy.tier](copy)
 
     # -- transfers -------------------------------------------------------------------------------------------------------
 
@@ -532,18 +536,20 @@ class Directory:
         copy = Copy(entry.key, tier, slot)
         copy.become(_FILLING)
         entry.copies[tier] = copy
-        self._use_changed(source)
-        self._tell(copy, _USED)
+        if tier + 1 < self.depth - 1:
+            self._used[tier + 1](source)
+        self._tell(copy)
         return copy
 
     def end_fill(self, entry: Entry, tier: int, error: TieredError | None) -> None:
         source, copy = entry.copies[tier + 1], entry.copies[tier]
         assert source is not None and copy is not None
         source.reads_from -= 1
-        self._use_changed(source)
+        if tier + 1 < self.depth - 1:
+            self._used[tier + 1](source)
         if error is None:
             copy.become(_CLEAN)
-            self._changed(copy)
+            self._tell(copy)
         else:
             self._vacate(entry, copy)
 
@@ -556,8 +562,8 @@ class Directory:
         copy = Copy(entry.key, tier + 1, slot)
         copy.become(_FILLING)
         entry.copies[tier + 1] = copy
-        self._changed(source)
-        self._came(copy)
+        self._tell(source)
+        self._tell(copy)
         return copy
 
     def end_writeback(
@@ -570,12 +576,13 @@ class Directory:
             copy.become(_CLEAN if copy.tier == self.depth - 1 else _DIRTY)
             source.become(_CLEAN)
             source.failure = None
-            self._changed(copy)
+            if copy.tier < self.depth - 1:
+                self._tell(copy)
         else:
             source.become(_DIRTY)
             source.failure = error
             self._vacate(entry, copy)
-        self._changed(source)
+        self._tell(source)
 
     def repeat_writeback(self, entry: Entry, tier: int) -> None:
         """Record that a transfer down succeeded, but its source was written to meanwhile, so that the bytes are old and new
@@ -584,26 +591,13 @@ class Directory:
         assert source is not None and copy is not None
         source.become(_DIRTY)
         self._vacate(entry, copy)
-        self._changed(source)
+        self._tell(source)
 
     # -- within ----------------------------------------------------------------------------------------------------------
 
     def _count(self, key: Key) -> None:
         if self.watched and (stem := key.rstrip("0123456789")) in self.watched:
             self.watched[stem] += 1
-
-    def _came(self, copy: Copy) -> None:
-        self._tell(copy, copy.classify())
-
-    def _changed(self, copy: Copy) -> None:
-        """Tell that the state of ``copy`` changed."""
-        if copy.tier < self.depth - 1:
-            self._tell(copy, copy.classify())
-
-    def _use_changed(self, copy: Copy) -> None:
-        """Tell that a lease of ``copy``, or a transfer that reads it, began or ended, where eviction has to know."""
-        if copy.tier < self.depth - 1 and (evictability := copy.classify()) is not copy.evictability:
-            self._tell(copy, evictability)
 
     def _vacate_all(self, entry: Entry) -> None:
         for copy in entry.copies:
@@ -613,7 +607,7 @@ class Directory:
     def _vacate(self, entry: Entry, copy: Copy) -> None:
         copy.become(_EMPTY)
         entry.copies[copy.tier] = None
-        self._tell(copy, _USED)
+        self._tell(copy)
 
     def recount(self, claims: Iterable[tuple[Copy, Access]], reads: Iterable[Copy]) -> None:
         """Restore the table's invariants after an exception struck within a change: ``claims`` are the existing leases,

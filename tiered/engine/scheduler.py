@@ -245,10 +245,10 @@ class Scheduler:
         state = self.state
         if state.order is None or not state.order.plans(tier):
             return None
-        dropped = state.dropped_by_plan(tier)
-        if not dropped:
+        pool = state.pools[tier]
+        if not (dropped := pool.dropped()):
             return None
-        pool, acceptable = state.pools[tier], self._acceptable(tier, ticket)
+        acceptable = self._acceptable(tier, ticket)
         size = pool.rounded(nbytes)
         same = next((copy for copy in dropped if copy.nbytes == size and acceptable(copy)), None)
         if same is not None:
@@ -285,7 +285,7 @@ class Scheduler:
                 return self._evict_for_its_slot(one)
             chosen = [one]
         if planned:
-            chosen = pool.enough(nbytes, [copy for copy in state.dropped_by_plan(tier) if acceptable(copy)])
+            chosen = pool.enough(nbytes, [copy for copy in pool.dropped() if acceptable(copy)])
         if chosen is None and not (planned and ticket.needed_at is not None):
             chosen = pool.victims(nbytes, lambda copy: copy.evictability is not Evictability.FRESH and acceptable(copy))
         if chosen is None and ticket.urgency not in AHEAD:
@@ -436,7 +436,7 @@ class Scheduler:
             writer = ticket
             if ticket.urgency in AHEAD:
                 writer = Ticket(Urgency.WRITEBACK)
-                state.number(writer)
+                writer.sequence = next(state.numbers)
             self.admit_writeback(state.directory.entry(copy.key), copy.tier, writer)
         else:
             state.transfers.raise_urgency(copy.key, ticket.urgency)
@@ -529,7 +529,7 @@ class Scheduler:
             state.disturbances += 1
         elif below.tier < state.bottom:
             state.install(below)
-            state.planned_anew(below)
+            state.pools[below.tier].note(below)  # what the plan says of it
         else:
             if state.arrived is not None and not entry.temporary:
                 state.arrived(entry)

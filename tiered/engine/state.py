@@ -9,24 +9,21 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count
 
 from tiered.engine.claims import Claims, Holder, LeaseHold, RoomHold, TensorHold, View
-from tiered.engine.policy import NEVER, Plan, Record, Touch
+from tiered.engine.policy import FollowedOrder, Record, Touch
 from tiered.engine.pool import Pool
 from tiered.engine.residency import Copy, Directory, Entry, Evictability, State
 from tiered.engine.transfers import TransferQueues
 from tiered.errors import CorruptionError, TieredError
-from tiered.interfaces import EvictionPolicy, Planned, Tier
+from tiered.interfaces import EvictionPolicy, Tier
 from tiered.telemetry import TierStatistics
 from tiered.types import Access, Direction, Fence, Key, Owner, Slot, Transfer, Urgency, Use
 
-__all__ = ["ActiveSnapshot", "EngineState", "FollowedOrder", "RoomSearch", "Ticket"]
+__all__ = ["ActiveSnapshot", "EngineState", "RoomSearch", "Ticket"]
 
-LOOKED_AT = 256
-"""Copies dropped by the plan that are offered at most: to look at thousands of small ones takes longer than a lease."""
-
-_DIRTY, _WRITEBACK, _READ = State.DIRTY, State.WRITEBACK, Access.READ  # see residency
+_READ = Access.READ  # see residency
 
 
 class RoomSearch:
@@ -126,47 +123,6 @@ class Ticket:
         """Learn that ``key`` could not be brought up."""
 
 
-# -- a known order, and a snapshot -------------------------------------------------------------------------------------------
-
-
-class FollowedOrder:
-    """The order that is followed, and what its plan says of a tensor.
-
-    ``rooms`` are the bytes that read-ahead may take of each tier, from the top, and so the tiers that it fetches to;
-    ``choose`` makes the eviction policies for a plan; ``planned`` are those of them that know which tensors the plan drops.
-    """
-
-    def __init__(
-        self, plan: Plan, rooms: Sequence[int], choose: Callable[[Plan], Sequence[EvictionPolicy]]
-    ) -> None:
-        self.plan, self.rooms, self.choose = plan, rooms, choose
-        self.planned: Sequence[Planned | None] = ()
-
-    def adopt(self, policies: Sequence[EvictionPolicy]) -> None:
-        """Take ``policies``, from the top tier, as those that evict."""
-        self.planned = [policy if isinstance(policy, Planned) and policy.plans else None for policy in policies]
-
-    def policies(self) -> Sequence[EvictionPolicy]:
-        """Return new policies, which have seen nothing yet."""
-        return self.choose(self.plan)
-
-    def plans(self, tier: int) -> bool:
-        """Whether read-ahead to ``tier`` takes the room of the copies that a plan drops there, without a search."""
-        return tier < len(self.rooms) and self.planned[tier] is not None
-
-    def may_take_room_of(self, key: Key, tier: int) -> bool:
-        """Whether read-ahead may take the room of ``key`` in ``tier``, as far as the plan says."""
-        policy = self.planned[tier] if tier < len(self.planned) else None
-        return policy is None or policy.drops(key) or self.plan.next_use(key) == NEVER
-
-    def writes_behind(self, key: Key, tier: int) -> bool:
-        """Whether the plan drops ``key`` from ``tier`` before its next use, and that use needs its bytes."""
-        if tier >= len(self.rooms) or (policy := self.planned[tier]) is None or not policy.drops(key):
-            return False
-        needed = self.plan.next_use(key)
-        return needed == NEVER or self.plan.at(int(needed)).use is not Use.PUT
-
-
 @dataclass(slots=True)
 class ActiveSnapshot:
     """The snapshot that is being written to the bottom.
@@ -207,7 +163,7 @@ class EngineState:
         self._policy = policy
         self.changing = False
         self.claims = Claims()
-        self.directory = Directory(len(tiers), self.changed)
+        self.directory = Directory(len(tiers), self._changed, [pool.note for pool in self.pools])
         self.transfers = TransferQueues(self.bottom)
         self.waiting: Sequence[Ticket] = ()  # the request queue's
         self.order: FollowedOrder | None = None
@@ -215,8 +171,6 @@ class EngineState:
         self._uses = 0
         self.generation = 1  # of the commit that is open
         self.unsaved: dict[Key, Copy] = {}  # copies that no tier below has got yet
-        self.dropped_dirty: dict[tuple[int, Key], Copy] = {}  # DIRTY copies to be written behind, by tier and key
-        self._dropped_clean: list[dict[Key, Copy]] = [{} for _ in tiers]  # CLEAN copies that the plan dropped, the newest last
         self.writeback_due = False
         self.records: list[Record] = []  # what is leased is recorded in each
         self.fence: Callable[[int, object], Fence | None] | None = None  # of a tier: passes when a stream's work so far has run
@@ -228,82 +182,50 @@ class EngineState:
         self.spoiled = 0  # tensors that were written to under a READ lease, and have no right bytes any more
         self.asked: Ticket | None = None  # the request that is attempted now
         self.disturbances = 0  # write-backs that failed, WRITE leases that began
-        self._sequence = 0
-
-    def number(self, ticket: Ticket) -> None:
-        """Give ``ticket`` its place in the order of arrival."""
-        self._sequence += 1
-        ticket.sequence = self._sequence
+        self.numbers = count(1)
+        """Of tickets and transfers, in the order in which they come."""
 
     def enqueue(
         self, entry: Entry, index: int, way: Direction, upper: Slot, lower: Slot, urgency: Urgency, source: Copy | None
     ) -> int:
         """Put a transfer of ``entry`` into the queue of link ``index``; return its tag. ``source`` is the copy to fill from."""
-        self._sequence += 1
         generation = source.generation if source is not None else self.generation
         checksums = source.checksums if source is not None else b""
         transfer = Transfer(
-            self._sequence, entry.key, way, upper, lower, entry.nbytes, urgency, entry.tensor_id, generation, checksums
+            next(self.numbers), entry.key, way, upper, lower, entry.nbytes, urgency, entry.tensor_id, generation, checksums
         )
         self.transfers.add(index, entry, transfer)
         return transfer.tag
 
     # -- changes -----------------------------------------------------------------------------------------------------------
 
-    def changed(self, copy: Copy, evictability: Evictability) -> None:
-        """Bring everything that is kept beside the directory up to date with a change of ``copy``. Called by the directory."""
-        self.pools[copy.tier].note(copy, evictability)
-        state = copy.state
-        if state is _DIRTY or state is _WRITEBACK:
+    def _changed(self, copy: Copy) -> None:
+        """Bring everything that is kept beside the directory up to date: ``copy`` has come or gone, or its state has changed.
+        Called by the directory."""
+        self.pools[copy.tier].note(copy)
+        if copy.dirty:
             self.unsaved[copy.key] = copy
             self.writeback_due = True
         elif self.unsaved.get(copy.key) is copy:
             del self.unsaved[copy.key]
-        if self.order is not None:
-            self.planned_anew(copy)
-
-    def planned_anew(self, copy: Copy) -> None:
-        """Look up what the plan says of ``copy``, which changed, or was used."""
-        order, tier = self.order, copy.tier
-        if order is None or not order.plans(tier):
-            return
-        evictability = copy.evictability
-        if evictability is Evictability.DIRTY and self.writes_behind(copy):
-            self.dropped_dirty[tier, copy.key] = copy
-            self.writeback_due = True
-        if evictability is Evictability.CLEAN and copy.state is not State.EMPTY and order.may_take_room_of(copy.key, tier):
-            self._dropped_clean[tier][copy.key] = copy
-        else:
-            self._dropped_clean[tier].pop(copy.key, None)
 
     def write_at_once(self, copy: Copy) -> None:
         """Have ``copy``, which is new and of a temporary tensor, written behind, unless an order says what is."""
         if self.order is None and copy.tier < self.bottom:
-            self.dropped_dirty[copy.tier, copy.key] = copy
+            self.pools[copy.tier].behind[copy.key] = copy
             self.writeback_due = True
 
     def writes_behind(self, copy: Copy) -> bool:
-        """Whether ``copy`` should be written behind: not while a fill from it is under way, or was made for the next use."""
-        order = self.order
-        if order is None:
-            found = self.directory.find(copy.key)
-            mine = found is not None and found.temporary and found.copies[copy.tier] is copy
-            return mine and copy.evictability is Evictability.DIRTY and copy.state is State.DIRTY and copy.failure is None
-        if copy.evictability is not Evictability.DIRTY or copy.state is not State.DIRTY:
-            return False
-        if copy.failure is not None or not order.writes_behind(copy.key, copy.tier):
+        """Whether ``copy``, of which that was said, should still be written behind: not while a fill from it is under way, or
+        was made for the next use."""
+        if copy.evictability is not Evictability.DIRTY or copy.failure is not None:
             return False
         entry = self.directory.find(copy.key)
-        return entry is not None and all(upper is None for upper in entry.copies[: copy.tier])
-
-    def dropped_by_plan(self, tier: int) -> list[Copy]:
-        """Return CLEAN copies in ``tier`` that the plan dropped, the newest first, ``LOOKED_AT`` at most: they cost nothing."""
-        return list(islice(reversed(self._dropped_clean[tier].values()), LOOKED_AT))
-
-    def forget_plan_of(self, copy: Copy) -> None:
-        """Forget what the plan said of ``copy``, which will have another key."""
-        self.dropped_dirty.pop((copy.tier, copy.key), None)
-        self._dropped_clean[copy.tier].pop(copy.key, None)
+        if entry is None or entry.copies[copy.tier] is not copy:
+            return False
+        if self.order is None:
+            return entry.temporary
+        return self.order.writes_behind(copy.key, copy.tier) and all(upper is None for upper in entry.copies[: copy.tier])
 
     def follow(self, order: FollowedOrder | None, policies: Sequence[EvictionPolicy]) -> None:
         """Follow ``order`` from now on; None ends following. Each tier above the bottom adopts its policy of ``policies``, and
@@ -316,12 +238,9 @@ class EngineState:
         self._plan_all_anew()
 
     def _plan_all_anew(self) -> None:
-        self.dropped_dirty.clear()
-        for pool, dropped in zip(self.pools, self._dropped_clean, strict=True):
-            dropped.clear()
-            for copy in pool.copies.values() if not pool.bottom else ():
-                self.writeback_due |= copy.dirty
-                self.planned_anew(copy)
+        for tier, pool in enumerate(self.pools[: self.bottom]):
+            pool.plan_by(self.order if self.order is not None and self.order.plans(tier) else None)
+        self.writeback_due = True
 
     def used(self, entries: Sequence[Entry], tier: int, use: Use) -> None:
         """Record that a lease of ``entries`` in ``tier`` begins, or that the tensors were put there."""
@@ -358,7 +277,6 @@ class EngineState:
         unsaved = self.unsaved.pop(entry.key)
         self.directory.set_aside(entry)
         for copy in copies:
-            self.forget_plan_of(copy)
             self.pools[copy.tier].rename(copy, entry.key)
         self.unsaved[entry.key] = unsaved
         frozen[entry.key] = None
@@ -369,10 +287,9 @@ class EngineState:
         unsaved = self.unsaved.pop(entry.key, None)
         self.directory.rename(entry, key, owner)
         for copy in copies:
-            self.forget_plan_of(copy)
             self.pools[copy.tier].rename(copy, key)
             copy.record = b""
-            self.planned_anew(copy)
+            self.pools[copy.tier].note(copy)  # what the plan says of the new key
         if unsaved is not None:
             self.unsaved[key] = unsaved
 
@@ -426,25 +343,23 @@ class EngineState:
             return
         assert not self.changing
         self.changing = True
+        holds = self.claims.holds
         while ended:
             found = ended[0]
-            if isinstance(found, weakref.ref):
-                self._end(found)
-            else:
+            if not isinstance(found, weakref.ref):
                 found()
+            elif (hold := holds.get(id(found))) is not None:
+                if isinstance(hold, TensorHold):
+                    self._doom(hold)  # before it is taken: what strikes in between must not lose it
+                del holds[id(found)]
+                if isinstance(hold, tuple):
+                    self._view_ended(hold)
+                elif isinstance(hold, LeaseHold):
+                    self.lease_ended(hold)
+                elif isinstance(hold, RoomHold):
+                    self._room_ended(hold)
             ended.popleft()
         self.changing = False
-
-    def _end(self, holder: Holder) -> None:
-        if isinstance(hold := self.claims.find(holder), TensorHold):
-            self._doom(hold)  # before it is taken: what strikes in between must not lose it
-        hold = self.claims.take(holder)
-        if isinstance(hold, tuple):
-            self._view_ended(hold)
-        elif isinstance(hold, LeaseHold):
-            self.lease_ended(hold)
-        elif isinstance(hold, RoomHold):
-            self._room_ended(hold)
 
     def _doom(self, hold: TensorHold) -> None:
         """Delete a temporary tensor whose holder died: now, or once no lease and no transfer uses it."""
@@ -478,11 +393,13 @@ class EngineState:
         if self.fence is not None:
             self._fenced(copy, stream)
         copy.aliases -= 1
+        if copy.aliases or copy.readers or copy.writers:
+            return
         if copy.state is State.EMPTY:
-            if not copy.aliases:
-                self.pools[copy.tier].reap_dead_alias(copy)
-        elif (evictability := copy.classify()) is not copy.evictability:
-            self.changed(copy, evictability)
+            self.pools[copy.tier].reap_dead_alias(copy)
+        elif copy.tier < self.bottom:
+            self.pools[copy.tier].note(copy)
+            self.writeback_due = self.writeback_due or copy.dirty
 
     def lease_ended(self, lease: LeaseHold) -> None:
         """End ``lease``: by the engine, or where what was left half done is counted anew."""
@@ -493,6 +410,7 @@ class EngineState:
             if lease.access is _READ and copy.unsealed:
                 copy.spoiled, lease.misused = True, copy.key
             self.directory.release(copy, lease.access)
+            self.writeback_due = self.writeback_due or copy.dirty
             if copy.spoiled:
                 self._spoil(copy)
 
