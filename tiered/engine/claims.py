@@ -41,8 +41,8 @@ class LeaseHold:
     holder: Holder | None
     copies: list[Copy]
     access: Access
-    stream: object
-    misused: Key | None
+    stream: object = None
+    misused: Key | None = None
 
 
 class RoomHold:
@@ -50,8 +50,8 @@ class RoomHold:
 
     holder: Holder | None
     tier: int
-    slot: Slot | None
-    stream: object
+    slot: Slot | None = None
+    stream: object = None
 
 
 class TensorHold:

@@ -97,6 +97,7 @@ class Engine:
         self._counters = self.state.transfers.counters
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
+        self._ended = False  # whether one of these three is why no call is answered
         self._stopping = False
         self._broken: BaseException | None = None
         self._unrepairable: BaseException | None = None
@@ -117,7 +118,8 @@ class Engine:
     def wait(self, request: Request, deadline: float | None = None) -> None:
         """Wait until ``request`` is done, or raise its error; at most ``deadline`` seconds (default: the configured ones)."""
         asked = self.config.clock()
-        self.refuse_nested()
+        if self._owned():
+            self.refuse_nested()
         with self.lock:
             try:  # an exception of a signal handler may strike anywhere in here
                 at_once = self._submit(request)
@@ -219,15 +221,21 @@ class Engine:
         request.raise_error()
 
     def _submit(self, request: Request) -> bool:
-        """Attempt ``request`` in the caller's thread; queue it if it is not done at once. Called under the lock."""
-        self._refuse_stopped()
+        """Attempt ``request`` in the caller's thread, as far as that needs no transfer, no eviction and no wait; queue it if it
+        is not done then. Called under the lock."""
+        if self._ended:
+            self._refuse_stopped()
         state, queue = self.state, self.requests
         if state.changing:
             self._wait_for_recount()
         if state.claims.ended:
             state.reap()
         request.sequence = next(state.numbers)
-        done = queue.attempt_here(request)
+        try:
+            request.done = request.done or request.attempt_here(state)
+        except TieredError as error:
+            request.error, request.done = error, True
+        done = request.done
         if not done and self._thread is None and not request.deferred:  # without an engine's thread the caller decides here
             done = queue.attempt(request)
         if not done:
@@ -280,7 +288,7 @@ class Engine:
                 streams.synchronize()  # fences may be lost, so none may be needed
             self.state.recount()
         except BaseException as error:
-            self._unrepairable = error
+            self._unrepairable, self._ended = error, True
             self._wake_everybody()
         self._changed.notify_all()
         self._refuse_stopped()
@@ -474,7 +482,7 @@ class Engine:
             self._close_links()
             return
         with self.lock:
-            self._stopping = True
+            self._stopping = self._ended = True
             self._wake_everybody()
             self._wake.set()
         if os.getpid() == self._pid:
@@ -536,7 +544,7 @@ class Engine:
                     self._woken = self._woken or descriptor == wake
         except BaseException as error:
             with self.lock:
-                self._broken = error
+                self._broken, self._ended = error, True
                 self._wake_everybody()
         finally:
             self._close_links()

@@ -77,7 +77,7 @@ class Request(Ticket):
 class Lease(Request, LeaseHold):
     """Grants all of ``keys`` in ``tier`` at once, or none of them.
 
-    ``copies`` are the granted copies, ``specs`` their specs and ``views`` the tokens of the views that the caller makes of
+    ``copies`` are the granted copies, ``entries`` their tensors and ``views`` the tokens of the views that the caller makes of
     them, in the order of ``keys``; where the lease is not ``viewed`` the caller makes none. The lease ends with the token of
     ``holder``.
     """
@@ -88,10 +88,8 @@ class Lease(Request, LeaseHold):
         super().__init__(Urgency.DEMAND, tier, holder)
         self.keys, self.access, self._viewed = tuple(keys), access, viewed
         self.copies: list[Copy] = []
-        self.specs: list[TensorSpec] = []
+        self.entries: Sequence[Entry] = ()
         self.views: list[Token] = []
-        self.misused: Key | None = None  # written to under it, though it is for READ
-        self.stream: object = None
 
     def __str__(self) -> str:
         return f"a {self.access.name} lease of {', '.join(map(repr, self.keys[:3]))}{'…' if len(self.keys) > 3 else ''}"
@@ -136,7 +134,7 @@ class Lease(Request, LeaseHold):
             if self._viewed:
                 self.views.append(state.claims.view(copy))
             self.copies.append(copy)
-            self.specs.append(entry.spec)
+        self.entries = entries
         state.used(entries, self.tier, Use.WRITE if write else Use.READ)
         state.claims.grant(self)
         state.changing = False
@@ -184,8 +182,6 @@ class Room(Request, RoomHold):
     ) -> None:
         super().__init__(Urgency.DEMAND, tier, holder)
         self.nbytes, self.key, self.owner = nbytes, key, owner
-        self.slot: Slot | None = None
-        self.stream: object = None
 
     def __str__(self) -> str:
         return f"a put of {self.nbytes:,} bytes"
@@ -501,14 +497,6 @@ class RequestQueue:
             self._state.asked = None
         request.tried = True
         request.short = request.short or bool(request.full_tiers)
-        return request.done
-
-    def attempt_here(self, request: Request) -> bool:
-        """Attempt ``request`` in the caller's thread: only what needs no transfer, no eviction and no wait."""
-        try:
-            request.done = request.done or request.attempt_here(self._state)
-        except TieredError as error:
-            request.error, request.done = error, True
         return request.done
 
     @property

@@ -24,7 +24,7 @@ import torch
 from tiered.engine.claims import Token
 from tiered.engine.engine import Engine
 from tiered.engine.requests import Lease
-from tiered.engine.residency import Copy, State
+from tiered.engine.residency import Copy, Entry, State
 from tiered.errors import LeaseConflict, MisuseError, TieredError, drop_frames
 from tiered.interfaces import Memory
 from tiered.tensors.specs import dtype_of
@@ -42,18 +42,20 @@ Made = TypeVar("Made")
 
 
 class _Held(Generic[Made]):
-    """A lease as a context manager: the copies that it holds, and what is made of them, a list of as many."""
+    """A lease as a context manager: the copies in ``memory`` that it holds, and what is made of them, a list of as many."""
 
     viewed = True
+    token: Token | None = None
+    """Token of the lease: setting it to None ends the lease, whatever exception strikes then."""
+    _engine: Engine | None = None
+    _copies: list[Copy] | None = None
+    _request: Lease | None = None
 
-    def __init__(self, running: Callable[[], Engine], keys: Sequence[Key], access: Access, tier: int) -> None:
-        self._running = running
+    def __init__(
+        self, running: Callable[[], Engine], memory: Memory, keys: Sequence[Key], access: Access, tier: int
+    ) -> None:
+        self._running, self._memory = running, memory
         self._keys, self._access, self.tier = keys, access, tier
-        self.token: Token | None = None
-        """Token of the lease: setting it to None ends the lease, whatever exception strikes then."""
-        self._engine: Engine | None = None
-        self._copies: list[Copy] | None = None
-        self._request: Lease | None = None
 
     @property
     def unsaved(self) -> bool:
@@ -105,7 +107,8 @@ class _Held(Generic[Made]):
 
     def _granted(self, engine: Engine, request: Lease) -> list[Made]:
         try:
-            request.stream = engine.enter(request.copies, self.tier)
+            if self._memory.streams is not None:
+                request.stream = engine.enter(request.copies, self.tier)
             made = self._made(engine, request)
         except BaseException:
             self._undo()
@@ -165,20 +168,14 @@ class _Held(Generic[Made]):
 
 
 class _HeldTensors(_Held[torch.Tensor]):
-    """A lease that gives tensors on the slots of ``memory``."""
-
-    def __init__(
-        self, running: Callable[[], Engine], memory: Memory, keys: Sequence[Key], access: Access, tier: int
-    ) -> None:
-        super().__init__(running, keys, access, tier)
-        self._memory = memory
+    """A lease that gives tensors on the slots."""
 
     def _made(self, engine: Engine, request: Lease) -> list[torch.Tensor]:
         tensors: list[torch.Tensor] = []
-        for copy, spec, view in zip(request.copies, request.specs, request.views, strict=True):
+        for copy, entry, view in zip(request.copies, request.entries, request.views, strict=True):
             if request.stream is not None:
                 engine.state.claims.used_on(view, request.stream)
-            tensors.append(_view(engine, self._memory, copy, spec, view))
+            tensors.append(_view(engine, self._memory, copy, entry, view))
         return tensors
 
 
@@ -238,23 +235,19 @@ class LeaseOfAddresses(_Held[tuple[int, TensorSpec]]):
     """
 
     viewed = False
-
-    def __init__(
-        self, running: Callable[[], Engine], memory: DramTier, keys: Sequence[Key], access: Access, tier: int
-    ) -> None:
-        super().__init__(running, keys, access, tier)
-        self._memory = memory
-        self._arena: object = None
-        """Keeps the memory mapped, should another thread close the store."""
+    _arena: object = None
+    """Keeps the memory mapped, should another thread close the store."""
 
     def _made(self, engine: Engine, request: Lease) -> list[tuple[int, TensorSpec]]:
+        assert isinstance(self._memory, DramTier)
         arena = self._arena = self._memory.arena
         address = ctypes.addressof(arena)
         if self._access is Access.WRITE:
             for copy in request.copies:
                 if isinstance(copy.witness, torch.Tensor):  # autograd may have saved a tensor of an earlier lease
                     torch.autograd.graph.increment_version(copy.witness)
-        return [(address + copy.slot.offset, spec) for copy, spec in zip(request.copies, request.specs, strict=True)]
+        pairs = zip(request.copies, request.entries, strict=True)
+        return [(address + copy.slot.offset, entry.spec) for copy, entry in pairs]
 
     def __enter__(self) -> list[tuple[int, TensorSpec]]:
         try:
@@ -410,19 +403,19 @@ def _with_causes(errors: Iterable[object]) -> list[BaseException]:
     return list(found.values())
 
 
-def _view(engine: Engine, memory: Memory, copy: Copy, spec: TensorSpec, claim: Token) -> torch.Tensor:
-    """Return a tensor on ``copy``'s slot. ``claim`` lives until the last alias of the tensor is gone.
+def _view(engine: Engine, memory: Memory, copy: Copy, entry: Entry, claim: Token) -> torch.Tensor:
+    """Return a tensor on the slot of ``copy``, of ``entry``. ``claim`` lives until the last alias of the tensor is gone.
 
     All tensors ever made of one copy share one version counter: autograd then notices when a tensor that it saved under a READ
     lease was changed under a later WRITE lease of the same slot.
     """
     if torch.is_inference_mode_enabled():  # a view made in inference mode would have no version
         with torch.inference_mode(False):
-            return _view(engine, memory, copy, spec, claim)
-    dtype, nbytes = dtype_of(spec), spec.nbytes
-    raw, owner = memory.tensor(copy.slot, max(1, nbytes))
+            return _view(engine, memory, copy, entry, claim)
+    spec, dtype = entry.spec, dtype_of(entry.spec)
+    raw, owner = memory.tensor(copy.slot, entry.nbytes)
     owner.claim = claim  # type: ignore[attr-defined]
-    if nbytes == 0:
+    if entry.empty:
         raw = raw[:0]
     contents = raw if dtype is torch.uint8 else raw.view(dtype)
     if contents.shape != spec.shape:

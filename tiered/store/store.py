@@ -498,10 +498,10 @@ class TieredStore(TensorMapping):
         Entering raises KeyNotFound, LeaseConflict, TransferError, and CapacityError after the deadline. Leaving a READ lease
         whose tensor was written to raises MisuseError.
         """
-        wanted = access_of(access)
+        wanted = access if isinstance(access, Access) else access_of(access)
         if wanted is Access.WRITE:
             self._generations.refuse_change(self)
-        index = self._tier_index(tier)
+        index = 0 if tier is None else self._tier_index(tier)
         memory = self._parts.memories[index]
         if isinstance(key, str):
             return LeaseOfOne(self._running, memory, [key], wanted, index)

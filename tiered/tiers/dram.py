@@ -110,8 +110,9 @@ class DramTier:
     def tensor(self, slot: Slot, nbytes: int) -> tuple[torch.Tensor, object]:
         """Return the slot's first bytes as a uint8 tensor of shape (nbytes,), and its owner: a ctypes array that torch refers
         to."""
+        arena = self._arena
+        assert arena is not None, "the DRAM tier was closed"
         assert 1 <= nbytes <= slot.nbytes
-        arena = self.arena
         owner = _array_type(nbytes).from_address(ctypes.addressof(arena) + slot.offset)
         owner.arena = arena  # type: ignore[attr-defined]  # a ctypes array has room for attributes
         return torch.frombuffer(owner, dtype=torch.uint8), owner
