@@ -1,4 +1,4 @@
-"""The linear program against every assignment there is, and what it says of memory."""
+"""The assignment that is found, against every one there is, and what it says of memory."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiered import MisuseError
-from tiered.tuning.program import Assignment, Profile, Segment, State, Way, assign, evaluate, refuse_without_solver
+from tiered.tuning.program import Assignment, Profile, Segment, State, Way, assign, evaluate
 
 MIB = 1 << 20
 WAYS: tuple[Way, ...] = ("memory", "recompute", "store")
@@ -46,12 +45,12 @@ def every(profile: Profile, memory: int, pool: int) -> list[Assignment]:
 
 @settings(max_examples=40, deadline=None)
 @given(profiles(), st.integers(0, 300), st.integers(0, 200))
-def test_nothing_is_faster_than_what_is_assigned(profile: Profile, memory: int, pool: int) -> None:
+def test_nothing_is_much_faster_than_what_is_assigned(profile: Profile, memory: int, pool: int) -> None:
     found = assign(profile, memory * MIB, pool * MIB)
     candidates = every(profile, memory * MIB, pool * MIB)
     stored = evaluate(profile, {one.name: "store" for one in profile.segments}, "store", pool * MIB)
     best = min((one.seconds for one in candidates), default=stored.seconds)
-    assert found.seconds <= best * 1.002
+    assert found.seconds <= best * 1.05
     assert found.memory <= memory * MIB or found.ways == stored.ways
 
 
@@ -81,11 +80,3 @@ def test_what_saves_most_for_its_bytes_stays_in_dram() -> None:
     assert found.stays["often"] == 1.0
     assert found.ways == {"s": "store"}
     assert found.written == pytest.approx(10 * MIB - 5 * MIB * (1 - found.stays["seldom"] * 2))
-
-
-def test_scipy_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    with pytest.raises(MisuseError, match=r"\.\[plan\]"):
-        refuse_without_solver()

@@ -1,1 +1,1 @@
-"""Choices that are made while a training runs, from what was measured: a linear program, and who follows its result."""
+"""Choices that are made while a training runs, from what was measured: the best assignment found, and who follows it."""

@@ -1,5 +1,5 @@
-"""Choose where activations wait while a model trains: a short measured warm-up, a linear program, and a new choice when memory
-or rates have changed.
+"""Choose where activations wait while a model trains: a short measured warm-up, a choice, and a new one when memory or rates
+have changed.
 
 ``AdaptiveActivations`` stands where ``SavedTensors`` stands for ``activations="store"``, and beside it tells who computes
 segments which way each goes. In the warm-up all go into the store, which takes the least memory. A choice changes between two
@@ -25,7 +25,7 @@ from tiered.errors import MisuseError
 from tiered.store.activations import Left, SavedTensors
 from tiered.system import free_in_heap, headroom
 from tiered.telemetry import ActivationStatistics
-from tiered.tuning.program import Assignment, Profile, Segment, State, Way, assign, refuse_without_solver
+from tiered.tuning.program import Assignment, Profile, Segment, State, Way, assign
 from tiered.types import format_size, parse_size
 
 __all__ = ["AdaptiveActivations", "AutoPlan", "AutoPlanStatistics"]
@@ -136,7 +136,6 @@ class AdaptiveActivations:
         self, saved: SavedTensors, segments: Sequence[str], units: Iterable[str], updating: Callable[[], float],
         pool: int, plan: AutoPlan,
     ) -> None:
-        refuse_without_solver()
         self._saved, self._names, self._units, self._updating = saved, tuple(segments), frozenset(units), updating
         self._store, self._pool, self.plan = saved.store, pool - pool // WORKING, plan
         self.ways: dict[str, Way] = {}

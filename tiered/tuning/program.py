@@ -1,32 +1,27 @@
-"""Decide where activations of each segment wait, and which states stay in DRAM, by a mixed-integer linear program.
+"""Decide where activations of each segment wait, and which states stay in DRAM.
 
 A *segment* is a module whose inside can be computed again: its activations stay in memory, are computed again from its inputs,
-or go into the store. The drive is shared with parameters, gradients and optimizer states, of which DRAM keeps a part, so one
-program decides both. The objective is the time of a pass, as a machine that overlaps its drive with computing takes it:
+or go into the store. The drive is shared with parameters, gradients and optimizer states, of which DRAM keeps a part, so both
+are decided together. The objective is the time of a pass, as a machine that overlaps its drive with computing takes it:
 
     C = compute + seconds of what is computed again + copying of what goes into the store
     D = seconds of the drive for all bytes that DRAM does not hold
     T = max(C + exposed * D, D + exposed * C)
 
-``exposed`` is the share of the drive's work that was not hidden where it could have been. Variables that decide are 0 or 1;
-scipy's HiGHS solves the program (https://highs.dev). Pure: numbers in, an assignment out.
+``exposed`` is the share of the drive's work that was not hidden where it could have been. Pure: numbers in, an assignment out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-from tiered.errors import MisuseError
-
-__all__ = ["Assignment", "Profile", "Segment", "State", "Way", "assign", "evaluate", "refuse_without_solver"]
+__all__ = ["Assignment", "Profile", "Segment", "State", "Way", "assign", "evaluate"]
 
 Way = Literal["memory", "recompute", "store"]
 
-SECONDS = 2.0
-"""The solver's time at most; the best assignment found by then is taken."""
-GAP = 1e-3
+WAYS: tuple[Way, ...] = ("memory", "recompute", "store")
 PREFERENCE = 1e-6
 """Of the time of a pass: what decides between ways that take as long. Memory first, and the newest stay there, because backward
 needs these first."""
@@ -86,17 +81,6 @@ class Assignment:
     stays: Mapping[str, float] = field(default_factory=dict)
 
 
-def refuse_without_solver() -> None:
-    """Raise MisuseError where scipy is not installed."""
-    try:
-        import scipy.optimize  # noqa: F401
-    except ImportError as error:
-        raise MisuseError(
-            "activations='auto' and plan='auto' solve a linear program with scipy: pip install '.[plan]' in a clone, or pip "
-            "install scipy"
-        ) from error
-
-
 def evaluate(profile: Profile, ways: Mapping[str, Way], rest: Way, pool: int) -> Assignment:
     """Return what these ways take, with the best that DRAM can hold: what saves most of the drive for each byte stays."""
     compute, offered, stored = profile.compute, list[tuple[float, int, str | None, float]](), 0
@@ -139,118 +123,100 @@ def _memory(profile: Profile, ways: Mapping[str, Way], rest: Way) -> int:
 
 
 def assign(profile: Profile, memory: int, pool: int, allowed: Sequence[Way] = ("memory", "recompute", "store")) -> Assignment:
-    """Return the fastest assignment whose activations take at most ``memory`` bytes, with ``pool`` bytes of DRAM for the rest.
+    """Return the fastest assignment found whose activations take at most ``memory`` bytes, with ``pool`` bytes of DRAM for the
+    rest.
 
-    Everything goes into the store where nothing better is found, which takes the least memory. Raises MisuseError without
-    scipy.
+    From everything in the store, everything computed again, and as much in memory as fits, from the newest on, the change of
+    one way, or of two, that saves most is made until none saves anything. Everything goes into the store where nothing better
+    is found, which takes the least memory.
     """
-    refuse_without_solver()
-    ways = _solved(profile, memory, pool, allowed)
-    everything: dict[str, Way] = {segment.name: "store" for segment in profile.segments}
-    found = [evaluate(profile, everything, "store", pool)]
-    if ways is not None:
-        found.append(evaluate(profile, *ways, pool))
-    plain: dict[str, Way] = {segment.name: "memory" for segment in profile.segments}
-    if "memory" in allowed and _memory(profile, plain, "memory") <= memory:
-        found.append(evaluate(profile, plain, "memory", pool))
-    return min(found, key=lambda one: (one.seconds * (1 + PREFERENCE * (one.rest == "store")), one.written))
+    choice = _Choice(profile, memory, pool, allowed)
+    return evaluate(profile, *min((choice.improved(start) for start in choice.starts()), key=choice.cost), pool)
 
 
-def _solved(
-    profile: Profile, memory: int, pool: int, allowed: Sequence[Way]
-) -> tuple[dict[str, Way], Way] | None:
-    """Solve the program. Columns: for each segment memory, recompute, store (0 or 1) and the bytes that stayed up to it; memory
-    and store of the rest; the share of each state in DRAM; bytes of activations in DRAM; T."""
-    import numpy as np
-    from scipy.optimize import Bounds, LinearConstraint, milp
-    from scipy.sparse import coo_matrix
+Ways = tuple[dict[str, Way], Way]
+"""The way of each segment, and of the rest."""
 
-    segments, states, count = profile.segments, profile.states, len(profile.segments)
-    rest = 4 * count
-    state, cached = rest + 2, rest + 2 + len(states)
-    time, columns = cached + 1, cached + 2
-    per_byte = 1 / profile.read + 1 / profile.write
-    unit = max(1.0, float(max((profile.rest, *(one.saved for one in segments)), default=1)))  # bytes, scaled to about 1
 
-    compute, drive = [0.0] * columns, [0.0] * columns  # linear in the columns; constants beside
-    constant_drive = 0.0
-    room = [0.0] * columns  # of DRAM, in units
-    for at, one in enumerate(segments):
-        compute[4 * at + 1] = one.seconds + profile.copying * one.given
-        compute[4 * at + 2] = profile.copying * one.saved
-        drive[4 * at + 1], drive[4 * at + 2] = one.given * per_byte, one.saved * per_byte
-    compute[rest + 1], drive[rest + 1] = profile.copying * profile.rest, profile.rest * per_byte
-    for at, held in enumerate(states):
-        gain = held.read / profile.read + held.written / profile.write
-        constant_drive += gain
-        drive[state + at], room[state + at] = -gain, held.nbytes / unit
-    drive[cached], room[cached] = -per_byte * unit, 1.0
+class _Choice:
+    """What may be chosen for ``profile``, and what it costs."""
 
-    rows: list[dict[int, float]] = []
-    low: list[float] = []
-    high: list[float] = []
+    def __init__(self, profile: Profile, memory: int, pool: int, allowed: Sequence[Way]) -> None:
+        self.profile, self._memory, self._pool = profile, memory, pool
+        self._rest: list[Way] = ["memory", "store"] if "memory" in allowed else ["store"]
+        self._ways: dict[str, list[Way]] = {
+            one.name: [way for way in WAYS if way == "store" or (way in allowed and (way == "memory" or one.again))]
+            for one in profile.segments
+        }
+        self._at = {one.name: at for at, one in enumerate(profile.segments)}
 
-    def row(entries: dict[int, float], least: float, most: float) -> None:
-        rows.append(entries)
-        low.append(least)
-        high.append(most)
+    def starts(self) -> Iterator[Ways]:
+        stored: dict[str, Way] = dict.fromkeys(self._ways, "store")
+        yield stored, "store"
+        for else_ in WAYS:
+            ways = {name: else_ if else_ in known else "store" for name, known in self._ways.items()}
+            for rest in self._rest:
+                yield self._filled(ways, rest)
 
-    endless = float("inf")
-    limit = memory / unit
-    for at, one in enumerate(segments):
-        row({4 * at: 1.0, 4 * at + 1: 1.0, 4 * at + 2: 1.0}, 1.0, 1.0)
-        before = {4 * (at - 1) + 3: -1.0} if at else {rest: -profile.rest / unit}
-        row({4 * at + 3: 1.0, 4 * at: -one.saved / unit, **before}, 0.0, endless)  # what stayed grows by what stays here
-        earlier = {place: -value for place, value in before.items()}
-        row({**earlier, 4 * at: one.saved / unit, 4 * at + 1: one.saved / unit}, -endless, limit)
-    row({rest: 1.0, rest + 1: 1.0}, 1.0, 1.0)
-    row({rest: profile.rest / unit}, -endless, limit)
-    row({place: value for place, value in enumerate(room) if value}, -endless, pool / unit)
-    stored = {cached: 1.0, rest + 1: -profile.rest / unit}
-    for at, one in enumerate(segments):
-        stored |= {4 * at + 1: -one.given / unit, 4 * at + 2: -one.saved / unit}
-    row(stored, -endless, 0.0)  # DRAM holds no more of activations than there is
-    for first, second, fixed in (
-        (compute, drive, profile.compute + profile.exposed * constant_drive),
-        (drive, compute, constant_drive + profile.exposed * profile.compute),
-    ):
-        entries = {at: a + profile.exposed * b for at, (a, b) in enumerate(zip(first, second, strict=True)) if a or b}
-        row({time: 1.0, **{at: -value for at, value in entries.items()}}, fixed, endless)
+    def _filled(self, ways: dict[str, Way], rest: Way) -> Ways:
+        """Return ``ways`` with as much in memory as fits, from the newest on, and the rest in the store."""
+        found: Ways = ({name: "store" if way == "memory" else way for name, way in ways.items()}, rest)
+        for name, known in reversed(self._ways.items()):
+            changed: Ways = ({**found[0], name: "memory"}, rest)
+            if "memory" in known and self._fits(changed):
+                found = changed
+        return found if self._fits(found) else (dict.fromkeys(self._ways, "store"), "store")
 
-    scale = max(1e-9, profile.compute)
-    objective = np.zeros(columns)
-    objective[time] = 1.0
-    for at in range(count):
-        objective[4 * at] = PREFERENCE * scale * (count - at) / (count + 1)
-        objective[4 * at + 1] = PREFERENCE * scale * 2
-        objective[4 * at + 2] = PREFERENCE * scale * (3 + at / (count + 1))
-    objective[rest + 1] = PREFERENCE * scale * 3
-    upper = np.full(columns, np.inf)
-    upper[: 4 * count] = np.tile([1.0, 1.0, 1.0, np.inf], count)
-    upper[rest : rest + 2 + len(states)] = 1.0
-    for place, way in enumerate(("memory", "recompute", "store")):
-        if way not in allowed and way != "store":
-            upper[place : 4 * count : 4] = 0.0
-    if "memory" not in allowed:
-        upper[rest] = 0.0
-    for at, one in enumerate(segments):
-        if not one.again:
-            upper[4 * at + 1] = 0.0
-    whole = np.zeros(columns)
-    whole[: 4 * count] = np.tile([1, 1, 1, 0], count)
-    whole[rest : rest + 2] = 1
-    places = [(number, at, value) for number, entries in enumerate(rows) for at, value in entries.items()]
-    numbers, ats, values = zip(*places, strict=True)
-    matrix = coo_matrix((values, (numbers, ats)), shape=(len(rows), columns)).tocsr()
-    found: Any = milp(
-        objective,
-        integrality=whole,
-        bounds=Bounds(np.zeros(columns), upper),
-        constraints=LinearConstraint(matrix, np.array(low), np.array(high)),
-        options={"time_limit": SECONDS, "mip_rel_gap": GAP},
-    )
-    if found.x is None:
-        return None
-    names: tuple[Way, ...] = ("memory", "recompute", "store")
-    ways = {one.name: names[int(np.argmax(found.x[4 * at : 4 * at + 3]))] for at, one in enumerate(segments)}
-    return ways, "memory" if found.x[rest] > 0.5 else "store"
+    def _fits(self, ways: Ways) -> bool:
+        return _memory(self.profile, *ways) <= self._memory
+
+    def cost(self, ways: Ways) -> float:
+        """Return the seconds of a pass, and what decides between ways that take as long."""
+        (named, rest), count = ways, len(self._at)
+        preference = 3.0 if rest == "store" else 0.0
+        for name, way in named.items():
+            at = self._at[name]
+            preference += {"memory": (count - at) / (count + 1), "recompute": 2.0, "store": 3 + at / (count + 1)}[way]
+        found = evaluate(self.profile, named, rest, self._pool)
+        return found.seconds + PREFERENCE * max(1e-9, self.profile.compute) * preference
+
+    def improved(self, ways: Ways) -> Ways:
+        """Return what the best change of one way, or else of two, leads to, as often as one saves something."""
+        cost = self.cost(ways)
+        while True:
+            one = list(self._changed(ways))
+            best = min(filter(self._fits, one), key=self.cost, default=ways)
+            if self.cost(best) >= cost:
+                best = min(filter(self._fits, self._swapped(ways, one)), key=self.cost, default=ways)
+            if self.cost(best) >= cost:
+                return ways
+            ways, cost = best, self.cost(best)
+
+    def _swapped(self, ways: Ways, changed: Sequence[Ways]) -> Iterator[Ways]:
+        """Yield ``ways`` with each change that takes one out of memory, and one more that puts another one there."""
+        before = _kept(ways)
+        for first in changed:
+            if len(_kept(first)) < len(before):
+                yield from (other for other in self._changed(first) if not _kept(other) <= before)
+
+    def _changed(self, ways: Ways) -> Iterator[Ways]:
+        """Yield ``ways`` with each single change. Of segments that are alike and go the same way, the first and the last one's
+        are enough."""
+        named, rest = ways
+        for other in self._rest:
+            if other != rest:
+                yield named, other
+        alike: dict[tuple[object, ...], list[str]] = {}
+        for one in self.profile.segments:
+            alike.setdefault((one.saved, one.given, one.seconds, one.again, named[one.name]), []).append(one.name)
+        for names in alike.values():
+            for name in dict.fromkeys((names[0], names[-1])):
+                for way in self._ways[name]:
+                    if way != named[name]:
+                        yield {**named, name: way}, rest
+
+
+def _kept(ways: Ways) -> set[str | None]:
+    """Return what stays in memory: names, and None for the rest."""
+    named, rest = ways
+    return {name for name, way in named.items() if way == "memory"} | ({None} if rest == "memory" else set())

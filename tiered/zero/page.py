@@ -24,7 +24,6 @@ from tiered.store.activations import refuse_one_tier
 from tiered.system import Trimmer, refuse_little_room, returned_at_once
 from tiered.telemetry import ActivationStatistics
 from tiered.tuning.adaptive import AutoPlan, AutoPlanStatistics
-from tiered.tuning.program import refuse_without_solver
 from tiered.types import Access, Owner
 from tiered.zero.build.construct import unguard
 from tiered.zero.build.deferred import Deferred, expect
@@ -284,7 +283,7 @@ def page(
     most) and small tensors, as with ``tiered.offload_activations``. Results are the same, bit for bit.
     ``statistics(model).activations`` says how much went there, and what backward waited for. "auto": each of these modules one
     of the three ways, chosen after a measured warm-up, and anew when memory, rates or inputs have changed by more than a
-    quarter. ``statistics(model).plan`` says what was chosen, and why. It needs scipy (the extra ``plan``) and one process.
+    quarter. ``statistics(model).plan`` says what was chosen, and why. It needs one process.
     ``plan``: "auto" is ``activations="auto"``; a ``zero.AutoPlan`` also says how much memory activations may take, and which
     ways there are.
 
@@ -485,8 +484,6 @@ class _Options:
                 f"micro_batch computes the inside of units again, so that nothing of it is left for "
                 f"activations={self.activations!r}: leave one of them out"
             )
-        if self.activations == "auto":
-            refuse_without_solver()
         if self.source is not None and self.existing != "resume":
             raise MisuseError("source= is for existing='resume': where the checkpoint is that this model goes on from")
         if self.weights is not None and (self.existing == "resume" or self.param_init_fn is not None):

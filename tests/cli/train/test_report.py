@@ -110,7 +110,6 @@ def test_a_training_writes_a_page_and_its_json_makes_the_same(tmp_path: Path) ->
 
 
 def test_a_training_chooses_and_says_so(tmp_path: Path) -> None:
-    pytest.importorskip("scipy")
     (tmp_path / "text").write_bytes(bytes(range(256)) * 8)
     given = [*TINY, "--text", "text", "--dir", "s", "--steps", "6", "--auto", "--activation-memory", "64KiB"]
     done = tiered("train", *given, "--json", "run.json", cwd=tmp_path)

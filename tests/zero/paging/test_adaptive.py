@@ -23,8 +23,6 @@ from tiered.tuning.program import Way
 from tiered.zero.paging.pager import pager_of
 from tiered.zero.paging.recompute import module_state
 
-pytest.importorskip("scipy")
-
 DRAM = "2MiB"
 STEPS = 6
 
