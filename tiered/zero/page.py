@@ -549,16 +549,15 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
         stack.enter_context(returned_at_once())
         pretrained = None if options.weights is None else stack.enter_context(_opened(model, options.weights))
         meta = _replace_meta(model, store)
-        deferred = {fresh: old for fresh, old in meta.items() if isinstance(old, Deferred)}
+        deferred: dict[nn.Parameter, Deferred] = {fresh: old for fresh, old in meta.items() if isinstance(old, Deferred)}
         strides |= {fresh: old.stride() for fresh, old in deferred.items()}
+        if pretrained is not None:
+            deferred = pretrained.values(meta)
         adoption = _Adoption(
-            *(model, store, window, partition, staged, meta, deferred, options.param_init_fn, pretrained),
-            filling=options.filling,
+            *(model, store, window, partition, staged, meta, deferred, options.param_init_fn), filling=options.filling
         )
         replacement = Replacement(store, options.name) if held and options.filling is None else None
         try:
-            if pretrained is not None:
-                pretrained.renamed(meta)
             plan = divide(model, limits, strides, options.policy, partition.shares, slicing)
             with partition.agreeing(FILLING):
                 if options.filling is not None:
@@ -1071,7 +1070,6 @@ class _Adoption:
     meta: dict[nn.Parameter, nn.Parameter]
     deferred: Mapping[nn.Parameter, Deferred]
     init: Init | None
-    pretrained: Pretrained | None = None
     filling: Filling | None = None
     without_memory: set[nn.Parameter] = field(default_factory=set)
     stored: dict[nn.Parameter, list[tuple[str, Placement, torch.device]]] = field(default_factory=dict)
@@ -1118,7 +1116,7 @@ class _Adoption:
         for placement in unit.placements:
             sliced, parameter = placement.sliced, placement.whole
             if memory is not None:
-                if parameter in self.without_memory and self.pretrained is None:
+                if parameter in self.without_memory:
                     self._materialise(modules[parameter])
                 self._write(placement, parameter, memory)
             self.stored.setdefault(parameter, []).append((key, placement, parameter.device))
@@ -1128,9 +1126,7 @@ class _Adoption:
             self.window.sweep()  # the waiting value, which nothing shows any more
 
     def _write(self, placement: Placement, parameter: nn.Parameter, memory: torch.Tensor) -> None:
-        if self.pretrained is not None:
-            self.pretrained.fill(placement, memory)
-        elif parameter in self.deferred:
+        if parameter in self.deferred:
             _write_deferred(placement, memory, self.deferred)
         else:
             with placement.filling(memory) as target:

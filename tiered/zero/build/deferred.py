@@ -391,6 +391,10 @@ class Deferred(torch.Tensor):
         start, stop, _ = at.indices(self.contents.shape[0]) if isinstance(at, slice) else (at, at + 1, 1)
         return ((start, stop), *region[1:])
 
+    def cast(self, dtype: torch.dtype) -> Deferred:
+        """Return the values in that type."""
+        return self if dtype is self.contents.dtype else Deferred(_Cast(self.contents, dtype))
+
     def whole(self) -> torch.Tensor:
         """Return the values, in memory, with the strides that this tensor shows: sums and products depend on them."""
         found = torch.empty_strided(self.meta.shape, self.meta.stride(), dtype=self.meta.dtype, device="cpu")

@@ -9,32 +9,30 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from tiered.errors import MisuseError
-from tiered.format.safetensors import Entry, WeightFiles, entry_of, first_of
+from tiered.format.safetensors import Entry, entry_of, first_of
 from tiered.format.safetensors_writer import Existing, Shards
 from tiered.store.at_rest import StoreAtRest
 from tiered.system import refuse_little_room
 from tiered.types import TensorSpec
+from tiered.zero.build.deferred import Deferred, Files
 from tiered.zero.checkpoint.beside import refuse_forgotten
 from tiered.zero.checkpoint.checkpoint import persistent_buffers, read_record
 from tiered.zero.checkpoint.reshard import Source, opened
 from tiered.zero.paging.pager import Pager, pager_of, placements_of
 from tiered.zero.paging.sharding import Sharded
-from tiered.zero.paging.units import Placement, UnitPlan
+from tiered.zero.paging.units import UnitPlan
 from tiered.zero.rank_stores import shared_json
 from tiered.zero.record import in_memory, plans, type_named
 
 __all__ = [
     *("Pretrained", "Progress", "export", "export_at_rest", "export_of_ranks", "models_in", "parameters_of", "refuse_older"),
 ]
-
-READ_AT_ONCE = 4 << 20
-"""Bytes that are read at a time, where a row of a tensor is not larger."""
 
 
 class Pretrained:
@@ -43,33 +41,31 @@ class Pretrained:
     def __init__(self, model: nn.Module, path: str | os.PathLike[str]) -> None:
         """Open the files and check them. Raises MisuseError for names that are missing or unexpected, other shapes, and buffers
         that nothing gives values; SafetensorsError and OSError for the files."""
-        self.files = WeightFiles(path)
-        try:
-            self._parameters = _aliases(model)
-            self._buffers = persistent_buffers(model)
-            self._refuse_names(model)
-            self._refuse_shapes(model)
-        except BaseException:
-            self.files.close()
-            raise
+        self._path, self._files = path, Files()
+        self._tensors = self._files.open(path)
+        self._parameters = _aliases(model)
+        self._buffers = persistent_buffers(model)
+        self._refuse_names(model)
+        self._refuse_shapes(model)
 
     def __enter__(self) -> Pretrained:
+        self._files.__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.files.close()
+        self._files.__exit__(*exception)
 
     def _refuse_names(self, model: nn.Module) -> None:
-        there = self.files.entries.keys()
+        there = self._tensors.keys()
         missing = [names[0] for names in self._parameters.values() if not any(name in there for name in names)]
         missing += [name for name in self._buffers if name not in there]
         if missing:
-            raise MisuseError(f"{self.files.path} has no tensor for {first_of(missing)} of this model")
+            raise MisuseError(f"{self._path} has no tensor for {first_of(missing)} of this model")
         expected = {name for names in self._parameters.values() for name in names}
         expected |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
         unexpected = [name for name in there if name not in expected]
         if unexpected:
-            raise MisuseError(f"{self.files.path} has {first_of(unexpected)}, which this model does not have")
+            raise MisuseError(f"{self._path} has {first_of(unexpected)}, which this model does not have")
         blank = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in self._buffers]
         if blank:
             raise MisuseError(
@@ -81,29 +77,19 @@ class Pretrained:
         wanted = {self._source(parameter): parameter for parameter in self._parameters}
         buffers = dict(model.named_buffers())
         for name, tensor in [*wanted.items(), *((name, buffers[name]) for name in self._buffers)]:
-            spec = self.files.entries[name].spec
-            if spec.shape != tuple(tensor.shape):
-                raise MisuseError(
-                    f"{name!r} has shape {spec.shape} in {self.files.path}, and {tuple(tensor.shape)} in this model"
-                )
+            shape = tuple(self._tensors[name].shape)
+            if shape != tuple(tensor.shape):
+                raise MisuseError(f"{name!r} has shape {shape} in {self._path}, and {tuple(tensor.shape)} in this model")
 
     def _source(self, parameter: nn.Parameter) -> str:
         """Return by which of its names a parameter is in the files."""
-        return next(name for name in self._parameters[parameter] if name in self.files.entries)
+        return next(name for name in self._parameters[parameter] if name in self._tensors)
 
-    def renamed(self, meta: dict[nn.Parameter, nn.Parameter]) -> None:
-        """Note that parameters on the meta device were replaced: ``meta`` has the old one of each new one."""
-        for fresh, old in meta.items():
-            self._parameters[fresh] = self._parameters.pop(old)
-
-    def fill(self, placement: Placement, unit: torch.Tensor) -> None:
-        """Write a parameter's values to its place in ``unit``, which is as in the store; a piece at a time."""
-        with placement.filling(unit) as target:
-            if placement.sliced is None:
-                self._read(self._source(placement.parameter), target, placement.dtype)
-            else:
-                source, begin = self._source(placement.sliced.parameter), placement.sliced.element(placement.number)
-                self._read(source, target, placement.dtype, begin, placement.numel)
+    def values(self, meta: Mapping[nn.Parameter, nn.Parameter]) -> dict[nn.Parameter, Deferred]:
+        """Return the values of each parameter, in the type that it has. ``meta`` has the old one of each parameter that was
+        replaced since this was made."""
+        fresh = {old: new for new, old in meta.items()}
+        return {fresh.get(one, one): self._tensors[self._source(one)].cast(one.dtype) for one in self._parameters}
 
     def fill_buffers(self, model: nn.Module) -> None:
         """Read all buffers that ``state_dict`` has."""
@@ -114,33 +100,7 @@ class Pretrained:
             assert buffer is not None
             if buffer.is_meta:
                 buffer = modules[where]._buffers[last] = torch.empty_like(buffer, device="cpu")
-            self._read(name, buffer, buffer.dtype)
-
-    @torch.no_grad()
-    def _read(
-        self, name: str, target: torch.Tensor, between: torch.dtype, begin: int = 0, numel: int | None = None
-    ) -> None:
-        """Read a tensor, or ``numel`` elements of it from ``begin``, into ``target``. ``between``: the type that values have on
-        the way."""
-        spec = self.files.entries[name].spec
-        dtype: torch.dtype = getattr(torch, spec.dtype)
-        numel = spec.numel if numel is None else numel
-        if not numel:
-            return
-        if target.is_contiguous():
-            target = target.as_strided((numel,), (1,))
-        size = numel * dtype.itemsize // target.shape[0]  # of a row
-        step = max(1, READ_AT_ONCE // size)
-        plain = target.dim() == 1 and target.stride() == (1,) and target.device.type == "cpu"
-        direct = plain and dtype is between is target.dtype
-        for start in range(0, target.shape[0], step):
-            rows = target[start : start + step]
-            if direct:
-                self.files.read(name, begin * dtype.itemsize + start * size, rows.view(torch.uint8).numpy().data)
-                continue
-            data = torch.empty(rows.shape[0] * size, dtype=torch.uint8, device="cpu")
-            self.files.read(name, begin * dtype.itemsize + start * size, data.numpy().data)
-            rows.copy_(data.view(dtype).view(rows.shape).to(between))
+            self._tensors[name].cast(buffer.dtype).write_to(buffer)
 
 
 def _aliases(model: nn.Module) -> dict[nn.Parameter, list[str]]:
