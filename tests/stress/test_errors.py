@@ -123,6 +123,8 @@ def fail_a_read(disk: FaultyDisk, store: TieredStore, source: random.Random, how
     options = dict(FAULTS[fault])
     if fault == "short" and SIZES[key] <= options["moves"]:
         options["moves"] = 512
+    elif fault == "odd":  # a tensor's own bytes are enough
+        options["moves"] = min(options["moves"], SIZES[key] - 1)
     disk.add(Rule("read", start=at, stop=at + 1, name=r"data\.0", **options))
     try:
         READS[how](store, key)
