@@ -73,7 +73,7 @@ from tiered.zero.paging.tensors.patches import in_force_for
 from tiered.zero.paging.tensors.sliced import Divided, slice_up
 from tiered.zero.paging.tensors.sources import SHARE
 from tiered.zero.paging.tensors.stored import no_copy
-from tiered.zero.paging.unit import BackwardUpdates, Unit
+from tiered.zero.paging.unit import BackwardUpdates, Held, Unit
 from tiered.zero.paging.units import ModelPlan, Placement, Sliced, is_called
 
 __all__ = [
@@ -439,7 +439,7 @@ class Pager:
         if not unit.held:
             self._look_ahead(unit)
         if not _shows_arguments() and (unit.held or self._computes_alone()):
-            unit.hold_aside(placement for placement in unit.plan.placements if self._is_alone(placement))
+            unit.hold_for_layers(placement for placement in unit.plan.placements if self._is_alone(placement))
         else:
             self.take(unit)
         self._defer_hidden(unit)
@@ -566,7 +566,7 @@ class Pager:
             self._refuse_another_thread()
             if not unit.held:
                 self._hold_read(self._frames[-1], unit)
-            if not unit.shown and unit.is_aside(placement):
+            if placement in unit.aside:
                 if for_layer() and not _shows_arguments():
                     return unit.apart(placement)
                 unit.show([placement])
@@ -588,7 +588,7 @@ class Pager:
     def show(self, parameter: torch.Tensor) -> None:
         """Give a parameter its memory, where its unit is held and nobody has asked for it: its address is asked for."""
         unit, placement = self._home[parameter]  # type: ignore[index]
-        if unit.held and unit.is_aside(placement):
+        if unit.held and placement in unit.aside:
             unit.show([placement])
             self._hook_gradients(unit)
 
@@ -766,7 +766,8 @@ class Pager:
         """Do as ``start``, and reset also where a unit is held, which nobody may do outside of forward and backward."""
         if not self.computing:  # asked first: a model with many experts has thousands of units
             gathered = self._gathered()
-            if self.phase is not Phase.IDLE or any(unit.taken and unit not in gathered for unit in self.units):
+            held = any(unit.state is not Held.BY_STORE and unit not in gathered for unit in self.units)
+            if held or self.phase is not Phase.IDLE:
                 self.reset()
         self.intent.ready()
 

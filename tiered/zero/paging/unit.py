@@ -20,6 +20,7 @@ import ctypes
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from enum import Enum, auto
 from functools import partial
 from typing import Any, Protocol
 
@@ -47,7 +48,7 @@ from tiered.zero.paging.update import Pending, States, Update
 from tiered.zero.rules.forms import StateForm, forms_of
 from tiered.zero.rules.rule import WHOLE, UpdateRule, terms_of
 
-__all__ = ["BackwardUpdates", "DevicePlaceholder", "Placeholder", "Stepper", "Unit"]
+__all__ = ["BackwardUpdates", "DevicePlaceholder", "Held", "Placeholder", "Stepper", "Unit"]
 
 NARROW = (torch.bfloat16, torch.float16)
 """Types of parameters that may have masters, which must not be used after a write to the parameter."""
@@ -143,6 +144,24 @@ class _Witness:
         self._version = self._tensor._version
 
 
+class Held(Enum):
+    """Who has the parameters of a unit, and what that costs. A unit is in a state from before the first parameter gets its
+    memory until after the last one has lost it: where an exception strikes between, ``Unit.held`` is 0."""
+
+    BY_STORE = auto()
+    """Nobody but the store. Parameters are placeholders of one element. To hold the unit costs a lease, which reads it where
+    the top tier has none, and the pending update."""
+    FOR_READING = auto()
+    """Parameters are on memory that is leased for READ. To drop the unit costs a digest of what a tier below has, too, and a
+    write where somebody wrote."""
+    FOR_LAYERS = auto()
+    """As for reading, but parameters that only layers of torch ask for have no memory, and no digest. A parameter that
+    somebody has then is one in the store to him, and may be written to: the digest tells."""
+    FOR_WRITING = auto()
+    """Parameters are on memory that is leased for WRITE: nobody else has it, no other tier keeps the bytes of before, and
+    masters are made anew where bytes have changed."""
+
+
 class Unit:
     """Parameters that are paged together.
 
@@ -186,8 +205,7 @@ class Unit:
         self.arriving = partition.arriving(store, checkpoint.owner, self.key, plan, self.gradients)
         self.held = 0
         """How often."""
-        self._in_use = False  # from before the parameters are given memory until after it is taken away
-        self._access = Access.READ
+        self.state = Held.BY_STORE
         self._digests: dict[Placement, int] = {}
         """Of the bytes of parameters as the store has them, if ``_digested`` is the unit's version; within a hold for writing,
         of those whose masters had their values before."""
@@ -195,13 +213,8 @@ class Unit:
         self._told: Collection[Placement] = plan.placements
         """While the unit is held: the parameters of which a write is told by a digest."""
         self._narrow = [p for p in plan.placements if p.stored in NARROW]
-        self._aside: dict[Placement, torch.Tensor | None] = {}
-        """Parameters that have no memory although the unit is held: see ``hold_aside``."""
-        self.shown = True
-        """Whether there are none of these."""
-        self._began_aside = False
-        """Whether the unit is held since ``hold_aside``. A parameter that somebody has then is one in the store to him, and
-        what he writes to it is told by its bytes."""
+        self.aside: dict[Placement, torch.Tensor | None] = {}
+        """Parameters that have no memory although the unit is held, and what layers were given of them."""
         self._versions: list[int] = []
         self._left: list[int] | None = None
         """Versions of the parameters when the unit was last dropped, where somebody kept a tensor on their memory."""
@@ -239,41 +252,26 @@ class Unit:
     @traced
     def in_hand(self) -> bool:
         """Return whether all parameters of the unit have their memory, also where an interruption left them so."""
-        return self._in_use and self.shown
+        return self.state is not Held.BY_STORE and not self.aside
 
-    @property
-    def taken(self) -> bool:
-        """Return whether the unit is held, or an interruption left it neither held nor dropped."""
-        return self._in_use
-
-    def hold_aside(self, placements: Iterable[Placement]) -> None:
+    def hold_for_layers(self, placements: Iterable[Placement]) -> None:
         """Hold the unit for reading, and give parameters their memory, ``placements`` only when they are asked for: nobody can
         have written to one that was ``apart`` alone, which is for code that does not write."""
         if self.held:
             self.held += 1
-            return
-        self._aside = dict.fromkeys(placements)
-        try:
-            self.hold()
-            self._began_aside = True
-        finally:
-            if not self.held:
-                self._aside = {}
-
-    def is_aside(self, placement: Placement) -> bool:
-        """Return whether a parameter has no memory although the unit is held."""
-        return placement in self._aside
+        else:
+            self._hold_anew(Held.FOR_LAYERS, placements)
 
     def apart(self, placement: Placement) -> torch.Tensor:
         """Return a tensor on the memory of one that has none itself yet, as long as the unit is held."""
-        made = self._aside[placement]
+        made = self.aside[placement]
         if made is None:
             if torch.is_inference_mode_enabled():
                 with torch.inference_mode(False), torch.no_grad():
                     return self.apart(placement)
             made = self._values(placement).detach()  # else what is viewed of it needs no gradient, and products go another way
             with torch._C.DisableTorchFunctionSubclass():
-                self._aside[placement] = made.requires_grad_(placement.parameter.requires_grad)
+                self.aside[placement] = made.requires_grad_(placement.parameter.requires_grad)
         return made
 
     def show(self, placements: Collection[Placement]) -> None:
@@ -287,59 +285,64 @@ class Unit:
                 self.show(placements)
             return
         for placement in placements:
-            if placement in self._aside:
+            if placement in self.aside:
                 if placement in self._told and placement not in self._digests:
                     self._digests |= self._digests_of([placement])
                 self._give(placement)
-                del self._aside[placement]
-        self.shown = not self._aside
+                del self.aside[placement]
 
     def hold(self, access: Access = Access.READ) -> None:
         """Give the parameters their memory, after applying any pending update. Calls nest."""
         if access is Access.WRITE:
             self.plan.refuse_writing()
-        if self.held == 0:
-            refuse_tracing()
-            refuse_transforms()
-            if torch._C._len_torch_dispatch_stack():
-                with _disable_current_modes():  # of selective checkpointing, say, which counts what a module computes
-                    self.hold(access)
-                return
-            if self._in_use:  # an interruption left it so
-                self.let_go()
-            for placement in self.plan.placements:
-                self.refuse_written(placement)
-            self.apply_update()
-            self._in_use = True
-            try:
-                self._open(access)
-                changed = self._changed_since()
-            except BaseException:
-                self.give_up()
-                raise
-            if changed:
-                self._take_over(changed)
-                self.hold(access)
-                return
-        elif access is Access.WRITE and self._access is not Access.WRITE and not self._began_aside:
+        if not self.held:
+            self._hold_anew(Held.FOR_WRITING if access is Access.WRITE else Held.FOR_READING)
+            return
+        if access is Access.WRITE and self.state is Held.FOR_READING:
             raise MisuseError(f"the parameters of {self.plan.name!r} are in use: write to them outside forward and backward")
-        else:
-            if self._aside:
-                self.show(list(self._aside))
+        if self.aside:
+            self.show(list(self.aside))
         self.held += 1
 
-    def _open(self, access: Access) -> None:
+    def _hold_anew(self, state: Held, aside: Iterable[Placement] = ()) -> None:
+        """Hold the unit, which nobody holds. ``aside``: the parameters that get no memory yet."""
+        refuse_tracing()
+        refuse_transforms()
+        if torch._C._len_torch_dispatch_stack():
+            with _disable_current_modes():  # of selective checkpointing, say, which counts what a module computes
+                self._hold_anew(state, aside)
+            return
+        if self.state is not Held.BY_STORE:  # an interruption left it so
+            self.let_go()
+        for placement in self.plan.placements:
+            self.refuse_written(placement)
+        self.apply_update()
+        self.state, self.aside = state, dict.fromkeys(aside)
+        try:
+            self._open()
+            changed = self._changed_since()
+        except BaseException:
+            self.give_up()
+            raise
+        if not changed:
+            self.held = 1
+            return
+        self._take_over(changed)
+        self._hold_anew(state)
+
+    def _open(self) -> None:
         if torch.is_inference_mode_enabled():  # as inference tensors, parameters would lead torch's products another way
             with torch.inference_mode(False), torch.no_grad():
-                self._open(access)
+                self._open()
             return
+        access = Access.WRITE if self.state is Held.FOR_WRITING else Access.READ
         known = self._digests if self._digested == self.version else {}
         if access is Access.WRITE:  # what follows writes, whatever becomes of it
             kept = [p for p, part in self.parts.items() if part not in self.states.stale_masters and p.packing is None]
             self._told = [p for p in kept if p.stored in NARROW]
             self.states.stale_masters.update(self.parts.values())
             self.version += 1
-        self._access, self._digested, self._digests = access, -1, {}
+        self._digested, self._digests = -1, {}
         self.base = self.storage.materialize(access)
         if access is Access.READ:
             lands = not self.plan.read_only and self.storage.unsaved
@@ -349,11 +352,10 @@ class Unit:
         address = _address(self.base)
         self.places = {address + begin * self._apart: placement for placement, begin, end in self._extents if end > begin}
         for placement in self._kinds:
-            if placement not in self._aside:
+            if placement not in self.aside:
                 self._give(placement)
         self._versions = self._versions_now()
-        self.shown = not self._aside
-        missing = [placement for placement in self._told if placement not in known and placement not in self._aside]
+        missing = [placement for placement in self._told if placement not in known and placement not in self.aside]
         self._digests = {p: known[p] for p in self._told if p in known} | self._digests_of(missing)
         if access is Access.READ:
             self._digested = self.version
@@ -385,7 +387,7 @@ class Unit:
         """Have the store keep the memory as it is, into which a tensor that somebody kept was perhaps written. Raises
         MisuseError unless it surely was, because that tensor shows this very memory."""
         assert self.base is not None
-        self.show(list(self._aside))
+        self.show(list(self.aside))
         shown = self._is_shown()
         values = {placement: placement.parameter.detach().clone() for placement in changed}
         for one in self._witnesses:
@@ -416,7 +418,7 @@ class Unit:
 
     def lend(self, placement: Placement, values: torch.Tensor) -> None:
         """Note that ``values``, which show a parameter's memory, can be written to without a trace in the parameter."""
-        if self.held and self._access is Access.READ and not values.is_inference():
+        if self.held and self.state is not Held.FOR_WRITING and not values.is_inference():
             self._data.append((placement, values, values._version))
 
     def drop(self) -> None:
@@ -429,7 +431,7 @@ class Unit:
 
     def let_go(self) -> None:
         """Drop the unit, however often it is held and whatever an interruption left of it."""
-        if not self._in_use:
+        if self.state is Held.BY_STORE:
             return
         if torch._C._len_torch_dispatch_stack():
             with _disable_current_modes():
@@ -440,7 +442,7 @@ class Unit:
             if self._steppers:
                 self._lent = [*_living(self._lent), StorageWeakRef(self.base.untyped_storage())]  # type: ignore[no-untyped-call]
             try:
-                if self._access is Access.WRITE:
+                if self.state is Held.FOR_WRITING:
                     self._copy_replaced(self.base)
                     self._keep_masters()
                     self.storage.write_back(self.base)
@@ -516,11 +518,11 @@ class Unit:
     def _written(self) -> dict[Placement, torch.Tensor]:
         """Return copies of the parameters that were changed while their memory is leased for reading."""
         written = {}
-        now = self._digests_of([placement for placement in self._told if placement not in self._aside])
+        now = self._digests_of([placement for placement in self._told if placement not in self.aside])
         saved = self._saved_meanwhile()
         for placement, version in zip(self.plan.placements, self._versions, strict=True):
             parameter = placement.parameter
-            if placement in self._aside:
+            if placement in self.aside:
                 continue
             told = now[placement] != self._digests[placement] if placement in now else saved
             changed = parameter._version != version or told
@@ -530,7 +532,7 @@ class Unit:
 
     def _saved_meanwhile(self) -> bool:
         """Return whether a tier below got bytes of the unit since it is held, perhaps those before an unnoticed write."""
-        return len(self._told) < len(self.plan.placements) and self._access is Access.READ and not self.storage.unsaved
+        return len(self._told) < len(self.plan.placements) and self.state is not Held.FOR_WRITING and not self.storage.unsaved
 
     @torch.no_grad()
     def _land(self, written: dict[Placement, torch.Tensor]) -> None:
@@ -567,7 +569,7 @@ class Unit:
 
     def give_up(self) -> None:
         """Drop the unit without writing it back, because all was rolled back or nothing came of it."""
-        if self._in_use:
+        if self.state is not Held.BY_STORE:
             lent = [_Witness(*one) for one in self._data]
             self._data.clear()
             if self.base is not None:
@@ -580,18 +582,17 @@ class Unit:
                 self.gradients.let_nodes_go()
             self.base = None
             self.memory, self.places = {}, {}
-            self._aside, self.shown, self._began_aside = {}, True, False
+            self.aside = {}
             self.storage.close()
             if self._memory is not None and self._memory[1].expired():  # type: ignore[no-untyped-call]
                 self._left = None  # nobody kept anything: no write to the memory can come
             if lent or self._witnesses:
                 self._witnesses = [one for one in (*self._witnesses, *lent) if not one.storage.expired()]  # type: ignore[no-untyped-call]
-            self.held = 0
-            self._in_use = False
+            self.held, self.state = 0, Held.BY_STORE
 
     def discard(self) -> None:
         """Drop the unit as ``give_up``, because the store goes back to a commit: what was written to it goes, too."""
-        known = [p for p in self._digests if p not in self._aside] if self.held and self._access is Access.READ else []
+        known = [p for p in self._digests if p not in self.aside] if self.held and self.state is not Held.FOR_WRITING else []
         written = self.base is not None and self._digests_of(known) != {p: self._digests[p] for p in known}
         written |= self.held > 0 and self._saved_meanwhile()
         self.give_up()
