@@ -178,7 +178,8 @@ LONG, SHORT = 600, 60
 # + 700: a tensor of a commit that no store has open is read ahead of its use, by the link that open stores have.
 # + 100 in bench: a lease that is watched answers what paging asks of a lease.
 # + 250: claims and transfers are files of their own, a search for room is an object, and the engine asks what has changed.
-TOTALS = {"tiered": 468_950, "bench": 118_700, "libaio_ext": 6_900}
+# + 150: what clients keep with a store ends with it (``TieredStore.attached``).
+TOTALS = {"tiered": 469_100, "bench": 118_700, "libaio_ext": 6_900}
 
 # Compiled, without a Python file.
 EXTENSIONS = {"io._aio": "io", "packing._unpack": "packing", "tables._rows": "tables"}
@@ -343,6 +344,25 @@ def made_by_default(source: str) -> list[str]:
     return found
 
 
+LIVING = re.compile(r"WeakKeyDictionary|[dD]ict(ionary)?\[(TieredStore|(torch\.)?nn\.Module|Module|Pager)\b")
+# What a module may keep by a store or a model, and why the store's slot for it (``TieredStore.attached``) does not do.
+KEPT_BY_WHAT_LIVES = {
+    "integrations.transformers.kv_model": "the hooks of a model that need not be paged, for its caches in all stores",
+}
+
+
+def kept_by_what_lives(source: str) -> list[str]:
+    """What is a dictionary at a module's level whose keys are stores or models: it does not end with them."""
+    found = []
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+            annotation = ast.unparse(node.annotation) if isinstance(node, ast.AnnAssign) else ""
+            if LIVING.search(f"{annotation} {ast.unparse(node.value)}"):
+                found.append(f"{node.lineno}: {ast.unparse(target)}")
+    return found
+
+
 NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER),
 }
@@ -391,6 +411,26 @@ def test_every_file_of_tests_is_collected(pytestconfig: pytest.Config) -> None:
 def test_no_tensor_has_torchs_default_dtype_or_device() -> None:
     found = [f"{path.relative_to(ROOT)}:{complaint}" for path in SOURCES for complaint in made_by_default(path.read_text())]
     assert found == []
+
+
+def test_nothing_is_kept_by_a_store_or_a_model_that_does_not_end_with_it() -> None:
+    found = {module_of(path, ROOT / "tiered") for path in SOURCES if kept_by_what_lives(path.read_text())}
+    assert found == KEPT_BY_WHAT_LIVES.keys()
+
+
+@pytest.mark.parametrize(
+    ("source", "complaints"),
+    [
+        ("_books: weakref.WeakKeyDictionary[TieredStore, Books] = weakref.WeakKeyDictionary()", ["1: _books"]),
+        ("_books = WeakKeyDictionary()", ["1: _books"]),
+        ("_known: dict[nn.Module, int] = {}", ["1: _known"]),
+        ("_waiting: dict[str, TieredStore] = {}", []),
+        ("class Routed(weakref.WeakKeyDictionary[nn.Module, int]): ...", []),
+        ("def f():\n    known: dict[nn.Module, int] = {}", []),
+    ],
+)
+def test_the_check_finds_what_is_kept_by_a_store_or_a_model(source: str, complaints: list[str]) -> None:
+    assert kept_by_what_lives(source) == complaints
 
 
 @pytest.mark.parametrize(

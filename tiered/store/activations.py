@@ -275,10 +275,7 @@ class _Books:
 
     @staticmethod
     def of(store: TieredStore) -> _Books:
-        found = _books.get(store)
-        if found is None:
-            found = _books.setdefault(store, _Books(store.statistics().tier("dram").capacity))
-        return found
+        return store.attached.made(_Books, lambda: _Books(store.statistics().tier("dram").capacity))
 
     def take(self) -> int:
         """Return the smallest number that is free: each step then has the same keys."""
@@ -302,9 +299,6 @@ class _Books:
         if self.used and not self.traces:  # also numbers that an exception lost
             self.free.clear()
             self.used = 0
-
-
-_books: weakref.WeakKeyDictionary[TieredStore, _Books] = weakref.WeakKeyDictionary()
 
 
 # -- the owner ---------------------------------------------------------------------------------------------------------------

@@ -89,13 +89,13 @@ class MemoryWatch:
         self._looked = float("-inf")
         self._told: int | None = None
         self._most: MemoryStatistics | None = None
-        _watches[store] = self
+        store.attached.put(MemoryWatch, self)
 
     @staticmethod
     def of(store: TieredStore) -> MemoryWatch:
         """Return the watch of ``store``, which is made where there is none."""
         expect_type(store, TieredStore, "the memory of a TieredStore is watched")
-        found = _watches.get(store)
+        found = store.attached.find(MemoryWatch)
         return MemoryWatch(store) if found is None else found
 
     def look(self) -> MemoryNotice | None:
@@ -137,6 +137,3 @@ class MemoryWatch:
         else:
             self._tell(notice)
         return notice
-
-
-_watches: weakref.WeakKeyDictionary[TieredStore, MemoryWatch] = weakref.WeakKeyDictionary()

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, overload
 
 import torch
 
@@ -68,6 +68,30 @@ AT_ONCE = 4 << 20
 """Bytes up to which a coroutine copies a tensor itself; a larger one is copied in a thread, so that the event loop goes on."""
 
 
+Kind = TypeVar("Kind")
+
+
+class Attached:
+    """What clients keep with a store, at most one object of each class. All who have the store find the same, and it ends with
+    the store."""
+
+    def __init__(self) -> None:
+        self._there: dict[type, Any] = {}
+
+    def find(self, kind: type[Kind]) -> Kind | None:
+        """Return the object of that class; None where there is none."""
+        return self._there.get(kind)
+
+    def made(self, kind: type[Kind], make: Callable[[], Kind]) -> Kind:
+        """Return the object of that class, which is made where there is none."""
+        found: Kind | None = self._there.get(kind)
+        return self._there.setdefault(kind, make()) if found is None else found
+
+    def put(self, kind: type[Kind], one: Kind | None) -> None:
+        """Have ``one`` for the object of that class, or none."""
+        self._there[kind] = one
+
+
 class TieredStore(TensorMapping):
     """Tensors by name, in HBM and DRAM up to the budgets, and in extents of one large file for the rest.
 
@@ -93,6 +117,8 @@ class TieredStore(TensorMapping):
         self._small: weakref.WeakValueDictionary[str, SmallTensors] = weakref.WeakValueDictionary()
         self._before_commits: dict[str, Callable[[], object]] = {}
         self._holders: weakref.WeakSet[Holder] = weakref.WeakSet()
+        self.attached = Attached()
+        """What those who use this store keep with it."""
         _open.add(self)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

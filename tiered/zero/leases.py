@@ -30,7 +30,7 @@ class Leases:
     @staticmethod
     def of(store: TieredStore, owner: Owner) -> Leases:
         """Return those of ``owner`` in ``store``, the same for all who ask while somebody has them."""
-        known = _leases.setdefault(store, weakref.WeakValueDictionary())
+        known = store.attached.made(_Known, _Known)
         found = known.get(owner)
         return known.setdefault(owner, Leases()) if found is None else found
 
@@ -94,5 +94,5 @@ class Opened:
             self._lease = None
 
 
-_leases: weakref.WeakKeyDictionary[TieredStore, weakref.WeakValueDictionary[Owner, Leases]] = weakref.WeakKeyDictionary()
-"""The open leases in each store, by their owners."""
+class _Known(weakref.WeakValueDictionary[Owner, Leases]):
+    """The open leases in a store, by their owners."""

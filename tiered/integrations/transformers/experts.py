@@ -165,7 +165,7 @@ def around_experts(model: _Model) -> _Model:
         if alike and CHOICES in signature.parameters:
             module.forward = _around(module, found, found.add(module, alike), signature)
     if found.sizes:
-        _routed[model] = found
+        pager_of(model).store.attached.made(_Routed, _Routed)[model] = found
     return model
 
 
@@ -193,7 +193,7 @@ def routed_experts(model: nn.Module) -> RoutedExperts:
     """Return the experts of a model that ``from_pretrained``, ``import_model`` or ``open_model`` returned. Raises MisuseError
     for another one, and for a model without experts that are read one by one."""
     expect_type(model, nn.Module, "a model with experts is a torch.nn.Module")
-    found = _routed.get(model)
+    found = _found(model)
     if found is None:
         raise MisuseError("this model has no experts that are read one by one, or open_model did not return it")
     return found
@@ -201,9 +201,16 @@ def routed_experts(model: nn.Module) -> RoutedExperts:
 
 def expert_statistics(model: nn.Module) -> ExpertStatistics | None:
     """Return the counters of a model's experts; None for a model without experts that are read one by one."""
-    found = _routed.get(model)
+    found = _found(model)
     return None if found is None else found.statistics()
 
 
-_routed: weakref.WeakKeyDictionary[nn.Module, RoutedExperts] = weakref.WeakKeyDictionary()
-"""By the model."""
+def _found(model: nn.Module) -> RoutedExperts | None:
+    if not any(hasattr(parameter, "_tiered") for parameter in model.parameters()):
+        return None
+    known = pager_of(model).store.attached.find(_Routed)
+    return None if known is None else known.get(model)
+
+
+class _Routed(weakref.WeakKeyDictionary[nn.Module, RoutedExperts]):
+    """The experts of models that are paged into a store."""

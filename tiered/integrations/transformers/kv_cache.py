@@ -146,7 +146,7 @@ class TieredCache(WatchingCache):
                 f"{store} is open for reading, and a cache is written: open it without access='read', or give TieredCache a "
                 "store of its own"
             )
-        if name in _open.get(store, ()):
+        if name in store.attached.made(_Open, _Open):
             raise MisuseError(f"the cache {name!r} in {store} is open already: close() it first, or give another name=")
         prefix, self._owner = _prefix(name), Owner("cache", name)
         store.claim(self._owner)
@@ -173,7 +173,7 @@ class TieredCache(WatchingCache):
 
     def _register(self, model: Any) -> None:
         """Take the name, and have the model tell of its forwards."""
-        _open.setdefault(self._store, weakref.WeakValueDictionary())[self._name] = self
+        self._store.attached.made(_Open, _Open)[self._name] = self
         watch(model, self)
 
     # -- what it has -----------------------------------------------------------------------------------------------------------
@@ -289,14 +289,15 @@ class TieredCache(WatchingCache):
 
     def close(self) -> None:
         """Let the name and the model go. What was not committed stays in the store until the next cache of that name."""
-        named = _open.get(self._store)
-        if named is not None and named.get(self._name) is self:
+        named = self._store.attached.made(_Open, _Open)
+        if named.get(self._name) is self:
             del named[self._name]
         model = self._model()
         if model is not None:
             unwatch(model, self)
         self._model = _no_model
-        if _following.pop(self._store, None) == id(self):
+        if named.followed == id(self):
+            named.followed = 0
             with suppress(StoreClosed):
                 self._store.follow([])
 
@@ -530,7 +531,8 @@ class TieredCache(WatchingCache):
             grows = extent.length % self._block > 0
             seen.append((grows, tuple(block.serial for block in (blocks[:-1] if grows else blocks))))
             order.append((layer, blocks, grows))
-        if self._followed == seen and _following.get(self._store) == id(self):
+        opened = self._store.attached.made(_Open, _Open)
+        if self._followed == seen and opened.followed == id(self):
             return
         touches = [
             Touch(layer.key(block), None, Use.WRITE if grows and block is blocks[-1] else Use.READ, layer.spec(block).nbytes)
@@ -538,7 +540,7 @@ class TieredCache(WatchingCache):
             for block in blocks
         ]
         self._store.follow(touches)
-        self._followed, _following[self._store] = seen, id(self)
+        self._followed, opened.followed = seen, id(self)
 
 
 def _paged_into(model: Any, store: TieredStore) -> bool:
@@ -586,7 +588,8 @@ def _stamp_key(name: str) -> str:
     return f"{_prefix(name)}/stamp"
 
 
-_open: weakref.WeakKeyDictionary[TieredStore, weakref.WeakValueDictionary[str, TieredCache]] = weakref.WeakKeyDictionary()
-"""The open caches of each store, by name."""
-_following: weakref.WeakKeyDictionary[TieredStore, int] = weakref.WeakKeyDictionary()
-"""The identity of the cache whose order a store follows."""
+class _Open(weakref.WeakValueDictionary[str, TieredCache]):
+    """The open caches of a store, by name."""
+
+    followed = 0
+    """The identity of the cache whose order the store follows; 0 where it follows none."""

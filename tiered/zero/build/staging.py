@@ -98,14 +98,13 @@ class Window:
         self._gone: SimpleQueue[tuple[int, str | None]] = SimpleQueue()
         self._trimmer = Trimmer(pool)
         store.delete_owned(_OWNER)
+        _windows.add(self)
 
     @staticmethod
     def of(store: TieredStore) -> Window:
         """Return the window of an open store. A new one deletes what an earlier process left in the store."""
         expect_type(store, TieredStore, "the store that a model is built in is a TieredStore")
-        window = _windows.get(store)
-        if window is None:
-            window = _windows[store] = Window(store)
+        window = store.attached.made(Window, lambda: Window(store))
         window.sweep()
         return window
 
@@ -311,8 +310,8 @@ class Window:
             del stored
 
 
-_windows: weakref.WeakKeyDictionary[TieredStore, Window] = weakref.WeakKeyDictionary()
-"""By open store: two blocks on one store share a window, and what a new window finds there nobody waits for any more."""
+_windows: weakref.WeakSet[Window] = weakref.WeakSet()
+"""Those of all stores. Two blocks on one store share one, and what a new one finds there nobody waits for any more."""
 
 
 current: ContextVar[Window | None] = ContextVar("current", default=None)
@@ -322,7 +321,7 @@ current: ContextVar[Window | None] = ContextVar("current", default=None)
 def find(parameter: nn.Parameter) -> Staged | None:
     """Return the value that stands behind a placeholder, in whichever store it is, or was."""
     own = getattr(parameter.__dict__.get("__deepcopy__"), "window", None)
-    for window in [*([own] if isinstance(own, Window) else []), *_windows.values()]:
+    for window in [*([own] if isinstance(own, Window) else []), *_windows]:
         found = window.staged(parameter)
         if found is not None:
             return found

@@ -9,7 +9,6 @@ A partition knows plans of units, never units: ``reduction.gradient_sync`` makes
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -122,8 +121,8 @@ class Stage3:
             del unit
 
 
-_unfinished: weakref.WeakKeyDictionary[TieredStore, str] = weakref.WeakKeyDictionary()
-"""Stores whose last commit is not known to be one of all ranks."""
+class _Unfinished(str):
+    """Why the last commit of a store is not known to be one of all ranks."""
 
 
 def _disregard(terms: Iterable[Term]) -> None:
@@ -330,8 +329,9 @@ class Sharded:
         return self.ranks.all_gather(torch.tensor(flags, dtype=torch.uint8, device="cpu"), what).amin(0).bool().tolist()
 
     def refuse_apart(self, store: TieredStore) -> None:
-        if store in _unfinished:
-            raise CommitError(f"{_unfinished[store]}: open the stores again with zero.open_store")
+        unfinished = store.attached.find(_Unfinished)
+        if unfinished is not None:
+            raise CommitError(f"{unfinished}: open the stores again with zero.open_store")
         said = said_in(store.meta, str(store))
         names = shared_json(self.ranks, None if said is None else said.name, str | None)
         if len(set(names)) > 1:
@@ -357,9 +357,10 @@ class Sharded:
     ) -> int:
         """Commit on each rank to its own store, and acknowledge once all have. Ranks that have the generation, and those that
         do not, go back to the last one of all when the stores are opened again (``zero.open_store``)."""
-        if store in _unfinished:
+        unfinished = store.attached.find(_Unfinished)
+        if unfinished is not None:
             raise CommitError(
-                f"{_unfinished[store]}; so some ranks have a generation that others lack, and another one could drop the last "
+                f"{unfinished}; so some ranks have a generation that others lack, and another one could drop the last "
                 "that all have: open the stores again with zero.open_store"
             )
         try:
@@ -394,8 +395,8 @@ class Sharded:
         return said, bool(told[:, 2].all())
 
     def _commit(self, store: TieredStore, meta: Mapping[str, object], otherwise: str) -> int:
-        generation, _unfinished[store] = 0, "a commit did not come to its end"
-        error: TieredError | None = None
+        store.attached.put(_Unfinished, _Unfinished("a commit did not come to its end"))
+        generation, error = 0, None
         store.refuse_commits(None)
         try:
             generation = store.commit(meta)
@@ -406,9 +407,9 @@ class Sharded:
         mine = torch.tensor([error is None], dtype=torch.bool, device="cpu")
         done = self.ranks.all_gather(mine, "the end of a commit").view(-1)
         if not all(done):
-            _unfinished[store] = f"the commit failed on {_lost(done)}"
+            store.attached.put(_Unfinished, _Unfinished(f"the commit failed on {_lost(done)}"))
         self._agreed(done, error, otherwise)
-        del _unfinished[store]
+        store.attached.put(_Unfinished, None)
         return generation
 
     def _agreed(self, fine: torch.Tensor, error: Exception | None, what: str) -> None:

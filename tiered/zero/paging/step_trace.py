@@ -90,9 +90,10 @@ class StepTrace:
 
     @staticmethod
     def of(store: TieredStore) -> StepTrace:
-        found = _traces.get(id(store))
+        known = store.attached.made(_Shared, _Shared)
+        found = known.get("trace")
         if found is None:
-            found = _traces[id(store)] = StepTrace(store)
+            found = known["trace"] = StepTrace(store)
         return found
 
     @property
@@ -151,5 +152,5 @@ class StepTrace:
         self._store.follow(order, prefetch=self.prefetch, others=others)
 
 
-_traces: weakref.WeakValueDictionary[int, StepTrace] = weakref.WeakValueDictionary()
-"""By the identity of the store, which a trace keeps alive. Models that are paged into the store keep the trace."""
+class _Shared(weakref.WeakValueDictionary[str, StepTrace]):
+    """The one trace of a store, which it keeps alive. Models that are paged into the store keep the trace."""

@@ -10,7 +10,6 @@ first.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal, Protocol, cast, overload
@@ -461,7 +460,7 @@ class _Beside:
 
     @staticmethod
     def of(store: TieredStore) -> _Beside:
-        return _beside.setdefault(store, _Beside(store.device))
+        return store.attached.made(_Beside, lambda: _Beside(store.device))
 
     def take(self, nbytes: int) -> torch.Tensor:
         """Return memory, uint8, with at least ``nbytes``."""
@@ -478,10 +477,6 @@ class _Beside:
             return
         if not self._spare or self._spare[-1].numel() < memory.numel():
             self._spare[:] = [memory]
-
-
-_beside: weakref.WeakKeyDictionary[TieredStore, _Beside] = weakref.WeakKeyDictionary()
-"""By open store: what its models have beside it."""
 
 
 class Cast:
