@@ -45,6 +45,8 @@ __all__ = ["CASES", "Case", "Counter", "Round", "counted", "main", "timed", "wai
 
 POOL, NBYTES, TENSORS, TOGETHER = 2 << 20, 64 << 10, 96, 16
 """Bytes of the pool and of each tensor, how many tensors there are, and how many one lease asks for."""
+ORDERED = 4
+"""How many times as many tensors are in the order that is followed, in a pool as much larger: read-ahead has a share of it."""
 UNITS, WIDTH, BATCH = 16, 256, 8
 RESIDENT = 500
 """Leases of a resident tensor in a round."""
@@ -80,10 +82,10 @@ class Case:
 
 
 @contextmanager
-def tensors(folder: str) -> Iterator[TieredStore]:
-    """Open a store of ``TENSORS`` tensors that are committed."""
-    with TieredStore.open(f"{folder}/store", dram=POOL) as store:
-        for index in range(TENSORS):
+def tensors(folder: str, times: int = 1) -> Iterator[TieredStore]:
+    """Open a store of ``TENSORS`` tensors that are committed, or of ``times`` as many in a pool as much larger."""
+    with TieredStore.open(f"{folder}/store", dram=times * POOL) as store:
+        for index in range(times * TENSORS):
             store.put(f"t{index}", torch.zeros(NBYTES, dtype=torch.uint8))
         store.commit()
         yield store
@@ -117,8 +119,8 @@ def resident(folder: str) -> Iterator[Round]:
 @contextmanager
 def prefetched(folder: str) -> Iterator[Round]:
     """Lease all tensors along an order that is followed, each long enough after the one before that it is there."""
-    with tensors(folder) as store:
-        keys = [f"t{index}" for index in range(TENSORS)]
+    with tensors(folder, ORDERED) as store:
+        keys = [f"t{index}" for index in range(ORDERED * TENSORS)]
         store.follow(keys)
 
         def touches() -> None:
@@ -126,7 +128,7 @@ def prefetched(folder: str) -> Iterator[Round]:
                 time.sleep(PAUSE)
                 lease(store, [key])
 
-        yield Round(touches, waits=PAUSE * TENSORS)
+        yield Round(touches, waits=PAUSE * len(keys))
 
 
 @contextmanager
@@ -250,7 +252,7 @@ def inference(folder: str) -> Iterator[Round]:
 
 CASES = (
     Case("lease, resident", RESIDENT, resident),
-    Case("lease, prefetched along an order", TENSORS, prefetched),
+    Case("lease, prefetched along an order", ORDERED * TENSORS, prefetched),
     Case("lease that misses, one at a time", TENSORS, missing),
     Case("lease that misses, 16 in one lease, each", TENSORS, missing_together),
     Case("forward with pending updates, per unit", UNITS, forward),

@@ -19,7 +19,7 @@ from tiered.types import Then, Urgency, Use
 
 __all__ = ["ReadAhead", "WriteBehind"]
 
-_DIRTY = Evictability.DIRTY  # see residency
+_DIRTY, _FRESH = Evictability.DIRTY, Evictability.FRESH  # see residency
 
 MARGIN = 1.5
 """A fetch begins when this many times the seconds that it takes are left."""
@@ -118,6 +118,8 @@ class ReadAhead(Ticket):
         self._calm = [(0, 0.0)] * hops  # by tier: up to which position, and seconds of computing, nothing is due
         self._vain = [(-1, -1, -1)] * hops  # by tier: what found no room, and when, as changes there count time
         self._costs = costs
+        self.link_is_busy = False
+        """Whether a fetch that is due waits for the link to take those before it."""
         self.paused = False
         """Fetch nothing before the next touch: the loop has had its tensors moved down."""
 
@@ -145,7 +147,8 @@ class ReadAhead(Ticket):
 
     def due(self) -> bool:
         """Whether the engine would find something to bring now, or the end."""
-        if self.order.plan.over:
+        plan = self.order.plan
+        if plan.cursor >= plan.end:
             return True
         if self.paused:
             return False
@@ -156,6 +159,7 @@ class ReadAhead(Ticket):
 
     def attempt(self) -> bool:
         """Admit the fetches that are due; return whether the order has ended."""
+        self.link_is_busy = False
         for tier in reversed(range(0 if self.paused else len(self.order.rooms))):  # the lowest hop feeds those above
             self._fetch(tier)
         return self.order.plan.over
@@ -172,17 +176,19 @@ class ReadAhead(Ticket):
                 if entry.copies[tier] is None:
                     if tier in self.full_tiers:
                         self._vain[tier] = (at, self.order.plan.cursor, self._state.pools[tier].changes)
+                    else:
+                        self.link_is_busy = True
                     return
             self._reached[tier] = at + 1
 
     def _next(self, tier: int) -> Entry | None:
         """Return what to bring to ``tier`` now, for the touch that ``_reached`` says; None: nothing yet."""
         plan, pool = self.order.plan, self._state.pools[tier]
-        cursor, until, largest = plan.cursor, plan.until, pool.tier.capacity // MOST
-        found, at = None, max(self._reached[tier], cursor)
+        cursor, length = plan.cursor, len(plan.touches)
+        found, at, until = None, max(self._reached[tier], cursor), min(cursor + length, plan.end)
         while at < until:
-            entry = self._missing_at(tier, plan.at(at))
-            if entry is not None and entry.nbytes <= largest:  # larger ones on demand
+            entry = self._missing(tier, plan.touches[at % length])
+            if entry is not None and entry.nbytes <= pool.tier.capacity // MOST:  # larger ones on demand
                 again = self._vain[tier] != (at, cursor, pool.changes)
                 if again and self._has_room(tier, pool, entry.nbytes) and self._due(tier, at):
                     found = entry
@@ -191,9 +197,9 @@ class ReadAhead(Ticket):
         self._reached[tier] = at
         return found
 
-    def _missing_at(self, tier: int, touch: Touch) -> Entry | None:
+    def _missing(self, tier: int, touch: Touch) -> Entry | None:
         """Return what has to come to ``tier``, from the tier below, for ``touch``."""
-        entry = self._state.directory.find(touch.key)
+        entry = self._state.directory.named(touch.key)
         if entry is None:
             return None
         for copy in entry.copies[: tier + 1]:
@@ -206,24 +212,26 @@ class ReadAhead(Ticket):
         inbound, room = self._state.transfers.inbound[tier], self.order.rooms[tier]
         if inbound.transfers >= 2 and inbound.nbytes + nbytes > room // 2:
             return False
-        return pool.bytes_of[Evictability.FRESH] + inbound.nbytes + nbytes <= max(room, pool.tier.capacity // MOST)
+        return pool.bytes_of[_FRESH] + inbound.nbytes + nbytes <= max(room, pool.tier.capacity // MOST)
 
     def _due(self, tier: int, position: int) -> bool:
         """Whether the next occasion, the next touch, could be too late for this fetch or for one after it: one link brings them
         all, one after the other, and a burst has to be prepared for."""
         plan = self.order.plan
         until, seconds = self._calm[tier]
-        cursor = plan.cursor
+        cursor, length = plan.cursor, len(plan.touches)
         now = plan.seconds_before(cursor)
         if cursor < until and now < seconds:
             return False
         costs = self._costs()
         pool, inbound = self._state.pools[tier], self._state.transfers.inbound[tier]
-        each = sum(up for up, _ in costs[: tier + 1])
+        each = 0.0
+        for up, _ in costs[: tier + 1]:
+            each += up
         takes = LATENCY + inbound.nbytes * costs[tier][0]
         limit, spare, free = pool.tier.capacity // MOST, math.inf, pool.free
-        for at in range(position, min(position + HORIZON, plan.until)):
-            entry = self._missing_at(tier, plan.at(at))
+        for at in range(position, int(min(position + HORIZON, cursor + length, plan.end))):
+            entry = self._missing(tier, plan.touches[at % length])
             if entry is None:
                 continue
             takes += entry.nbytes * each

@@ -412,7 +412,10 @@ class Engine:
 
     def _costs(self) -> list[tuple[float, float]]:
         """Return the measured seconds per byte of each link, up and down; 0 where nothing moved yet."""
-        return [(flows[Direction.UP].cost, flows[Direction.DOWN].cost) for flows in self._counters]
+        found = []
+        for flows in self._counters:
+            found.append((flows[Direction.UP].cost, flows[Direction.DOWN].cost))
+        return found
 
     # -- leases begin and end ----------------------------------------------------------------------------------------------
 
@@ -599,9 +602,12 @@ class Engine:
                 self.write_behind.start()
             if completions or finished:
                 self._changed.notify_all()
-        started = self._pump()
-        # A request that is done may have what another one lacks; what was started leaves room in the link for fetches ahead.
-        self._due = self._due or finished or (started and (self.read_ahead is not None or self.requests.any_ahead))
+        started = bool(state.transfers.waiting or any(state.transfers.promotions)) and self._pump()
+        if finished:  # a request that is done may have what another one lacks
+            self._due = True
+        elif started:  # what was started leaves room in the link for fetches ahead
+            ahead = self.read_ahead
+            self._due = self._due or (ahead is not None and ahead.link_is_busy) or self.requests.any_ahead
         return bool(completions or finished or started)
 
     def _pump(self) -> bool:

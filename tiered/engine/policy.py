@@ -64,7 +64,7 @@ class Plan:
     A loop may deviate: leave touches out, or insert others. Two consecutive touches that match determine where it goes on. The
     seconds that it computes after each touch are learnt from round to round.
 
-    ``end`` is the position from which on nothing is known: infinite in a cycle.
+    ``touches`` are those of one round; ``end`` is the position from which on nothing is known: infinite in a cycle.
 
     Where ``counts_others`` is set, it counts how often tensors outside the order are touched, and ``expected`` estimates their
     next use: each round touches such a tensor with a probability of its own, at one place of the round.
@@ -73,7 +73,7 @@ class Plan:
     def __init__(self, order: Iterable[Touch], then: Then = "again") -> None:
         self.cursor = 0
         self.end = math.inf
-        self._order: list[Touch] = []
+        self.touches: list[Touch] = []
         self._uses: dict[Key, list[int]] = {}
         self._next: dict[Key, float] = {}  # by key, as last looked up; valid until the cursor has passed it
         self._took: list[float] = []  # seconds of computing after each touch of the cycle
@@ -85,7 +85,7 @@ class Plan:
         self.replace(order, then)
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self.touches)
 
     @property
     def over(self) -> bool:
@@ -95,17 +95,17 @@ class Plan:
     @property
     def until(self) -> int:
         """Position at which read-ahead stops: one round after the cursor, or the end."""
-        return int(min(self.cursor + len(self._order), self.end))
+        return int(min(self.cursor + len(self.touches), self.end))
 
     def at(self, position: int) -> Touch:
-        return self._order[position % len(self._order)]
+        return self.touches[position % len(self.touches)]
 
     def replace(self, order: Iterable[Touch], then: Then = "again") -> int:
         """Follow another order; return the number of touches that were planned anew, those after the common beginning."""
         fresh = list(order)
-        pairs = zip(self._order, fresh, strict=False)
+        pairs = zip(self.touches, fresh, strict=False)
         common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0][:3] == pair[1][:3], pairs))
-        for key in {touch.key for touch in self._order[common:]}:
+        for key in {touch.key for touch in self.touches[common:]}:
             uses = self._uses[key]
             del uses[bisect_left(uses, common) :]
             if not uses:
@@ -114,11 +114,11 @@ class Plan:
             self._uses.setdefault(touch.key, []).append(position)
         self._took[common:] = [0.0] * (len(fresh) - common)
         self._sum_up()
-        if self._order:
+        if self.touches:
             # Keep the position in the cycle where the beginning is the same; else start at the beginning.
-            into = self.cursor % len(self._order)
+            into = self.cursor % len(self.touches)
             self.cursor = into if into <= common and into < len(fresh) else 0
-        self._order, self._elsewhere = fresh, None
+        self.touches, self._elsewhere = fresh, None
         self._next.clear()
         self.end = len(fresh) if then == "end" else math.inf
         return len(fresh) - common
@@ -129,7 +129,7 @@ class Plan:
         uses = self._uses.get(key)
         if not uses:
             return None
-        before = bisect_left(uses, self.cursor if self.end < math.inf else self.cursor % len(self._order)) - 1
+        before = bisect_left(uses, self.cursor if self.end < math.inf else self.cursor % len(self.touches)) - 1
         return uses[before] if before >= 0 or self.end == math.inf else None
 
     def next_use(self, key: Key) -> float:
@@ -149,9 +149,9 @@ class Plan:
         """
         found = self.next_use(key)
         seen = self._others.get(key) if found == NEVER and self.counts_others else None
-        if seen is None or not self._order:
+        if seen is None or not self.touches:
             return found
-        length = len(self._order)
+        length = len(self.touches)
         ago, into = divmod(self._made - seen.at, length)
         share = seen.rounds * DECAY**ago * (1 - DECAY) / (1 - DECAY ** (1 + self._made // length))
         return self.cursor + length - into + length * (1 / max(LEAST, min(1.0, share)) - 1)
@@ -160,7 +160,7 @@ class Plan:
         """Count a touch of a tensor outside the order."""
         seen = self._others.get(key)
         rounds = 0.0 if seen is None else seen.rounds
-        ago = 1 if seen is None else (self._made - seen.at + len(self._order) // 2) // max(1, len(self._order))
+        ago = 1 if seen is None else (self._made - seen.at + len(self.touches) // 2) // max(1, len(self.touches))
         self._others[key] = _Seen(rounds * DECAY**ago + (ago > 0), self._made)
         if len(self._others) > OTHERS:
             oldest = sorted(self._others, key=lambda one: self._others[one].at)[: OTHERS // 2]
@@ -174,15 +174,15 @@ class Plan:
 
     def seconds_before(self, position: int) -> float:
         """Return the seconds that the loop computes from position 0 to the touch at ``position``."""
-        cycles, into = divmod(position, len(self._order))
+        cycles, into = divmod(position, len(self.touches))
         return cycles * self._before[-1] + self._before[into]
 
     def took(self, position: int, seconds: float) -> None:
         """Learn that the loop computed ``seconds`` after the touch at ``position``, before it asked for the next one."""
-        into = position % len(self._order)
+        into = position % len(self.touches)
         known = self._took[into]
         self._took[into] = (known + seconds) / 2 if known else seconds
-        if into == len(self._order) - 1:
+        if into == len(self.touches) - 1:
             self._sum_up()
 
     def happened(self, key: Key) -> None:
@@ -190,13 +190,13 @@ class Plan:
         uses = self._uses.get(key)
         if self.counts_others and not uses:
             self._other(key)
-        if not uses or self.over:
+        if not uses or self.cursor >= self.end:
             return
-        before = self.cursor
-        if self.at(self.cursor).key == key:
+        before, length = self.cursor, len(self.touches)
+        if self.touches[before % length].key == key:
             self.cursor, self._elsewhere = self.cursor + 1, None
             self._made += 1
-        elif self._elsewhere is not None and self.at(self._elsewhere).key == key:
+        elif self._elsewhere is not None and self.touches[self._elsewhere % length].key == key:
             self.cursor, self._elsewhere = self._elsewhere + 1, None
             self._made += self.cursor - before
         else:
@@ -204,9 +204,9 @@ class Plan:
             self._elsewhere = int(after) if after < self.end else None  # at the end no second touch could confirm it
 
     def _following(self, uses: Sequence[int], position: int) -> float:
-        cycle, into = divmod(position, len(self._order))
+        cycle, into = divmod(position, len(self.touches))
         at = bisect_left(uses, into)
-        found = cycle * len(self._order) + (uses[at] if at < len(uses) else uses[0] + len(self._order))
+        found = cycle * len(self.touches) + (uses[at] if at < len(uses) else uses[0] + len(self.touches))
         return found if found < self.end else NEVER
 
     def _sum_up(self) -> None:
@@ -314,7 +314,8 @@ class NextUse:
         return cls(plan.expected, lambda: plan.cursor, price=price, dropped=None if kept is None else dropped)
 
     def touched(self, key: Key) -> None:
-        self.forgotten(key)
+        if key in self._known:
+            del self._order[bisect_left(self._order, (self._known.pop(key), key))]
         self._touches += 1
         self._known[key] = self._dropped is not None and self._dropped(key), self._next_use(key), -self._touches
         insort(self._order, (self._known[key], key))

@@ -85,11 +85,12 @@ class Pool:
 
     def allocate(self, nbytes: int, most: float = MOVED) -> Slot | None:
         """Allocate a slot, moving other slots out of its way where that takes at most ``most`` times ``nbytes``."""
-        if self.memory is not None and nbytes > self.free:
+        memory = self.memory
+        if memory is not None and nbytes > memory.capacity - self.used:
             return None
         slot = self.tier.allocate(nbytes)
-        if slot is None and self.memory is not None:
-            slot = self._after_moves(self.memory, nbytes, most * nbytes)
+        if slot is None and memory is not None and most:
+            slot = self._after_moves(memory, nbytes, most * nbytes)
         if slot is not None:
             self.account(slot)
         return slot
@@ -309,6 +310,8 @@ class Pool:
         """Return the copies that must leave so that ``nbytes`` fit in one piece, out of the shortest sufficient prefix of
         ``copies``; with very many copies, some of their neighbours in that order, too."""
         before = 0
+        if self.free + sum(copy.slot.nbytes for copy in copies) < nbytes:
+            return None
         for copy in copies:  # small ones that were used long ago must not make every search a plan of moves
             if copy.slot.nbytes >= nbytes:
                 return [copy]
@@ -326,9 +329,6 @@ class Pool:
             leaving = {copy.slot.offset for copy in going}
             staying = [slot for slot in self._slots if slot.offset not in leaving]
             return moves(staying, self.tier.capacity, nbytes, movable, most * nbytes, any_way=True) is not None
-
-        if self.free + sum(copy.slot.nbytes for copy in copies) < nbytes:
-            return None
 
         def shortest(enough: Callable[[list[Copy]], object], needed: list[Copy], most: int) -> int:
             """Return how many groups of the prefix are sufficient beside those ``needed``; ``most`` are."""

@@ -261,6 +261,8 @@ class Directory:
         self._tell = changed
         self._used = [changed] * depth if used is None else used
         self._entries: dict[Key, Entry] = {}
+        self.named = self._entries.get
+        """Returns the tensor of that name; None where there is none, or it was set aside."""
         self._aside: dict[Key, Entry] = {}
         self._admitted: set[Owner] = set()  # owners that were compared with all others of the tensors that there are
         self.watched: dict[str, int] = {}  # how often a tensor with this key, or this and a number, changes
@@ -300,7 +302,7 @@ class Directory:
 
     def leasable(self, keys: Sequence[Key], access: Access) -> list[Entry]:
         """Return the tensors ``keys``. Raises KeyNotFound, and LeaseConflict where an open lease of one excludes ``access``."""
-        entries: list[Entry] = list(filter(None, map(self._entries.get, keys)))
+        entries: list[Entry] = list(filter(None, map(self.named, keys)))
         if len(entries) < len(keys):
             entries = [self.entry(key) for key in keys]
         if access is _WRITE or any(map(_WRITERS, entries)):

@@ -219,15 +219,15 @@ class Scheduler:
         """Whether a prefetch may take room: not while the link has enough to do, nor where a demand waits for room, or would. A
         speculative one also waits until nothing else comes up its link, so that a demand never finds many of them there."""
         state = self.state
+        pool = state.pools[tier]
         if ticket.urgency is Urgency.SPECULATIVE and tier < state.bottom and state.transfers.inbound[tier].transfers:
             return False
         queued = state.transfers.queues[tier].read_bytes if tier < state.bottom else 0
-        most = min(QUEUED, state.pools[tier].tier.capacity // QUEUED_SHARE) if queued else 0
-        if queued and queued + state.pools[tier].rounded(nbytes) > most:
+        if queued and queued + pool.rounded(nbytes) > min(QUEUED, pool.tier.capacity // QUEUED_SHARE):
             return False
-        if any(tier in other.full_tiers for other in state.waiting if other.urgency < ticket.urgency):
-            return False
-        pool = state.pools[tier]
+        for other in state.waiting:
+            if tier in other.full_tiers and other.urgency < ticket.urgency:
+                return False
         bytes_of = pool.bytes_of
         ready = pool.free + bytes_of[Evictability.CLEAN]
         if ticket.needed_at is None:
@@ -286,7 +286,9 @@ class Scheduler:
             chosen = [one]
         if planned:
             chosen = pool.enough(nbytes, [copy for copy in pool.dropped() if acceptable(copy)])
-        if chosen is None and not (planned and ticket.needed_at is not None):
+            if chosen is None and ticket.needed_at is not None:
+                return None  # a fetch along an order takes the room of nothing else, and has nothing of its own to evict
+        if chosen is None:
             chosen = pool.victims(nbytes, lambda copy: copy.evictability is not Evictability.FRESH and acceptable(copy))
         if chosen is None and ticket.urgency not in AHEAD:
             chosen = pool.victims(nbytes, acceptable)

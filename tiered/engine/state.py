@@ -301,12 +301,10 @@ class EngineState:
         known = ticket.search.wanted if ticket.search is not None and self.asked is ticket else None
         if known is not None and (tier, too) in known:
             return known[tier, too]
-        mine = (ticket.urgency, ticket.sequence)
-        tickets = [other for other in self.waiting if (other.urgency, other.sequence) < mine]
-        if too:
-            tickets.append(ticket)
-        found: set[Key] = set()
-        for other in tickets:
+        mine, found = (ticket.urgency, ticket.sequence), set[Key]()
+        for other in (*self.waiting, ticket):
+            if (not too) if other is ticket else (other.urgency, other.sequence) >= mine:
+                continue
             keys = other.wants()
             found.update(keys if tier <= other.tier else (key for key in keys if self._on_its_way(key, tier, other.tier)))
         if known is not None:

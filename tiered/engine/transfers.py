@@ -194,6 +194,8 @@ class LinkCounters:
     def __init__(self) -> None:
         self.transfers = self.bytes = self.failed = self.active = 0
         self.busy, self.since = 0.0, 0.0
+        self.cost = 0.0
+        """Seconds per byte; 0 before the first transfer has ended."""
 
     def begin(self, now: float) -> None:
         if self.active == 0:
@@ -209,11 +211,7 @@ class LinkCounters:
             self.bytes += nbytes
         else:
             self.failed += 1
-
-    @property
-    def cost(self) -> float:
-        """Seconds per byte; 0 before the first transfer has ended."""
-        return self.busy / self.bytes if self.bytes else 0.0
+        self.cost = self.busy / self.bytes if self.bytes else 0.0
 
     def snapshot(self, now: float) -> FlowStatistics:
         busy = self.busy + (now - self.since if self.active else 0.0)

@@ -94,8 +94,9 @@ class LibaioBackend:
                 break
             # Python runs signal handlers between two calls. If one raises, completions stay in the ring.
             left = deadline - time.monotonic()
-        if count <= 0:
+        if count < 0:
             self._checked(count)
+        if count == 0:
             return []
         return [IOCompletion(done.tag, done.result) for done in self._completions[0:count]]
 
