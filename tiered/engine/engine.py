@@ -313,7 +313,8 @@ class Engine:
     def _wait_for(self, request: Request, began: float, patience: float) -> None:
         left = request.progress
         while not request.done:
-            self._refuse_stopped()
+            if self._ended:
+                self._refuse_stopped()
             if request.progress != left:
                 began, left = self.config.clock(), request.progress
             before = self.config.clock()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import filterfalse, islice
 from typing import Protocol
 
 from tiered.engine.requests import Request
@@ -111,13 +111,17 @@ class Flush(Request):
                     if copy is not None:
                         state.refuse_spoiled(copy)
         left = {entry.key for entry in state.directory.set_aside_entries()}  # by a flush that was given up
-        entries = [entry for entry in state.directory.entries() if not entry.temporary]
-        left.update(entry.key for entry in state.directory.entries() if entry.temporary)
+        entries = []
+        for entry in state.directory.entries():
+            if entry.temporary:
+                left.add(entry.key)
+            else:
+                entries.append(entry)
         for copy in state.unsaved.values():
             if copy.writers:
                 raise LeaseConflict(f"tensor {copy.key!r} has an open WRITE lease: end it before a commit")
             copy.failure = None
-        self._active.frozen = dict.fromkeys(key for key in state.unsaved if key not in left)
+        self._active.frozen = dict.fromkeys(filterfalse(left.__contains__, state.unsaved))
         state.snapshot = self._active
         self._draft.begin(iter(entries), self._active.frozen)
         self.begun = True
@@ -145,5 +149,7 @@ class Flush(Request):
         take longer than the transfers."""
         state, frozen = scheduler.state, self._active.frozen
         self.progress = len(frozen)
-        moving = any(state.unsaved[key].state is State.WRITEBACK for key in islice(frozen, 4))
+        moving = False
+        for key in islice(frozen, 4):
+            moving = moving or state.unsaved[key].state is State.WRITEBACK
         return moving and self._disturbed == state.disturbances and 0.9 * self._seen < self.progress

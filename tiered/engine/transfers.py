@@ -111,8 +111,12 @@ class TransferQueues:
 
     def going_down(self, index: int) -> int:
         """Return the bytes of the slots below link ``index`` that its transfers down will fill."""
-        under_way = (pair for moving in self._moving.values() for pair in moving)
-        return sum(t.lower.nbytes for link, t in under_way if link == index and t.direction is Direction.DOWN)
+        found = 0
+        for moving in self._moving.values():
+            for link, transfer in moving:
+                if link == index and transfer.direction is Direction.DOWN:
+                    found += transfer.lower.nbytes
+        return found
 
     def add(self, index: int, entry: Entry, transfer: Transfer) -> None:
         if self.recorder is not None:

@@ -171,9 +171,9 @@ class DataFile:
         """
         self.refusal = None
         found = self._space.allocate(nbytes)
-        need = self._space.capacity + self._space.round_up(nbytes) - self._space.free_at_end
-        if found is None and self._grow(need, spare, share):
-            found = self._space.allocate(nbytes)
+        if found is None:
+            need = self._space.capacity + self._space.round_up(nbytes) - self._space.free_at_end
+            found = self._space.allocate(nbytes) if self._grow(need, spare, share) else None
         return found
 
     def free(self, extents: Mapping[int, int]) -> None:

@@ -51,8 +51,7 @@ Folder = OpenFolder | int | str | os.PathLike[str]
 
 LISTINGS = 100
 """Attempts to read the newest generation before it is an error that each was dropped between its listing and its reading."""
-_NAME = re.compile(r"manifest\.([1-9][0-9]{0,17})", re.ASCII)
-_DROPPED_NAME = re.compile(r"manifest\.([1-9][0-9]{0,17})\.dropped", re.ASCII)
+_NAME = re.compile(r"manifest\.([1-9][0-9]{0,17})(\.dropped)?", re.ASCII)
 _TMP_NAME = re.compile(r"manifest\.[1-9][0-9]{0,17}\.tmp", re.ASCII)
 
 
@@ -132,21 +131,27 @@ def _withdraw(folder: OpenFolder, generation: int) -> None:
 
 def generations(folder: Folder) -> list[int]:
     """Return the generations whose manifest is in ``folder``, oldest first. Other names are ignored."""
-    return _numbers(folder, _NAME)
+    return _numbered(folder)[0]
 
 
 def dropped(folder: Folder) -> list[int]:
     """Return the generations that were dropped while readers had them, or whose drop was interrupted; oldest first."""
-    return _numbers(folder, _DROPPED_NAME)
+    return _numbered(folder)[1]
 
 
-def _numbers(folder: Folder, pattern: re.Pattern[str]) -> list[int]:
+def _numbered(folder: Folder) -> tuple[list[int], list[int]]:
+    """Return the generations in ``folder``, and the dropped ones, by one listing; each oldest first."""
+    there: list[int] = []
+    aside: list[int] = []
     with _opened(folder, ManifestError) as at:
         try:
             names = names_in(at)
         except OSError as error:
             _fail(ManifestError, "cannot list", folder, "", error)
-    return sorted(int(match[1]) for match in map(pattern.fullmatch, names) if match)
+    for name in names:
+        if match := _NAME.fullmatch(name):
+            (aside if match[2] else there).append(int(match[1]))
+    return sorted(there), sorted(aside)
 
 
 def pins_in(folder: OpenFolder) -> Pins:
@@ -285,7 +290,7 @@ def retire(folder: OpenFolder, numbers: Iterable[int]) -> list[int]:
     A manifest loses its name before the second look at the pins: a reader that took it before is seen then, and none can take
     it later. Raises ManifestError, TieredError; then nothing may be used again that these generations reference.
     """
-    there, aside = set(generations(folder)), set(dropped(folder))
+    there, aside = map(set, _numbered(folder))
     first = pins_in(folder)
     going = [number for number in numbers if not first.needs(number)]
     renamed = [number for number in going if number in there]
@@ -392,11 +397,15 @@ def clean(folder: Folder) -> list[str]:
     return removed
 
 
+def _opened(folder: Folder, kind: type[CommitError | ManifestError]) -> contextlib.AbstractContextManager[int]:
+    """Return what gives the descriptor of a folder: one that is open stays open, a path's is closed again."""
+    if isinstance(folder, OpenFolder):
+        return contextlib.nullcontext(folder.fd)
+    return contextlib.nullcontext(folder) if isinstance(folder, int) else _opened_by_path(folder, kind)
+
+
 @contextlib.contextmanager
-def _opened(folder: Folder, kind: type[CommitError | ManifestError]) -> Iterator[int]:
-    if isinstance(folder, int | OpenFolder):
-        yield folder if isinstance(folder, int) else folder.fd
-        return
+def _opened_by_path(folder: str | os.PathLike[str], kind: type[CommitError | ManifestError]) -> Iterator[int]:
     try:
         at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:

@@ -120,7 +120,7 @@ class LockedFile:
         why = self.folder.strayed()
         if why is not None:
             return why
-        if not self.is_there():
+        if not self.folder.holds(self.name, self.fd):
             where = whereabouts(self.fd)
             if where is None and os.fstat(self.fd).st_nlink:
                 return (

@@ -245,9 +245,10 @@ class DiskLink:
                     if in_flight and self._bytes_in_flight[job.way] + size > most:
                         break  # this direction has its share: continue with the others
                     if job.way is _WRITE and job.unhashed(job.cursor + size):
-                        if not self._submit_batch(batch):  # hashing takes time, so the drive gets these now
+                        if batch and not self._submit_batch(batch):  # hashing takes time, so the drive gets these now
                             return
                         batch = []
+                        self._hash_next(job)
                         while job.unhashed(job.cursor + size):
                             self._hash_next(job)
                     batch.append(self._begin_block(job, size))

@@ -11,6 +11,7 @@ import contextlib
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import filterfalse
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
@@ -597,9 +598,9 @@ class Commits(OnDisk):
             for generation in gone:
                 if generation in self._nvme.generations:  # Ctrl-C may have struck between this line and the next
                     self._nvme.release(generation)
-        self._kept = [generation for generation in self._kept if generation not in gone]
-        self._dropped = [generation for generation in self._dropped if generation not in gone]
-        self._held = [generation for generation in self._held if generation not in gone]
+        self._kept = list(filterfalse(gone.__contains__, self._kept))
+        self._dropped = list(filterfalse(gone.__contains__, self._dropped))
+        self._held = list(filterfalse(gone.__contains__, self._held))
 
 
 class _Draft:
@@ -631,9 +632,9 @@ class _Draft:
 
     def _refuse_without_room(self, frozen: Iterable[Key]) -> None:
         """Raise CapacityError where the changed tensors certainly have no room. Write-backs in flight have room already."""
-        nvme, state = self._nvme, self._engine.state
-        sizes = (max(1, state.directory.entry(key).nbytes) for key in frozen)
-        needed = sum(-(-nbytes // nvme.alignment) for nbytes in sizes) * nvme.alignment
+        nvme, state, needed = self._nvme, self._engine.state, 0
+        for key in frozen:
+            needed += -(-state.directory.entry(key).nbytes // nvme.alignment) * nvme.alignment
         if not nvme.reserve(needed - state.transfers.going_down(state.bottom - 1)):
             raise CapacityError(
                 f"a commit has to write {needed:,} bytes that changed, beside what kept generations need: {nvme.refusal}. Make "

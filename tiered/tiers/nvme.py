@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +19,8 @@ from tiered.tiers.disk import FILE_BITS, Disk
 from tiered.types import Slot, format_size
 
 __all__ = ["NvmeConfig", "NvmeTier"]
+
+_EXTENTS, _USED = operator.attrgetter("extents"), operator.attrgetter("used")
 
 @dataclass(frozen=True)
 class NvmeConfig:
@@ -144,7 +147,8 @@ class NvmeTier(Disk[DataFile]):
     @property
     def used(self) -> int:
         """Bytes in extents that the store or a retained generation references, padding included."""
-        return sum(file.used for file in self.files)
+        found: int = sum(map(_USED, self.files))
+        return found
 
     @property
     def file_bytes(self) -> int:
@@ -188,7 +192,7 @@ class NvmeTier(Disk[DataFile]):
             found = file.allocate(nbytes, spare, share)
             if found is not None:
                 self._refusal = None
-                slot = self.slot(file.index, *found)
+                slot = self.coded(file.index, *found)
                 self._live.add(slot)
                 return slot
         used_up = ""
@@ -244,7 +248,7 @@ class NvmeTier(Disk[DataFile]):
 
         A single file grows for it; of several drives only the free space is compared.
         """
-        extents = sum(file.extents for file in self.files)
+        extents: int = sum(map(_EXTENTS, self.files))
         missing = nbytes - (extents - self.used)
         if self._limit is not None and missing > self._limit - extents:
             left = f"{self._limit - self.used:,} bytes of it are left"
