@@ -94,6 +94,7 @@ class Engine:
         self._wake = OwnedWakeup()
         self._woken = False  # since the engine's thread looked last
         self._due = True  # whether requests may have what they lack, beside what wakes the thread
+        self._again = True  # whether the thread has to take another turn before it sleeps
         self._counters = self.state.transfers.counters
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
@@ -537,12 +538,12 @@ class Engine:
             poller.register(link.fileno(), select.POLLIN)
         try:
             while True:
-                moved = self.turn()
+                self.turn()
                 if self._stopping:
                     with self.lock:
                         if not any(self.state.transfers.started):
                             break
-                if moved:
+                if self._again:
                     continue
                 for descriptor, _ in self._sleep(poller):
                     self._woken = self._woken or descriptor == wake
@@ -604,11 +605,12 @@ class Engine:
             if completions or finished:
                 self._changed.notify_all()
         started = bool(state.transfers.waiting or any(state.transfers.promotions)) and self._pump()
+        ahead = self.read_ahead
         if finished:  # a request that is done may have what another one lacks
-            self._due = True
+            self._due = ahead is not None or bool(self.requests.waiting)
         elif started:  # what was started leaves room in the link for fetches ahead
-            ahead = self.read_ahead
-            self._due = self._due or (ahead is not None and ahead.link_is_busy) or self.requests.any_ahead
+            self._due = (ahead is not None and ahead.link_is_busy) or self.requests.any_ahead
+        self._again = bool(completions or started or self._due)
         return bool(completions or finished or started)
 
     def _pump(self) -> bool:

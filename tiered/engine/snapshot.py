@@ -72,7 +72,7 @@ class Flush(Request):
 
     @property
     def unwanted(self) -> bool:
-        return super().unwanted or self._cancelled()
+        return self.abandoned or self._cancelled()
 
     def attempt(self, scheduler: Scheduler) -> bool:
         state = scheduler.state

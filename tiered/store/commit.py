@@ -642,12 +642,13 @@ class _Draft:
             )
 
     def add(self, entry: Entry) -> None:
+        copy = entry.copies[-1]
+        assert copy is not None
         try:
-            self._tensors[entry.name] = self._encoding.of(entry)
+            self._tensors[entry.name] = copy.record or self._encoding.of(entry)
         except (ManifestError, MisuseError) as error:  # the transfer succeeded: the error is the commit's, raised at its end
             self._refused = error
-        copy = entry.copies[-1]
-        if not entry.empty and copy is not None:
+        if not entry.empty:
             self._nvme.pin(self._generation, copy.slot)
 
     def end(self) -> None:
