@@ -5,7 +5,7 @@ A full part answers with a value (0, None, False), never with an exception: the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from tiered.types import Candidate, Completion, Fence, IOCompletion, IORequest, Key, Slot, Transfer, Urgency
@@ -233,11 +233,11 @@ class EvictionPolicy(Protocol):
         """Record that ``key`` left the tier (evicted, superseded or deleted)."""
         ...
 
-    def victims(self, nbytes: int, among: Mapping[Key, Candidate]) -> list[Key] | None:
-        """Return keys to evict, in order, that together free at least ``nbytes``; None when all of ``among`` is too little.
+    def victims(self, among: Mapping[Key, Candidate]) -> Iterator[Key]:
+        """Yield the keys of ``among``, each once, in the order in which they leave.
 
-        All or nothing. The list is a prefix of the policy's own order: no victim at its end could be left out. ``among`` may be
-        large: look keys up in it rather than iterating over it.
+        Whoever asks takes as many as it needs, and evicts none before it has stopped asking. ``among`` may be large: look keys
+        up in it rather than iterating over it.
         """
         ...
 

@@ -624,9 +624,9 @@ def test_a_batch_from_the_disk_is_decided_once(on_disk: TieredStore, monkeypatch
     asked: Counter[str] = Counter()
     victims, wants = LRU.victims, Lease.wants
 
-    def counted_victims(self: LRU, nbytes: int, among: Mapping[Key, Candidate]) -> list[Key] | None:
+    def counted_victims(self: LRU, among: Mapping[Key, Candidate]) -> Iterator[Key]:
         asked["victims"] += 1
-        return victims(self, nbytes, among)
+        return victims(self, among)
 
     def counted_wants(self: Lease) -> Sequence[Key]:
         asked["wants"] += 1

@@ -13,7 +13,7 @@ import math
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, filterfalse
 from typing import NamedTuple
 
 from tiered.errors import MisuseError, expect_type
@@ -249,29 +249,16 @@ class LRU:
     def forgotten(self, key: Key) -> None:
         self._order.pop(key, None)
 
-    def victims(self, nbytes: int, among: Mapping[Key, Candidate]) -> list[Key] | None:
-        """Return the first of ``among`` that together have ``nbytes``; None when all of them are too little."""
-        if nbytes <= 0:
-            return []
-        chosen: list[Key] = []
-        dirty: list[tuple[Key, int]] = []
-        for key in chain(self._order, (key for key in among if key not in self._order)):
+    def victims(self, among: Mapping[Key, Candidate]) -> Iterator[Key]:
+        """Yield the keys of ``among``, the first that leaves first."""
+        dirty = []
+        for key in chain(self._order, filterfalse(self._order.__contains__, among)):
             candidate = among.get(key)
-            if candidate is None:
-                continue
-            if candidate.dirty:
-                dirty.append((key, candidate.nbytes))
-                continue
-            chosen.append(key)
-            nbytes -= candidate.nbytes
-            if nbytes <= 0:
-                return chosen
-        for key, size in dirty:
-            chosen.append(key)
-            nbytes -= size
-            if nbytes <= 0:
-                return chosen
-        return None
+            if candidate is not None and candidate.dirty:
+                dirty.append(key)
+            elif candidate is not None:
+                yield key
+        yield from dirty
 
 
 class NextUse:
@@ -328,8 +315,8 @@ class NextUse:
         """Return whether the plan drops ``key`` after its last touch."""
         return key in self._known and self._known[key][0]
 
-    def victims(self, nbytes: int, among: Mapping[Key, Candidate]) -> list[Key] | None:
-        """Return the first of ``among`` that together have ``nbytes``; None when all of them are too little."""
+    def victims(self, among: Mapping[Key, Candidate]) -> Iterator[Key]:
+        """Yield the keys of ``among``, the first that leaves first."""
         while self._order and self._order[0][0][:2] < (False, self._now()):  # not used when they should have been
             self.touched(self._order[0][1])
         if self._price:
@@ -337,14 +324,9 @@ class NextUse:
             known: Iterable[tuple[_Rank, Key]] = heapq.merge(*kinds, reverse=True)
         else:
             known = self._ranked(among, None, 0.0)
-        chosen: list[Key] = []
-        for keys in ((key for _, key in known), (key for key in among if key not in self._known)):
-            for key in keys:
-                if nbytes <= 0:
-                    return chosen
-                chosen.append(key)
-                nbytes -= among[key].nbytes
-        return chosen if nbytes <= 0 else None
+        for _, key in known:
+            yield key
+        yield from filterfalse(self._known.__contains__, among)
 
     def _ranked(self, among: Mapping[Key, Candidate], dirty: bool | None, price: float) -> Iterator[tuple[_Rank, Key]]:
         """Yield candidates of one kind (or of both: None), the furthest first."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 
 from tiered.allocator import Sliding, moves
@@ -276,35 +276,34 @@ class Pool:
 
         The remaining slots may have to be moved, at most ``most`` times ``nbytes``.
         """
-        among = _Among(self.evictable, accept)
         chosen = [copy for copy in self.marked.values() if accept(copy)]
-        if chosen:
-            among = _Among(self.evictable, lambda copy: copy.key not in self.marked and accept(copy))
-        kept = sum(copy.slot.nbytes for copy in chosen)
+        more = (self.evictable[key] for key in self.policy.victims(self.evictable) if key not in self.marked)
+        have = kept = sum(copy.slot.nbytes for copy in chosen)
         wanted = nbytes - min(self.free, nbytes // 2)
         while True:
-            more = self.policy.victims(wanted - kept, among) if wanted > kept else []
-            every = more is None
-            if more is None:
-                more = self.policy.victims(sum(copy.slot.nbytes for copy in among.values()), among)
-                assert more is not None
-            found = self.enough(nbytes, [*chosen, *(self.evictable[key] for key in more)], most)
-            if found is not None or every:
+            for copy in more if have < wanted else ():
+                if accept(copy):
+                    chosen.append(copy)
+                    have += copy.slot.nbytes
+                    if have >= wanted:
+                        break
+            found = self.enough(nbytes, chosen, most)
+            if found is not None or have < wanted:
                 return found
             wanted = 2 * max(wanted, kept)
 
-    def next_victims(self, nbytes: int, accept: Callable[[Copy], bool]) -> list[Copy]:
-        """Return the policy's first victims that together have ``nbytes``, in its order, anywhere in the tier; none where all
-        are too little."""
-        keys = self.policy.victims(nbytes, _Among(self.evictable, accept))
-        return [self.evictable[key] for key in keys or ()]
-
     def first(self, nbytes: int, accept: Callable[[Copy], bool]) -> list[Copy]:
-        """Return the policy's first victims that together have ``nbytes``, anywhere in the tier; all of them where that is
-        less."""
-        among = _Among(self.evictable, accept)
-        keys = self.policy.victims(nbytes, among)
-        return list(among.values()) if keys is None else [self.evictable[key] for key in keys]
+        """Return the policy's first victims that together have ``nbytes``, in its order, anywhere in the tier; all of them
+        where that is less."""
+        found: list[Copy] = []
+        for key in self.policy.victims(self.evictable) if nbytes > 0 else ():
+            copy = self.evictable[key]
+            if accept(copy):
+                found.append(copy)
+                nbytes -= copy.slot.nbytes
+                if nbytes <= 0:
+                    break
+        return found
 
     def enough(self, nbytes: int, copies: list[Copy], most: float = MOVED) -> list[Copy] | None:
         """Return the copies that must leave so that ``nbytes`` fit in one piece, out of the shortest sufficient prefix of
@@ -392,11 +391,15 @@ class Pool:
     def large_victim(self, nbytes: int, accept: Callable[[Copy], bool]) -> Copy | None:
         """Return the policy's first victim whose slot has ``nbytes``, if those before it have at most ``SMALL`` times as many
         together: they stay, because to look for moves takes a hundred times as long."""
-        among = _Among(self.evictable, accept)
-        for least in (nbytes, (SMALL + 1) * nbytes):
-            for key in self.policy.victims(least, among) or ():
-                if self.evictable[key].slot.nbytes >= nbytes:
-                    return self.evictable[key]
+        before = 0
+        for key in self.policy.victims(self.evictable):
+            copy = self.evictable[key]
+            if accept(copy):
+                if copy.slot.nbytes >= nbytes:
+                    return copy
+                before += copy.slot.nbytes
+                if before > SMALL * nbytes:
+                    return None
         return None
 
     def together(self, nbytes: int, copies: Iterable[Copy]) -> list[Copy] | None:
@@ -515,26 +518,3 @@ class Pool:
         assert self.used == sum(slot.nbytes for slot in self._slots)
         assert self._offsets == sorted(slot.offset for slot in self._slots)
         assert self.largest == max((slot.nbytes for slot in self._slots), default=0)
-
-
-class _Among(Mapping[Key, Copy]):
-    """A view of the accepted ones of ``copies``, without another dict."""
-
-    def __init__(self, copies: Mapping[Key, Copy], accept: Callable[[Copy], bool]) -> None:
-        self._copies, self._accept = copies, accept
-
-    def __getitem__(self, key: Key) -> Copy:
-        copy = self._copies[key]
-        if not self._accept(copy):
-            raise KeyError(key)
-        return copy
-
-    def get(self, key: Key, default: object = None) -> Copy | None:  # type: ignore[override]
-        copy = self._copies.get(key)
-        return copy if copy is not None and self._accept(copy) else None
-
-    def __iter__(self) -> Iterator[Key]:
-        return (key for key, copy in self._copies.items() if self._accept(copy))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)

@@ -356,7 +356,8 @@ class Scheduler:
         state = self.state
         pool, acceptable = state.pools[tier], self._acceptable(tier, ticket)
         if tier + 1 < state.bottom or ticket.urgency in AHEAD:
-            return pool.next_victims(ticket.lacking, _clean(acceptable))
+            found = pool.first(ticket.lacking, _clean(acceptable))
+            return found if sum(copy.slot.nbytes for copy in found) >= ticket.lacking else []
         there = [copy for copy in search.leaving if pool.evictable.get(copy.key) is copy]  # an exception may have struck since
         chosen = [copy for copy in there if copy.evictability in _LEAVING and acceptable(copy)]
         if not any(copy.evictability is _WRITING for copy in chosen):
