@@ -364,6 +364,22 @@ def kept_by_what_lives(source: str) -> list[str]:
     return found
 
 
+# Protocols with private names. The list may only shrink.
+PRIVATE: set[str] = {"zero.paging.saved_tensors: Saving._unpack"}
+
+
+def asked_in_private(source: str, module: str) -> set[str]:
+    """What a Protocol asks of others by a private name: what a client needs is public."""
+    return {
+        f"{module}: {node.name}.{name}"
+        for node in nodes(source)
+        if isinstance(node, ast.ClassDef) and any("Protocol" in ast.unparse(base) for base in node.bases)
+        for member in node.body
+        for name in [getattr(member, "name", None) or ast.unparse(getattr(member, "target", ast.Name("")))]
+        if name.startswith("_") and not name.endswith("__")
+    }
+
+
 NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER),
 }
@@ -417,6 +433,26 @@ def test_no_tensor_has_torchs_default_dtype_or_device() -> None:
 def test_nothing_is_kept_by_a_store_or_a_model_that_does_not_end_with_it() -> None:
     found = {module_of(path, ROOT / "tiered") for path in SOURCES if kept_by_what_lives(path.read_text())}
     assert found == KEPT_BY_WHAT_LIVES.keys()
+
+
+def test_protocols_have_public_names() -> None:
+    found: set[str] = set()
+    for path in SOURCES:
+        found |= asked_in_private(path.read_text(), module_of(path, ROOT / "tiered"))
+    assert found == PRIVATE
+
+
+@pytest.mark.parametrize(
+    ("source", "complaints"),
+    [
+        ("class Store(Protocol):\n    def _watch(self) -> int: ...\n    def get(self) -> int: ...", {"a.b: Store._watch"}),
+        ("class Store(Other, Protocol):\n    _count: int\n    count: int", {"a.b: Store._count"}),
+        ("class Store(Protocol):\n    def __iter__(self) -> int: ...", set()),
+        ("class Store:\n    def _watch(self) -> int: ...", set()),
+    ],
+)
+def test_the_check_finds_protocols_of_private_names(source: str, complaints: set[str]) -> None:
+    assert asked_in_private(source, "a.b") == complaints
 
 
 @pytest.mark.parametrize(

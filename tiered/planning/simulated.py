@@ -272,7 +272,7 @@ class SimulatedStore(TieredStore):
 
     def hint(self, keys: Sequence[Key]) -> None:
         """Have activations fetched ahead, unless an order says what is."""
-        self._fetch_ahead(keys, torch.device("cpu"))
+        self.fetch_ahead(keys, torch.device("cpu"))
 
     def compute(self, seconds: float) -> None:
         """Let so much time pass between two calls."""

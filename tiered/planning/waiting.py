@@ -97,7 +97,7 @@ class NotingStore(SimulatedStore):
         self._notes.asked(key)
         return True
 
-    def _fetch_ahead(self, keys: Sequence[str], device: torch.device) -> None:
+    def fetch_ahead(self, keys: Sequence[str], device: torch.device) -> None:
         self._notes.ahead(keys)
 
     def _waited(self) -> float:

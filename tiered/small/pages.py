@@ -99,7 +99,7 @@ class Store(Protocol):
     def spec(self, key: Key) -> TensorSpec: ...
     def prefetch(self, keys: Sequence[Key], *, tier: str | None = None) -> None: ...
     def in_order(self, keys: Iterable[Key]) -> Iterator[torch.Tensor]: ...
-    def _lease_addresses(self, keys: Sequence[Key], access: Access) -> AbstractContextManager[list[There]]: ...
+    def lease_addresses(self, keys: Sequence[Key], access: Access) -> AbstractContextManager[list[There]]: ...
     def __contains__(self, key: object) -> bool: ...
     def __iter__(self) -> Iterator[Key]: ...
     def __len__(self) -> int: ...
@@ -188,7 +188,7 @@ class Pages:
 
     def refuse_stale(self, head: Head) -> None:
         """Raise _Changed where the stamp is not that of ``head``."""
-        with self.store._lease_addresses([self._open], Access.READ) as leased:
+        with self.store.lease_addresses([self._open], Access.READ) as leased:
             self._compare(head, leased[0])
 
     def _is_stale(self, head: Head) -> bool:
@@ -208,7 +208,7 @@ class Pages:
 
     def _read(self) -> Known:
         """Read the head and the log."""
-        with self.store._lease_addresses([self._record], Access.READ):
+        with self.store.lease_addresses([self._record], Access.READ):
             opened = self.store.get(self._open)
             self._refuse_size(self._open, spec_of_tensor(opened))
             data = opened.numpy().tobytes()
@@ -369,7 +369,7 @@ class Pages:
         sizes: list[int] = []
         try:
             wanted = [self._open, *(page_key(self.name, page) for page in closed)]
-            with self.store._lease_addresses(wanted, Access.READ) as leased:
+            with self.store.lease_addresses(wanted, Access.READ) as leased:
                 self._compare(head, leased[0])
                 ends = {
                     page: (address + spec.nbytes, spec.nbytes // UNIT)
@@ -469,7 +469,7 @@ class Pages:
         after.log += len(log)
         whole = torch.zeros(need, dtype=torch.uint8, device="cpu")
         whole[: one.spec.nbytes] = flat(one.source)
-        with self.store._lease_addresses([self._record], Access.READ):
+        with self.store.lease_addresses([self._record], Access.READ):
             self.refuse_stale(head)
             self.store.put(page_key(self.name, head.next_page), whole, owner=self.owner)
             self._change(known, head, after, log, [])
@@ -490,7 +490,7 @@ class Pages:
     def _change(self, known: Known, head: Head, after: Head, log: bytes, values: Sequence[tuple[int, int, int]]) -> None:
         """Write ``values`` (distance from the end, address, bytes), ``log`` and the head ``after`` to the open page, by one
         call of C, where its head is ``head``. What is known is forgotten, until the caller has changed it, too."""
-        with self.store._lease_addresses([self._open], Access.WRITE) as leased:
+        with self.store.lease_addresses([self._open], Access.WRITE) as leased:
             self._compare(head, leased[0])
             base = leased[0][0]
             end = base + self.page
@@ -513,10 +513,10 @@ class Pages:
         after.last, after.used = part, at + head.log
         if head.values:
             after.page, after.next_page = head.next_page, head.next_page + 1
-        with self.store._lease_addresses([self._record], Access.READ):
+        with self.store.lease_addresses([self._record], Access.READ):
             log = torch.empty(head.log, dtype=torch.uint8, device="cpu")
             values = torch.empty(head.values, dtype=torch.uint8, device="cpu")
-            with self.store._lease_addresses([self._open], Access.READ) as leased:
+            with self.store.lease_addresses([self._open], Access.READ) as leased:
                 self._compare(head, leased[0])
                 base = leased[0][0]
                 sources = [base + HEAD_BYTES, base + self.page - head.values]
@@ -525,7 +525,7 @@ class Pages:
                 self.store.put(page_key(name, head.page), values, owner=self.owner)
             if not joined:
                 self.store.put(names_key(name, part), torch.zeros(self.page, dtype=torch.uint8, device="cpu"), owner=self.owner)
-            with self.store._lease_addresses([self._open, names_key(name, part)], Access.WRITE) as leased:
+            with self.store.lease_addresses([self._open, names_key(name, part)], Access.WRITE) as leased:
                 self._compare(head, leased[0])
                 self._refuse_size(names_key(name, part), leased[1][1])
                 targets = [leased[1][0] + at, leased[0][0]]
@@ -604,7 +604,7 @@ class Pages:
         """Remove pages and parts of the log that an exception left, and look how large the others are."""
         head, live, sizes = known.head, known.names.live, dict[int, int]()
         parts = range(head.first, head.last + 1) if head.used else range(0)
-        with self.store._lease_addresses([self._record], Access.READ):
+        with self.store.lease_addresses([self._record], Access.READ):
             self.refuse_stale(head)
             for key, (kind, number) in self.ours().items():
                 if kind == "page" and number != head.page and number in live:
@@ -639,7 +639,7 @@ class Pages:
 
     def _remove_dead(self, known: Known) -> None:
         assert known.sizes is not None
-        with self.store._lease_addresses([self._record], Access.READ):
+        with self.store.lease_addresses([self._record], Access.READ):
             self.refuse_stale(known.head)
             for page in list(known.dead):
                 with contextlib.suppress(LeaseConflict):
@@ -654,7 +654,7 @@ class Pages:
         head, name = known.head, self.name
         after = self._next(head)
         after.first = part = head.last + 1
-        with self.store._lease_addresses([self._record], Access.READ):
+        with self.store.lease_addresses([self._record], Access.READ):
             self.refuse_stale(head)
             buffer, at = bytearray(self.page), 0
             for entry in known.names.entries(head.page):

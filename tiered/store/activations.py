@@ -547,7 +547,7 @@ class SavedTensors:
             if room <= 0:
                 break
         if keys:
-            self.store._fetch_ahead(keys, device)
+            self.store.fetch_ahead(keys, device)
 
     # -- the end -----------------------------------------------------------------------------------------------------------
 

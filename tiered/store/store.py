@@ -111,7 +111,7 @@ class TieredStore(TensorMapping):
         self._shutdown = weakref.finalize(self, _shut_down, *self._rest)
         self._tables: weakref.WeakValueDictionary[str, Table] = weakref.WeakValueDictionary()
         self._row_cache = RowCache(parts.tiers[parts.dram].capacity)
-        self._went_back = 0
+        self.rollbacks = 0
         """How often ``rollback`` was called."""
         self._copies = Copies()
         self._small: weakref.WeakValueDictionary[str, SmallTensors] = weakref.WeakValueDictionary()
@@ -982,7 +982,7 @@ class TieredStore(TensorMapping):
         """
         commits = self._committing(None)
         clear_ended(is_stored)
-        self._went_back += 1  # before anything changes: see tiered/tables
+        self.rollbacks += 1  # before anything changes: see tiered/tables
         return self._without_ended(lambda: commits.rollback(generation, needs))
 
     def _held_by(self, holder: Holder) -> None:
@@ -1054,6 +1054,40 @@ class TieredStore(TensorMapping):
         found = open_small(self, name, page, capacity, may_make=self.access is Access.WRITE)
         with engine.lock:
             return self._small.setdefault(name, found)  # one of each name, whose calls take turns
+
+    # -- what those need who lay tensors out themselves ----------------------------------------------------------------------
+
+    def lease_addresses(self, keys: Sequence[Key], access: Access) -> LeaseOfAddresses:
+        """Return a lease of ``keys``, each there once, that gives the address and the spec of each in host memory, for copies
+        that are made within the lease. Waits and raises as ``lease``."""
+        self._running()
+        if access is Access.WRITE:
+            self._generations.refuse_change(self)
+        dram = self._parts.dram
+        memory = self._parts.memories[dram]
+        assert isinstance(memory, DramTier)
+        return LeaseOfAddresses(self._running, memory, keys, access, dram)
+
+    def watch_changes(self, stems: Sequence[str]) -> Callable[[], int]:
+        """Return a function that says how many changes were begun of tensors whose key is one of ``stems``, or that and a
+        number, since somebody watched them first."""
+        engine = self._running()
+        with engine.lock:
+            watched = engine.state.directory.watched
+            for stem in stems:
+                watched.setdefault(stem, 0)
+        return lambda: sum(watched[stem] for stem in stems)
+
+    def fetch_ahead(self, keys: Sequence[Key], device: torch.device) -> None:
+        """Prefetch ``keys``, which were put from ``device``, beside other hints; where an order is followed, it says what is
+        fetched, and when."""
+        engine = self._running()
+        if engine.read_ahead is None:
+            engine.ahead(keys, self._tier_for(device))
+
+    def refuse_closed(self) -> None:
+        """Raise StoreClosed where the store was closed, ForkedStore in a child of the process that opened it."""
+        self._running()
 
     # -- looking in -------------------------------------------------------------------------------------------------------
 
@@ -1142,27 +1176,6 @@ class TieredStore(TensorMapping):
             lease.token = None  # not __exit__: Ctrl-C may strike a call before its first line
             engine.released()
 
-    def _lease_addresses(self, keys: Sequence[Key], access: Access) -> LeaseOfAddresses:
-        """Return a lease of ``keys``, each there once, that gives the address and the spec of each in host memory, for copies
-        that are made within the lease. Waits and raises as ``lease``."""
-        self._running()
-        if access is Access.WRITE:
-            self._generations.refuse_change(self)
-        dram = self._parts.dram
-        memory = self._parts.memories[dram]
-        assert isinstance(memory, DramTier)
-        return LeaseOfAddresses(self._running, memory, keys, access, dram)
-
-    def _watch(self, stems: Sequence[str]) -> Callable[[], int]:
-        """Return a function that says how many changes were begun of tensors whose key is one of ``stems``, or that and a
-        number, since somebody watched them first."""
-        engine = self._running()
-        with engine.lock:
-            watched = engine.state.directory.watched
-            for stem in stems:
-                watched.setdefault(stem, 0)
-        return lambda: sum(watched[stem] for stem in stems)
-
     def _tier_that_holds(self, spec: TensorSpec, tier: int) -> int:
         """Return ``tier``, or DRAM where that cannot hold the tensor. One larger than DRAM could never leave the tiers above:
         DRAM refuses it."""
@@ -1172,13 +1185,6 @@ class TieredStore(TensorMapping):
     def _tier_for(self, device: torch.device) -> int:
         """Return the tier to which ``put`` copies a tensor on ``device``."""
         return self._parts.dram if device.type == "cpu" else 0
-
-    def _fetch_ahead(self, keys: Sequence[Key], device: torch.device) -> None:
-        """Prefetch ``keys``, which were put from ``device``, beside other hints; where an order is followed, it says what is
-        fetched, and when."""
-        engine = self._running()
-        if engine.read_ahead is None:
-            engine.ahead(keys, self._tier_for(device))
 
     def _waited(self) -> float:
         """Return the seconds that callers have waited so far."""

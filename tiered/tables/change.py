@@ -50,7 +50,7 @@ def _change(
     store, direct = tables[0].store, 2 * sum(table.layout.buffer_room for table in tables) > tables[0].budget
     for table in tables if direct else ():  # the pool is too small for these buffers together
         table.empty_rows(0, table.layout.rows)
-    went_back, placed = store._went_back, [table.current() for table in tables]
+    went_back, placed = store.rollbacks, [table.current() for table in tables]
     after = placed if direct else [table.with_room(known, ids) for table, known in zip(tables, placed, strict=True)]
     now = [table.part(ids, None, known) for table, known in zip(tables, placed, strict=True)]
     later = [table.part(ids, None, known) for table, known in zip(tables, after, strict=True)]
@@ -65,7 +65,7 @@ def _change(
         work(begin, end, rows)
 
     def write(lent: Sequence[Lent], others: Sequence[There]) -> None:
-        if store._went_back != went_back:  # before the lease, beside which it cannot
+        if store.rollbacks != went_back:  # before the lease, beside which it cannot
             raise MovedError
         if not moves:
             read(lent)

@@ -50,7 +50,7 @@ There = tuple[int, TensorSpec]
 class Store(Protocol):
     """What a table needs of a store."""
 
-    _went_back: int
+    rollbacks: int
 
     def put(self, key: Key, tensor: torch.Tensor, *, owner: Owner | None = None) -> None: ...
     def get(self, key: Key) -> torch.Tensor: ...
@@ -59,10 +59,10 @@ class Store(Protocol):
     def table(self, name: str) -> Any: ...
     def owner_of(self, key: Key) -> Owner | None: ...
     def in_order(self, keys: Iterable[Key]) -> Iterator[torch.Tensor]: ...
-    def _running(self) -> object: ...
-    def _watch(self, stems: Sequence[str]) -> Callable[[], int]: ...
-    def _lease_addresses(self, keys: Sequence[Key], access: Access) -> AbstractContextManager[list[There]]: ...
-    def _fetch_ahead(self, keys: Sequence[Key], device: torch.device) -> None: ...
+    def refuse_closed(self) -> None: ...
+    def watch_changes(self, stems: Sequence[str]) -> Callable[[], int]: ...
+    def lease_addresses(self, keys: Sequence[Key], access: Access) -> AbstractContextManager[list[There]]: ...
+    def fetch_ahead(self, keys: Sequence[Key], device: torch.device) -> None: ...
     def __contains__(self, key: object) -> bool: ...
     def __iter__(self) -> Iterator[Key]: ...
 
@@ -132,7 +132,7 @@ class Places:
         self._cache, self._number = cache, cache.number(layout.rows, layout.row_nbytes)
         self._watched: Callable[[], int] | None = None
         self._own = 0
-        self._anew = store._watch((record_key(name),))
+        self._anew = store.watch_changes((record_key(name),))
         self._opened = self._anew()
 
     # -- rows --------------------------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class Places:
         if self._number is None:
             return None
         if self._watched is None:
-            self._watched = self.store._watch((self._prefix, self.head_key))
+            self._watched = self.store.watch_changes((self._prefix, self.head_key))
             self._own = self._watched()
         elif self._watched() != self._own:
             self.forget_all()
@@ -238,11 +238,11 @@ class Places:
     def put_block(self, run: Run, rows: torch.Tensor) -> None:
         """Set all rows of a block; again, if the store went back meanwhile to a time when some of them were in the buffer."""
         while True:
-            before, first = self.store._went_back, run.block * self.layout.block_rows
+            before, first = self.store.rollbacks, run.block * self.layout.block_rows
             self.empty_rows(first, first + run.count)
             self.forget_range(first, first + run.count)
             self.put(self.key(run.block), rows)
-            if self.store._went_back == before:
+            if self.store.rollbacks == before:
                 return
 
     # -- the buffer --------------------------------------------------------------------------------------------------------
@@ -367,7 +367,7 @@ class Places:
     def turn(self) -> threading.RLock:
         """Return the lock, for a ``with``. Raises MisuseError where this thread has it: a signal handler interrupted a call;
         StoreClosed, and ForkedStore in a child, whose parent may hold the lock; and what ``refuse_another`` raises."""
-        self.store._running()
+        self.store.refuse_closed()
         if self.lock._is_owned():  # type: ignore[attr-defined]
             raise MisuseError(
                 f"a signal handler interrupted a call of table {self.name!r} and calls it, too: have the handler set a flag or "
@@ -470,7 +470,7 @@ def leased(
         if missing:
             there = [key for key in there if key not in missing]
         try:
-            with store._lease_addresses(there, access) as granted:
+            with store.lease_addresses(there, access) as granted:
                 for some in wanted if access is Access.WRITE else ():
                     some.table.begun(len(some.blocks) + (some.placed.stamp is not None))
                 rest = iter(granted)

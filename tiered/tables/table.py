@@ -240,7 +240,7 @@ class Table:
         while some := following or list(islice(runs, most)):
             following = list(islice(runs, most))
             keys = [self._places.key(run.block) for run in following]
-            self._store._fetch_ahead([key for key in keys if key in self._store], torch.device("cpu"))
+            self._store.fetch_ahead([key for key in keys if key in self._store], torch.device("cpu"))
             first = some[0].block * self._layout.block_rows + some[0].place
             rows = self._scanned(numbers(first, sum(run.count for run in some)))
             at = 0
