@@ -21,8 +21,10 @@ from tests.zero.ranks import on_ranks
 from tests.zero.test_ranks import same
 from tiered import CapacityError, CommitError, ManifestError, MisuseError, TieredStore, zero
 from tiered.cli.main import main
+from tiered.store.at_rest import StoreAtRest
 from tiered.zero import rank_stores
 from tiered.zero.checkpoint.reshard import opened
+from tiered.zero.checkpoint.safetensors import export_at_rest
 from tiered.zero.rank_stores import newest_set
 
 MAKE = functools.partial(Tied, layers=2)
@@ -239,6 +241,30 @@ def test_ranks_and_one_process_export_the_same(tmp_path: Path, stage: str, capsy
     ours, alone = (load_file(tmp_path / where / "model.safetensors") for where in ("ours", "alone"))
     assert same(ours, alone)
     assert len(ours) > 20
+    if stage == "3":
+        with StoreAtRest(tmp_path / "state" / "rank-0-of-2") as rest, pytest.raises(MisuseError, match="has one rank's share"):
+            export_at_rest(rest, tmp_path / "one")
+
+
+def commit_applied(rank: int, folder: Path, where: Path) -> None:
+    """With whole parameters on each rank, and no update that is pending."""
+    with zero.open_store(where, dram="2MiB") as store:
+        model, optimizer, scheduler = begin(store, "1", rank)
+        step(model, optimizer, scheduler, rank, 0)
+        optimizer.flush()
+        zero.commit(model, optimizer, scheduler=scheduler)
+        store.close()
+
+
+def test_a_rank_that_has_whole_parameters_is_exported_alone(tmp_path: Path) -> None:
+    on_ranks(2, commit_applied, tmp_path / "a", tmp_path / "state")
+    assert main(["export", str(tmp_path / "state"), "--out", str(tmp_path / "all")]) == 0
+    everything = load_file(tmp_path / "all" / "model.safetensors")
+    for rank in range(2):
+        with StoreAtRest(tmp_path / "state" / f"rank-{rank}-of-2") as rest:
+            export_at_rest(rest, tmp_path / f"of {rank}")
+        assert same(load_file(tmp_path / f"of {rank}" / "model.safetensors"), everything)
+    assert len(everything) > 20
 
 
 def test_the_newest_of_several_sets_in_one_folder_is_known(tmp_path: Path) -> None:
