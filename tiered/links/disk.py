@@ -354,8 +354,7 @@ class DiskLink:
         if job.way is _WRITE and completion.result == size:
             self._counted += size
         # Of a read the tensor's own bytes are enough: a file that was cut off within padding has lost nothing.
-        least = size if job.way is _WRITE else min(size, job.transfer.nbytes - at)
-        if not least <= completion.result <= size:
+        if completion.result != size and not (job.way is _READ and job.transfer.nbytes - at <= completion.result < size):
             self._fail(job, _io_error(job, at, size, completion.result))
         elif job.missing and job.error is None:
             end = min(at + size, job.transfer.nbytes)
