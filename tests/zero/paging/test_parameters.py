@@ -754,6 +754,16 @@ def test_views_of_a_divided_parameter_keep_what_they_showed() -> None:
             (views[1] * 2).sum()
 
 
+def test_a_divided_parameter_has_no_node_of_its_own() -> None:
+    with TieredStore.open(None, dram="2MiB") as store:
+        weight: Any = zero.page(nn.Linear(512, 512, bias=False), store).weight
+        for ask in (get_gradient_edge, lambda one: register_multi_grad_hook([one], print), lambda one: one.view(-1).grad_fn):
+            with pytest.raises(MisuseError, match="'weight' is divided into slices, .*: grad_fn is not for all of it"):
+                ask(weight)
+        with torch.no_grad():
+            assert weight.view(-1).grad_fn is None
+
+
 def given(tensor: torch.Tensor, attribute: str, parameter: nn.Parameter) -> torch.Tensor:
     setattr(tensor, attribute, getattr(parameter, attribute))
     return tensor

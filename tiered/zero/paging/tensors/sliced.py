@@ -154,7 +154,8 @@ class Divided(Source):
 
     def itself(self, value: StoredTensor, call: Call) -> Any:
         name, args = call.name, call.args
-        if name in HOOKS:
+        recorded = name == "grad_fn.__get__" and value.step is not None and value.requires_grad and not value.has_own_gradient()
+        if name in HOOKS or recorded:
             whole = "page the model with zero.page(experts='whole')"
             if handle_of(self.parameter).rows is not None:
                 whole = "open the store with a larger dram=, in which it is not divided"
