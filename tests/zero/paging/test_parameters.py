@@ -758,7 +758,7 @@ def test_a_divided_parameter_has_no_node_of_its_own() -> None:
     with TieredStore.open(None, dram="2MiB") as store:
         weight: Any = zero.page(nn.Linear(512, 512, bias=False), store).weight
         for ask in (get_gradient_edge, lambda one: register_multi_grad_hook([one], print), lambda one: one.view(-1).grad_fn):
-            with pytest.raises(MisuseError, match="'weight' is divided into slices, .*: grad_fn is not for all of it"):
+            with pytest.raises(MisuseError, match=r"'weight' is divided into slices, .*: grad_fn is not for all of it"):
                 ask(weight)
         with torch.no_grad():
             assert weight.view(-1).grad_fn is None

@@ -154,7 +154,7 @@ class Divided(Source):
 
     def itself(self, value: StoredTensor, call: Call) -> Any:
         name, args = call.name, call.args
-        recorded = name == "grad_fn.__get__" and value.step is not None and value.requires_grad and not value.has_own_gradient()
+        recorded = name == "grad_fn.__get__" and value.step is not None and value.geometry.grad_fn is not None
         if name in HOOKS or recorded:
             whole = "page the model with zero.page(experts='whole')"
             if handle_of(self.parameter).rows is not None:
