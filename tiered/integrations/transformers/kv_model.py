@@ -30,6 +30,8 @@ ARGUMENT = next(name for name in NAMES if name in inspect.signature(GenerationMi
 
 FULL, WINDOWED = ("full_attention",), ("sliding_attention", "chunked_attention")
 """Kinds of layers whose state is the keys and values of tokens, in the words of ``transformers``."""
+WATCH = "_tiered_caches"
+"""The attribute of a model that has its ``_Watch``."""
 NO_STATE = "no state"
 """A layer that has no keys and values of its own: it uses another layer's, or is no attention."""
 
@@ -116,11 +118,22 @@ def _checking(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Watch:
-    """The hooks of a model that has caches."""
+    """The hooks of a model that has ``caches``. The model has it, and a copy of the model one without caches."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self) -> None:
         self.caches: weakref.WeakSet[WatchingCache] = weakref.WeakSet()
         self.handles: list[RemovableHandle] = []
+
+    def __reduce__(self) -> tuple[type[_Watch], tuple[()]]:
+        return _Watch, ()
+
+    @staticmethod
+    def of(model: Any) -> _Watch | None:
+        found: _Watch | None = model.__dict__.get(WATCH)
+        return found
+
+    def begin(self, model: Any) -> None:
+        model.__dict__[WATCH] = self
         if _before not in model._forward_pre_hooks.values():  # a copy of a model that is watched has its hooks
             self.handles = [
                 model.register_forward_pre_hook(_before, with_kwargs=True),
@@ -134,30 +147,27 @@ class _Watch:
         for handle in self.handles:
             handle.remove()
         model.__dict__.pop("prepare_inputs_for_generation", None)
+        model.__dict__.pop(WATCH, None)
 
 
 def watch(model: Any, cache: WatchingCache) -> None:
-    watch = _watched.get(model)
-    if watch is None:
-        watch = _watched[model] = _Watch(model)
-    watch.caches.add(cache)
+    found = _Watch.of(model)
+    if found is None:
+        found = _Watch()
+        found.begin(model)
+    found.caches.add(cache)
     weakref.finalize(cache, _unwatch_gone, weakref.ref(model))
 
 
 def unwatch(model: Any, cache: WatchingCache) -> None:
-    watch = _watched.get(model)
-    if watch is not None:
-        watch.caches.discard(cache)
+    found = _Watch.of(model)
+    if found is not None:
+        found.caches.discard(cache)
         _unwatch_gone(weakref.ref(model))
 
 
-def _unwatch_gone(found: Callable[[], Any]) -> None:
-    model = found()
-    watch = None if model is None else _watched.get(model)
-    if watch is not None and next(iter(watch.caches), None) is None:  # not its length, which counts the one that goes now
-        watch.end(model)
-        del _watched[model]
-
-
-_watched: weakref.WeakKeyDictionary[Any, _Watch] = weakref.WeakKeyDictionary()
-"""Models that have caches."""
+def _unwatch_gone(reference: Callable[[], Any]) -> None:
+    model = reference()
+    found = None if model is None else _Watch.of(model)
+    if found is not None and next(iter(found.caches), None) is None:  # not its length, which counts the one that goes now
+        found.end(model)
