@@ -44,7 +44,7 @@ from tiered.cli.output import Progress  # noqa: E402
 from tiered.format.safetensors import WeightFiles  # noqa: E402
 from tiered.integrations import importing  # noqa: E402
 from tiered.integrations.transformers import from_pretrained, import_model, open_model  # noqa: E402
-from tiered.zero.build import deferred  # noqa: E402
+from tiered.zero.construction import deferred  # noqa: E402
 from tiered.zero.paging.pager import pager_of  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")

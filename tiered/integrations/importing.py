@@ -22,7 +22,7 @@ from tiered.integrations.kept import UNFINISHED, kept_file, put_file
 from tiered.packing.quantised import Loss
 from tiered.store import TieredStore
 from tiered.types import format_size
-from tiered.zero.build.deferred import Deferred
+from tiered.zero.construction.deferred import Deferred
 from tiered.zero.page import Replacement, differing
 from tiered.zero.paging.storage import model_named
 from tiered.zero.paging.units import ModelPlan, UnitPlan

@@ -9,10 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from tiered.tuning.adaptive import AutoPlan, AutoPlanStatistics
-from tiered.zero.build.construct import Construction, ConstructionStatistics, init
 from tiered.zero.checkpoint.checkpoint import commit, commit_async, resume, rollback
 from tiered.zero.checkpoint.dcp import Committed, load_dcp
 from tiered.zero.checkpoint.safetensors import export
+from tiered.zero.construction.construct import Construction, ConstructionStatistics, init
 from tiered.zero.optimizers.elementwise import Elementwise
 from tiered.zero.optimizers.named import (
     SGD,

@@ -25,14 +25,14 @@ from tiered.system import Trimmer, refuse_little_room, returned_at_once
 from tiered.telemetry import ActivationStatistics
 from tiered.tuning.adaptive import AutoPlan, AutoPlanStatistics
 from tiered.types import Access, Owner
-from tiered.zero.build.construct import unguard
-from tiered.zero.build.deferred import Deferred, expect
-from tiered.zero.build.shown import ShownParameters
-from tiered.zero.build.staging import PREFIX, Staged, Window, current, find
 from tiered.zero.checkpoint import checkpoint
 from tiered.zero.checkpoint.reshard import Source, opened, reshard
 from tiered.zero.checkpoint.safetensors import Pretrained
 from tiered.zero.collectives import Ranks, Term
+from tiered.zero.construction.construct import unguard
+from tiered.zero.construction.deferred import Deferred, expect
+from tiered.zero.construction.shown import ShownParameters
+from tiered.zero.construction.staging import PREFIX, Staged, Window, current, find
 from tiered.zero.optimizers.optimizer import Optimizer, refuse_others
 from tiered.zero.paging.pager import Activations, Pager, PagerConfig, owner_of, pager_of, pagers_of, placements_of
 from tiered.zero.paging.recompute.micro_batch import SAVED_SHARE, refuse_batch_dependent, split_modules

@@ -27,9 +27,9 @@ from tiered.store import TieredStore
 from tiered.store.at_rest import listing
 from tiered.system import headroom
 from tiered.types import format_size
-from tiered.zero.build.construct import init
-from tiered.zero.build.staging import find
 from tiered.zero.collectives import Ranks, Term
+from tiered.zero.construction.construct import init
+from tiered.zero.construction.staging import find
 from tiered.zero.optimizers.optimizer import Optimizer
 from tiered.zero.page import page
 from tiered.zero.paging.pager import owner_of

@@ -2,7 +2,8 @@
 
 - ``from_pretrained`` reads weights into a store. ``transformers`` itself loads them, so its conversions (renamed keys, fused
   experts, a base model's weights in one with a head) are its own; but the files give it tensors whose values are read when
-  ``zero.page`` fills the units (``zero/build/deferred.py``). What it initialises waits in the store, within ``zero.init``.
+  ``zero.page`` fills the units (``zero/construction/deferred.py``). What it initialises waits in the store, within
+  ``zero.init``.
 - ``import_model`` does so once and for all: ``open_model`` then opens the model without the folder that it came from.
 
 ``Trainer`` is not imported here: with what it brings, that takes seconds, which a program that generates would wait for.
@@ -35,7 +36,7 @@ from tiered.integrations.transformers.shapes import QUANTISED, config_of, making
 from tiered.packing.quantised import QUANTIZE, Loss, Quantize
 from tiered.store import TieredStore
 from tiered.types import Access
-from tiered.zero.build.deferred import CODES, Deferred, Files
+from tiered.zero.construction.deferred import CODES, Deferred, Files
 from tiered.zero.page import page_filling
 from tiered.zero.paging.pager import pager_of
 from tiered.zero.paging.storage import model_named

@@ -20,10 +20,10 @@ from tiered.format.safetensors_writer import Existing, Shards
 from tiered.store.at_rest import StoreAtRest
 from tiered.system import refuse_little_room
 from tiered.types import TensorSpec
-from tiered.zero.build.deferred import Deferred, Files
 from tiered.zero.checkpoint.beside import refuse_forgotten
 from tiered.zero.checkpoint.checkpoint import persistent_buffers, read_record
 from tiered.zero.checkpoint.reshard import Source, opened
+from tiered.zero.construction.deferred import Deferred, Files
 from tiered.zero.paging.pager import Pager, pager_of, placements_of
 from tiered.zero.paging.sharding import Sharded
 from tiered.zero.paging.units import UnitPlan

@@ -15,8 +15,8 @@ from torch import nn
 
 from tiered import MisuseError, SafetensorsError, TieredStore, zero
 from tiered.format.safetensors import WeightFiles
-from tiered.zero.build import deferred
-from tiered.zero.build.deferred import Deferred, Files
+from tiered.zero.construction import deferred
+from tiered.zero.construction.deferred import Deferred, Files
 from tiered.zero.paging.units import ALL
 
 Tensors = dict[str, torch.Tensor]

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from tiered.errors import MisuseError
 from tiered.store import TieredStore
 from tiered.system import refuse_little_room, returned_at_once
-from tiered.zero.build.staging import Window, current, find
+from tiered.zero.construction.staging import Window, current, find
 from tiered.zero.paging.saved_tensors import outside_inference
 
 __all__ = ["Construction", "ConstructionStatistics", "init", "unguard"]

@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.zero.builders import BUILDERS, NAMES, Pretrained
+from tests.zero.constructioners import BUILDERS, NAMES, Pretrained
 from tests.zero.models import Mixed, Tied
 from tiered import CapacityError, MisuseError, Owner, TieredStore, zero
-from tiered.zero.build.staging import PREFIX
+from tiered.zero.construction.staging import PREFIX
 
 TINY = 2048
 """Bytes: a window far smaller than every model here."""
