@@ -48,13 +48,10 @@ class WriteBehind:
         """Whether there is something to do; where not, only another change can bring it."""
         state = self._state
         if state.writeback_due:
-            state.writeback_due = self._any_due()
-        return state.writeback_due
-
-    def _any_due(self) -> bool:
-        for pool in self._state.pools:
-            if pool.behind or (pool.bytes_of[_DIRTY] and not pool.bottom and self._shortage(pool) > 0):
-                return True
+            for pool in state.pools:
+                if pool.behind or (pool.bytes_of[_DIRTY] and not pool.bottom and self._shortage(pool) > 0):
+                    return True
+            state.writeback_due = False
         return False
 
     def start(self) -> None:

@@ -42,6 +42,8 @@ from tiered.workers import Worker
 
 __all__ = ["Engine", "EngineConfig"]
 
+_UP, _DOWN = Direction.UP, Direction.DOWN  # before Python 3.12 enums look members up slowly
+
 LOOKS_EVERY = 20
 """Milliseconds between two searches for views that died, while a request waits."""
 GRACE = 0.5
@@ -416,7 +418,7 @@ class Engine:
         """Return the measured seconds per byte of each link, up and down; 0 where nothing moved yet."""
         found = []
         for flows in self._counters:
-            found.append((flows[Direction.UP].cost, flows[Direction.DOWN].cost))
+            found.append((flows[_UP].cost, flows[_DOWN].cost))
         return found
 
     # -- leases begin and end ----------------------------------------------------------------------------------------------

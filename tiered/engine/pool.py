@@ -36,7 +36,8 @@ FEW = 16
 """Most copies that leave for one request of which each is asked about once more: whether it has to leave."""
 
 
-_EMPTY, _USED = State.EMPTY, Evictability.USED  # see residency
+_EMPTY = State.EMPTY  # see residency
+_USED, _CLEAN, _FRESH, _DIRTY, _WRITING_BACK = Evictability
 
 
 class Pool:
@@ -81,7 +82,7 @@ class Pool:
     def ready(self) -> int:
         """Bytes that are free, or will be without another write-back."""
         counts = self.bytes_of
-        return self.free + counts[Evictability.CLEAN] + counts[Evictability.FRESH] + counts[Evictability.WRITING_BACK]
+        return self.tier.capacity - self.used + counts[_CLEAN] + counts[_FRESH] + counts[_WRITING_BACK]
 
     def allocate(self, nbytes: int, most: float = MOVED) -> Slot | None:
         """Allocate a slot, moving other slots out of its way where that takes at most ``most`` times ``nbytes``."""
@@ -112,8 +113,7 @@ class Pool:
             return {}
         if self.bottom:
             return {copy.slot.offset: copy for copy in self.copies.values() if copy.idle}
-        writing = Evictability.WRITING_BACK
-        return {copy.slot.offset: copy for copy in self.evictable.values() if copy.evictability is not writing}
+        return {copy.slot.offset: copy for copy in self.evictable.values() if copy.evictability is not _WRITING_BACK}
 
     def _after_moves(self, memory: Movable, nbytes: int, most: float) -> Slot | None:
         """Move idle copies until ``nbytes`` free bytes lie in one piece, and allocate them. Return None where more than
@@ -219,9 +219,9 @@ class Pool:
     def _plan(self, copy: Copy, order: FollowedOrder) -> None:
         """Record whether ``order`` drops ``copy`` before its next use."""
         kind, key = copy.evictability, copy.key
-        if kind is Evictability.DIRTY and order.writes_behind(key, copy.tier):
+        if kind is _DIRTY and order.writes_behind(key, copy.tier):
             self.behind[key] = copy
-        if kind is Evictability.CLEAN and order.may_take_room_of(key, copy.tier):
+        if kind is _CLEAN and order.may_take_room_of(key, copy.tier):
             self._dropped[key] = copy
         else:
             self._dropped.pop(key, None)
@@ -466,7 +466,7 @@ class Pool:
         self.changes += 1
         self.tier.restore(self._slots)
         for copy in (*self.copies.values(), *self.aliased_evicted):
-            copy.evictability = Evictability.USED
+            copy.evictability = _USED
         for copy in self.copies.values():
             self.note(copy)
             if not self.bottom:
@@ -508,9 +508,9 @@ class Pool:
         for copy in self.copies.values():
             kind, now = copy.evictability, copy.classify()
             assert self.bottom or kind is now, f"{copy.key!r}: {kind}, not {now}"
-            assert (copy.key in self.evictable) == (kind is not Evictability.USED)
+            assert (copy.key in self.evictable) == (kind is not _USED)
             counted[kind] += copy.slot.nbytes
-        for kind in set(Evictability) - {Evictability.USED}:
+        for kind in set(Evictability) - {_USED}:
             assert counted[kind] == self.bytes_of[kind], f"{kind}: {counted} counted, {self.bytes_of} kept"
         assert set(self.evictable) <= set(self.copies)
         assert set(self.marked) <= set(self.evictable)

@@ -30,8 +30,8 @@ ALL_PACK_ATTEMPTS = 16
 places, the neighbours change each time: two requests could take turns at it for ever."""
 
 
-_FILLING, _CLEAN, _UP = State.FILLING, Evictability.CLEAN, Direction.UP  # see residency
-_WRITING = Evictability.WRITING_BACK
+_FILLING, _UP = State.FILLING, Direction.UP  # see residency
+_USED, _CLEAN, _FRESH, _DIRTY, _WRITING = Evictability
 _LEAVING = frozenset({_CLEAN, _WRITING})
 _PREFETCH, _SPECULATIVE = Urgency.PREFETCH, Urgency.SPECULATIVE
 
@@ -229,13 +229,13 @@ class Scheduler:
             if tier in other.full_tiers and other.urgency < ticket.urgency:
                 return False
         bytes_of = pool.bytes_of
-        ready = pool.free + bytes_of[Evictability.CLEAN]
+        ready = pool.free + bytes_of[_CLEAN]
         if ticket.needed_at is None:
             for key in state.wanted(tier, ticket, too=False):
                 copy = pool.evictable.get(key)
-                ready -= copy.slot.nbytes if copy is not None and copy.evictability is Evictability.CLEAN else 0
+                ready -= copy.slot.nbytes if copy is not None and copy.evictability is _CLEAN else 0
         else:  # along a known order dirty copies are written back for the prefetch
-            ready += bytes_of[Evictability.FRESH] + bytes_of[Evictability.DIRTY] + bytes_of[Evictability.WRITING_BACK]
+            ready += bytes_of[_FRESH] + bytes_of[_DIRTY] + bytes_of[_WRITING]
         return ready - nbytes >= pool.largest
 
     # -- victims -----------------------------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ class Scheduler:
         pool = state.pools[tier]
         exhausted = self.exhausted if ticket.urgency is Urgency.DEMAND else None
         # To choose among ten thousand copies at the end of each transfer would take longer than the transfers.
-        if search.pushes(tier, ticket) and pool.free + pool.bytes_of[_CLEAN] + pool.bytes_of[Evictability.FRESH] < nbytes:
+        if search.pushes(tier, ticket) and pool.free + pool.bytes_of[_CLEAN] + pool.bytes_of[_FRESH] < nbytes:
             return None
         if exhausted is not None and nbytes >= exhausted.get(tier, math.inf):
             return None
@@ -289,7 +289,7 @@ class Scheduler:
             if chosen is None and ticket.needed_at is not None:
                 return None  # a fetch along an order takes the room of nothing else, and has nothing of its own to evict
         if chosen is None:
-            chosen = pool.victims(nbytes, lambda copy: copy.evictability is not Evictability.FRESH and acceptable(copy))
+            chosen = pool.victims(nbytes, lambda copy: copy.evictability is not _FRESH and acceptable(copy))
         if chosen is None and ticket.urgency not in AHEAD:
             chosen = pool.victims(nbytes, acceptable)
             chosen = chosen or pool.victims(nbytes, acceptable, math.inf)
@@ -309,7 +309,7 @@ class Scheduler:
                 self._write_out(copy, ticket)
         except CapacityError:  # the tier below is full: then something clean, even if it is needed sooner
             clean = pool.victims(nbytes, lambda copy: not copy.dirty and acceptable(copy))
-            moving = state.transfers.inbound[tier].transfers or pool.bytes_of[Evictability.WRITING_BACK]
+            moving = state.transfers.inbound[tier].transfers or pool.bytes_of[_WRITING]
             if clean is None and not moving:
                 raise
             if clean is None:
@@ -362,7 +362,7 @@ class Scheduler:
         chosen = [copy for copy in there if copy.evictability in _LEAVING and acceptable(copy)]
         if not any(copy.evictability is _WRITING for copy in chosen):
             missing = ticket.lacking - (0 if search.wrote else pool.free)  # which lies apart, perhaps
-            chosen = pool.first(missing, lambda copy: copy.evictability is not Evictability.FRESH and acceptable(copy))
+            chosen = pool.first(missing, lambda copy: copy.evictability is not _FRESH and acceptable(copy))
             unsaved = self._write_out_all([copy for copy in chosen if copy.dirty], ticket)
             if unsaved:
                 search.wrote = True
@@ -409,7 +409,7 @@ class Scheduler:
         pool = state.pools[tier]
         others = state.wanted(tier, ticket, too=False)
         own = [pool.copies[key] for key in ticket.wants() if key in pool.copies and key not in others]
-        if not own or any(copy.evictability is Evictability.USED or copy.stuck for copy in own):
+        if not own or any(copy.evictability is _USED or copy.stuck for copy in own):
             return None
         acceptable = self._acceptable(tier, ticket)
         others_too = [copy for copy in pool.evictable.values() if acceptable(copy) and copy not in own]
@@ -456,7 +456,7 @@ class Scheduler:
         for transfer in [t for t in state.transfers.queues[tier] if t.direction is Direction.DOWN]:
             state.transfers.raise_urgency(transfer.key, ticket.urgency)
         failed = [copy for copy in pool.evictable.values() if copy.stuck and copy.failure is not None]
-        if failed and not pool.bytes_of[Evictability.WRITING_BACK]:
+        if failed and not pool.bytes_of[_WRITING]:
             failure = failed[0].failure
             assert failure is not None
             for copy in failed:

@@ -147,7 +147,7 @@ class EngineState:
     ``changing`` is true while somebody changes the state. An exception of a signal handler may strike a caller's thread then;
     so whoever takes the lock and finds it true must have the engine ``recount`` before anything else is done.
 
-    ``writeback_due``: a copy became DIRTY, or room shrank, since background write-back last looked.
+    ``writeback_due``: a copy became DIRTY and unused, or room shrank, since background write-back last looked.
     """
 
     def __init__(
@@ -205,7 +205,8 @@ class EngineState:
         self.pools[copy.tier].note(copy)
         if copy.dirty:
             self.unsaved[copy.key] = copy
-            self.writeback_due = True
+            if copy.evictability is Evictability.DIRTY:  # else it is, once nobody uses it any more
+                self.writeback_due = True
         elif self.unsaved.get(copy.key) is copy:
             del self.unsaved[copy.key]
 
@@ -349,13 +350,15 @@ class EngineState:
             elif (hold := holds.get(id(found))) is not None:
                 if isinstance(hold, TensorHold):
                     self._doom(hold)  # before it is taken: what strikes in between must not lose it
-                del holds[id(found)]
-                if isinstance(hold, tuple):
-                    self._view_ended(hold)
-                elif isinstance(hold, LeaseHold):
-                    self.lease_ended(hold)
-                elif isinstance(hold, RoomHold):
-                    self._room_ended(hold)
+                    del holds[id(found)]
+                else:
+                    del holds[id(found)]
+                    if isinstance(hold, tuple):
+                        self._view_ended(hold)
+                    elif isinstance(hold, LeaseHold):
+                        self.lease_ended(hold)
+                    else:
+                        self._room_ended(hold)
             ended.popleft()
         self.changing = False
 
