@@ -19,7 +19,7 @@ from tiered.types import Then, Urgency, Use
 
 __all__ = ["ReadAhead", "WriteBehind"]
 
-_DIRTY, _FRESH = Evictability.DIRTY, Evictability.FRESH  # see residency
+_DIRTY, _FRESH, _PUT = Evictability.DIRTY, Evictability.FRESH, Use.PUT  # see residency
 
 MARGIN = 1.5
 """A fetch begins when this many times the seconds that it takes are left."""
@@ -179,66 +179,60 @@ class ReadAhead(Ticket):
             self._reached[tier] = at + 1
 
     def _next(self, tier: int) -> Entry | None:
-        """Return what to bring to ``tier`` now, for the touch that ``_reached`` says; None: nothing yet."""
-        plan, pool = self.order.plan, self._state.pools[tier]
-        cursor, length = plan.cursor, len(plan.touches)
-        found, at, until = None, max(self._reached[tier], cursor), min(cursor + length, plan.end)
+        """Return what to bring to ``tier`` now, for the touch that ``_reached`` says; None: nothing yet.
+
+        That is the first tensor ahead which has to come from the tier below, once the next occasion, the next touch, could be
+        too late for it or for one after it: one link brings them all, one after the other, and a burst has to be prepared for.
+        """
+        plan, pool, inbound = self.order.plan, self._state.pools[tier], self._state.transfers.inbound[tier]
+        named, place, largest = self._state.directory.named, self._index, pool.tier.capacity // MOST
+        touches, length, cursor = plan.touches, len(plan.touches), plan.cursor
+        found: Entry | None = None
+        at, until = max(self._reached[tier], cursor), min(cursor + length, plan.end)
         while at < until:
-            entry = self._missing(tier, plan.touches[at % length])
-            if entry is not None and entry.nbytes <= pool.tier.capacity // MOST:  # larger ones on demand
-                again = self._vain[tier] != (at, cursor, pool.changes)
-                if again and self._has_room(tier, pool, entry.nbytes) and self._due(tier, at):
-                    found = entry
+            touch = touches[at % length]
+            entry = named(touch.key)
+            if entry is not None:
+                for copy in entry.copies[: tier + 1]:
+                    if copy is not None:
+                        entry = None
+                        break
+            if entry is None or entry.writers or touch.use is _PUT or tier < place[touch.tier]:
+                at += 1
+                continue
+            if found is None:
+                if entry.nbytes > largest:  # larger ones on demand
+                    at += 1
+                    continue
+                self._reached[tier] = at
+                if self._vain[tier] == (at, cursor, pool.changes):
+                    return None
+                # One more fetch than keeps the link busy does not help, and takes room from what is kept.
+                coming, room = inbound.nbytes + entry.nbytes, self.order.rooms[tier]
+                if (inbound.transfers >= 2 and coming > room // 2) or pool.bytes_of[_FRESH] + coming > max(room, largest):
+                    return None
+                calm, seconds = self._calm[tier]
+                now = plan.seconds_before(cursor)
+                if cursor < calm and now < seconds:
+                    return None
+                found, until, sums = entry, min(at + HORIZON, until), plan.sums
+                costs, each = self._costs(), 0.0
+                for up, _ in costs[: tier + 1]:
+                    each += up
+                takes, down = LATENCY + inbound.nbytes * costs[tier][0], costs[tier][1]
+                left, spare, free = largest, math.inf, pool.free
+            takes += entry.nbytes * each
+            left -= entry.nbytes
+            if free < entry.nbytes:
+                takes += entry.nbytes * down  # a copy may have to be written back first
+            spare = min(spare, at // length * sums[-1] + sums[at % length] - now - MARGIN * takes)
+            if spare <= 0:
+                return found
+            if left < 0:
                 break
             at += 1
-        self._reached[tier] = at
-        return found
-
-    def _missing(self, tier: int, touch: Touch) -> Entry | None:
-        """Return what has to come to ``tier``, from the tier below, for ``touch``."""
-        entry = self._state.directory.named(touch.key)
-        if entry is None:
-            return None
-        for copy in entry.copies[: tier + 1]:
-            if copy is not None:
-                return None
-        return None if touch.use is Use.PUT or tier < self._index[touch.tier] or entry.writers else entry
-
-    def _has_room(self, tier: int, pool: Pool, nbytes: int) -> bool:
-        """Whether one more fetch helps: more than keeps the link busy does not, and takes room from what is kept."""
-        inbound, room = self._state.transfers.inbound[tier], self.order.rooms[tier]
-        if inbound.transfers >= 2 and inbound.nbytes + nbytes > room // 2:
-            return False
-        return pool.bytes_of[_FRESH] + inbound.nbytes + nbytes <= max(room, pool.tier.capacity // MOST)
-
-    def _due(self, tier: int, position: int) -> bool:
-        """Whether the next occasion, the next touch, could be too late for this fetch or for one after it: one link brings them
-        all, one after the other, and a burst has to be prepared for."""
-        plan = self.order.plan
-        until, seconds = self._calm[tier]
-        cursor, length = plan.cursor, len(plan.touches)
-        now = plan.seconds_before(cursor)
-        if cursor < until and now < seconds:
-            return False
-        costs = self._costs()
-        pool, inbound = self._state.pools[tier], self._state.transfers.inbound[tier]
-        each = 0.0
-        for up, _ in costs[: tier + 1]:
-            each += up
-        takes = LATENCY + inbound.nbytes * costs[tier][0]
-        limit, spare, free = pool.tier.capacity // MOST, math.inf, pool.free
-        for at in range(position, int(min(position + HORIZON, cursor + length, plan.end))):
-            entry = self._missing(tier, plan.touches[at % length])
-            if entry is None:
-                continue
-            takes += entry.nbytes * each
-            limit -= entry.nbytes
-            if free < entry.nbytes:
-                takes += entry.nbytes * costs[tier][1]  # a copy may have to be written back first
-            spare = min(spare, plan.seconds_before(at) - now - MARGIN * takes)
-            if spare <= 0:
-                return True
-            if limit < 0:
-                break
-        self._calm[tier] = (cursor + HORIZON // 4, now + spare)  # no need to look again before
-        return False
+        if found is None:
+            self._reached[tier] = at
+        else:
+            self._calm[tier] = (cursor + HORIZON // 4, now + spare)  # no need to look again before
+        return None

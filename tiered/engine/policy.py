@@ -64,7 +64,8 @@ class Plan:
     A loop may deviate: leave touches out, or insert others. Two consecutive touches that match determine where it goes on. The
     seconds that it computes after each touch are learnt from round to round.
 
-    ``touches`` are those of one round; ``end`` is the position from which on nothing is known: infinite in a cycle.
+    ``touches`` are those of one round, ``sums`` the seconds that the loop computes in it before each, and at last in all of it;
+    ``end`` is the position from which on nothing is known: infinite in a cycle.
 
     Where ``counts_others`` is set, it counts how often tensors outside the order are touched, and ``expected`` estimates their
     next use: each round touches such a tensor with a probability of its own, at one place of the round.
@@ -77,7 +78,7 @@ class Plan:
         self._uses: dict[Key, list[int]] = {}
         self._next: dict[Key, float] = {}  # by key, as last looked up; valid until the cursor has passed it
         self._took: list[float] = []  # seconds of computing after each touch of the cycle
-        self._before: list[float] = [0.0]  # prefix sums of these seconds, and their total
+        self.sums: list[float] = [0.0]
         self._elsewhere: int | None = None  # position that the loop may have jumped to
         self.counts_others = False
         self._others: dict[Key, _Seen] = {}
@@ -175,7 +176,7 @@ class Plan:
     def seconds_before(self, position: int) -> float:
         """Return the seconds that the loop computes from position 0 to the touch at ``position``."""
         cycles, into = divmod(position, len(self.touches))
-        return cycles * self._before[-1] + self._before[into]
+        return cycles * self.sums[-1] + self.sums[into]
 
     def took(self, position: int, seconds: float) -> None:
         """Learn that the loop computed ``seconds`` after the touch at ``position``, before it asked for the next one."""
@@ -210,7 +211,7 @@ class Plan:
         return found if found < self.end else NEVER
 
     def _sum_up(self) -> None:
-        self._before = [0.0, *itertools.accumulate(self._took)]
+        self.sums = [0.0, *itertools.accumulate(self._took)]
 
 
 def touch_of(touch: object) -> Touch:
