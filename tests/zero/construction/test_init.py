@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.zero.constructioners import BUILDERS, NAMES, Pretrained
+from tests.zero.builders import BUILDERS, NAMES, Pretrained
 from tests.zero.models import Mixed, Tied
 from tiered import CapacityError, MisuseError, Owner, TieredStore, zero
 from tiered.zero.construction.staging import PREFIX
