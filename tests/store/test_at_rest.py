@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import zip_longest
 from pathlib import Path
 
@@ -13,9 +14,11 @@ import torch
 from tests.store.chains import numbers
 from tests.stress.children import forked
 from tests.stress.syscalls import Child
-from tiered import CorruptionError, ShortTransfer, StoreClosed, TieredStore
+from tiered import CorruptionError, ManifestError, ShortTransfer, StoreClosed, TieredStore
 from tiered.links import disk
 from tiered.store.at_rest import AHEAD, StoreAtRest
+from tiered.store.pieces import PieceReader, aligned
+from tiered.tiers.disk import Disk
 from tiered.types import PIECE_BYTES
 
 LARGE = (AHEAD + 3) * PIECE_BYTES + 12_345
@@ -131,6 +134,24 @@ def test_an_extent_that_is_cut_off_within_its_padding(tmp_path: Path) -> None:
         assert extent is not None
         os.truncate(folder / "data.0", extent.offset + 5_000)
         assert torch.equal(rest.get("last"), numbers(5_000, 1, torch.uint8))
+
+
+def test_an_extent_that_the_drive_cannot_read_is_an_error_of_its_own(rest: StoreAtRest) -> None:
+    """As manifests may name them that nobody wrote. All that is begun ends once."""
+    wider = 2 * rest.disk.alignment
+    records = [rest.record(key) for key in ("large", "other", "small")]
+    fit = {one.key for one in records if one.extent and one.extent.offset % wider == one.extent.nbytes % wider == 0}
+    with closing(PieceReader(Disk(rest.disk.folder, rest.disk.uuid, wider, rest.files))) as reader:
+        memory = {one.key: aligned(reader.room(5_000), wider) for one in records}
+        begun = {reader.begin(one, 0, 5_000, memory[one.key].data_ptr()) for one in records if one.spec.nbytes >= 5_000}
+        ended = []
+        while len(ended) < len(begun):
+            ended += reader.wait()
+    assert set(ended) == begun
+    assert len(fit) < len(begun)
+    for one in ended:
+        assert isinstance(one.error, ManifestError | CorruptionError)  # 5,000 bytes are no piece
+        assert isinstance(one.error, CorruptionError) == (one.record.key in fit)
 
 
 def test_closed(made: tuple[Path, dict[str, torch.Tensor]]) -> None:

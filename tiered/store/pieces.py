@@ -12,7 +12,7 @@ from tiered.format.manifest import TensorRecord
 from tiered.io.backends import open_backend
 from tiered.links.disk import DiskConfig, DiskLink
 from tiered.tiers.disk import Disk, OpenFile
-from tiered.types import CHECKSUM_BYTES, PIECE_BYTES, BackendName, Direction, Slot, Transfer, Urgency
+from tiered.types import CHECKSUM_BYTES, LARGEST, PIECE_BYTES, BackendName, Direction, Slot, Transfer, Urgency
 
 __all__ = ["DEPTH", "Arriving", "PieceReader", "aligned"]
 
@@ -46,10 +46,10 @@ class PieceReader:
             locate=disk.locate,
             uuid=disk.uuid,
             alignment=disk.alignment,
-            config=DiskConfig(flight=DEPTH * PIECE_BYTES),
+            config=DiskConfig(flight=DEPTH * PIECE_BYTES, window=LARGEST),  # what is begun waits here
         )
         self._under_way: dict[int, Arriving] = {}
-        self._ended: list[Arriving] = []  # not told of yet
+        self._refused: list[Arriving] = []
         self._next_tag = 0
         self.closed = False
 
@@ -63,8 +63,8 @@ class PieceReader:
         extent, tag = record.extent, self._next_tag
         assert extent is not None
         if extent.offset % self._disk.alignment or begin + self.room(nbytes) > extent.nbytes:
-            arriving.ended = True
-            arriving.error = ManifestError(
+            self._refused.append(arriving)
+            arriving.ended, arriving.error = True, ManifestError(
                 f"{self._disk.folder}: the manifest names {extent.nbytes} bytes at {extent.offset} of data file {extent.file}: "
                 f"extents are aligned to {self._disk.alignment} bytes there"
             )
@@ -84,31 +84,28 @@ class PieceReader:
             begin=begin,
         )
         self._next_tag += 1
+        self._under_way[tag] = arriving
         try:
-            while not self._link.start(transfer):
-                self._ended += self._poll()
-            self._under_way[tag] = arriving
+            self._link.start(transfer)
         except BaseException:
             self.close()
             raise
         return arriving
 
     def wait(self) -> list[Arriving]:
-        """Return reads that have ended since the last call; wait for one where there is none. Each is returned once."""
+        """Wait until some of the reads that were begun have ended, and return these, each once."""
         try:
-            found, self._ended = self._ended or self._poll(), []
-            return found
+            ended, self._refused = self._refused, []
+            if ended:
+                return ended
+            for completion in self._link.poll(math.inf):
+                one = self._under_way.pop(completion.tag)
+                one.ended, one.error = True, completion.error
+                ended.append(one)
+            return ended
         except BaseException:
             self.close()
             raise
-
-    def _poll(self) -> list[Arriving]:
-        found = []
-        for completion in self._link.poll(math.inf):
-            one = self._under_way.pop(completion.tag)
-            one.ended, one.error = True, completion.error
-            found.append(one)
-        return found
 
     def close(self) -> None:
         """Wait for what is in flight, and release the ring. Idempotent.
