@@ -16,12 +16,12 @@ from tests.stress.children import forked
 from tests.stress.syscalls import Child
 from tiered import CorruptionError, ManifestError, ShortTransfer, StoreClosed, TieredStore
 from tiered.links import disk
-from tiered.store.at_rest import AHEAD, StoreAtRest
+from tiered.store.at_rest import PIECES_AHEAD, StoreAtRest
 from tiered.store.pieces import PieceReader, aligned
 from tiered.tiers.disk import Disk
 from tiered.types import PIECE_BYTES
 
-LARGE = (AHEAD + 3) * PIECE_BYTES + 12_345
+LARGE = (PIECES_AHEAD + 3) * PIECE_BYTES + 12_345
 """Bytes: more pieces than are read ahead, the last of them short."""
 
 

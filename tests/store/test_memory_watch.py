@@ -80,7 +80,7 @@ def test_growth_is_told_before_memory_is_tight(store: TieredStore) -> None:
     assert found[0].growth == 10 * MIB
     assert found[0].left > 64 * MIB  # not yet
     assert found[0].looks is not None
-    assert 0 < found[0].looks < memory_watch.AHEAD
+    assert 0 < found[0].looks < memory_watch.LOOKS_AHEAD
     assert "grows by 10.0 MiB a step" in str(found[0])
 
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tiered.tiers.dram import DramConfig, DramTier, _map
-from tiered.tiers.first_touch import AHEAD, LEAST, FirstTouch
+from tiered.tiers.first_touch import LEAST, TOUCHED_AHEAD, FirstTouch
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux touches pages ahead")
 MIB = 1 << 20
@@ -45,13 +45,13 @@ def test_as_much_ahead_as_is_in_use() -> None:
 
 
 def test_a_limited_distance_ahead_up_to_the_end() -> None:
-    arena = _map(AHEAD + 3 * MIB)
+    arena = _map(TOUCHED_AHEAD + 3 * MIB)
     touch = FirstTouch(arena)
-    touch.reached(AHEAD)
+    touch.reached(TOUCHED_AHEAD)
     if not settled(touch):
         pytest.skip("the kernel has no MADV_POPULATE_WRITE")
-    assert resident(arena, AHEAD, AHEAD + 3 * MIB) == 3 * MIB
-    touch.reached(AHEAD + 3 * MIB)  # no thread is asked again: this one would raise
+    assert resident(arena, TOUCHED_AHEAD, TOUCHED_AHEAD + 3 * MIB) == 3 * MIB
+    touch.reached(TOUCHED_AHEAD + 3 * MIB)  # no thread is asked again: this one would raise
 
 
 def test_a_closed_pool_touches_nothing() -> None:

@@ -24,7 +24,7 @@ __all__ = ["DirectReader"]
 PIECE = 2 << 20
 READERS, BUFFERS = 3, 8
 HUGE_PAGE = 2 << 20
-ALIGNMENT = 4096
+DIRECT_ALIGNMENT = 4096
 """Bytes: of offsets and lengths of direct reads."""
 
 
@@ -105,8 +105,8 @@ class DirectReader:
             begin, end = next(self._coming, (0, 0))
             if begin == end:
                 return
-            buffer, start = self._free.pop(), begin // ALIGNMENT * ALIGNMENT
-            length = -(-(end - start) // ALIGNMENT) * ALIGNMENT
+            buffer, start = self._free.pop(), begin // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
+            length = -(-(end - start) // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
             job = self._threads.submit(_read, self._fd, buffer[:length], start)
             self._ahead.append(_Piece(begin, end, start, buffer, job))
 
@@ -142,7 +142,7 @@ def _read(fd: int, into: memoryview, at: int) -> int:
     while done < len(into):
         count = os.preadv(fd, [into[done:]], at + done)
         done += count
-        if not count or done % ALIGNMENT:
+        if not count or done % DIRECT_ALIGNMENT:
             break
     return done
 
@@ -158,7 +158,7 @@ def _copied(piece: _Piece, begin: int, end: int, into: memoryview) -> int:
 
 def _buffer() -> memoryview:
     """Return memory for a piece, in huge pages where the system has them."""
-    length = PIECE + ALIGNMENT
+    length = PIECE + DIRECT_ALIGNMENT
     mapping = mmap.mmap(-1, length + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):

@@ -35,7 +35,7 @@ from tiered.format.drives import MOST_DRIVES
 from tiered.types import CHECKSUM_BYTES, LARGEST, PIECE_BYTES, Key, Owner, TensorSpec
 
 __all__ = [
-    "ALIGNMENT",
+    "EXTENT_ALIGNMENT",
     "FORMAT_VERSION",
     "HEADER_BYTES",
     "LAST_GENERATION",
@@ -62,7 +62,7 @@ FORMAT_VERSION = 3
 """The format version that is written. Those before are read, too."""
 _STRIPED, _OWNED = 2, 3
 """The first format versions with striped extents, and with owners."""
-ALIGNMENT = 4096
+EXTENT_ALIGNMENT = 4096
 """Bytes; extents start and end at multiples of this, whatever alignment the drive would allow."""
 MAX_BYTES = 256 << 20
 """Largest manifest, in bytes: about a million tensors."""
@@ -449,8 +449,8 @@ def _own_problem(tensor: TensorRecord) -> str | None:
         return "has an extent and no bytes"
     if nbytes > extent.nbytes:
         return f"has {nbytes} bytes in an extent of {extent.nbytes}"
-    if extent.offset % ALIGNMENT or extent.nbytes % ALIGNMENT:
-        return f"has an extent that is not aligned to {ALIGNMENT} bytes"
+    if extent.offset % EXTENT_ALIGNMENT or extent.nbytes % EXTENT_ALIGNMENT:
+        return f"has an extent that is not aligned to {EXTENT_ALIGNMENT} bytes"
     return None
 
 

@@ -29,6 +29,7 @@ from tiered.types import VERSION, BackendName
 
 __all__ = [
     "GIB",
+    "PREFETCHED",
     "Meter",
     "Moved",
     "Noise",
@@ -333,8 +334,8 @@ PIECES = 24
 PIECE_SHARE = 16
 """A piece is at most this fraction of the pool, so that all pieces together are one and a half times the pool."""
 LARGEST_PIECE = 16 << 20
-AHEAD = 4
-"""Pieces that are prefetched while one is leased."""
+PREFETCHED = 4
+"""Tensors, or pieces of one, that are prefetched while one is leased."""
 
 
 @dataclass(frozen=True)
@@ -365,7 +366,7 @@ def measure(store: TieredStore) -> Rates | None:
                 if direction == "write":
                     store.put(key, piece)
                 else:
-                    store.prefetch(keys[index + 1 : index + 1 + AHEAD], tier="dram")
+                    store.prefetch(keys[index + 1 : index + 1 + PREFETCHED], tier="dram")
                     with store.lease(key, tier="dram"):
                         pass
             after = store.statistics().links[-1]

@@ -48,7 +48,7 @@ DIVISORS = (-8.0, -7.0, -9.0)
 """A group's scale is its element with the largest absolute value, with its sign, divided by one of these."""
 AT_ONCE = 1 << 16
 """Elements that are packed or unpacked at a time by torch: so few that they stay in the processor's cache."""
-ALIGNMENT = 64
+PACKED_ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Packing:
 
     @property
     def _scales_at(self) -> int:
-        return -(-self.codes_nbytes // ALIGNMENT) * ALIGNMENT
+        return -(-self.codes_nbytes // PACKED_ALIGNMENT) * PACKED_ALIGNMENT
 
     def parts(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """View codes and scales in ``packed``, uint8 of shape (nbytes,), each with ``rows`` as its first dimension."""

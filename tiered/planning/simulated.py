@@ -27,7 +27,7 @@ from tiered.types import PIECE_BYTES, Completion, Direction, Key, Slot, TensorSp
 
 __all__ = ["Clock", "DriveRates", "SimulatedDrive", "SimulatedMemory", "SimulatedStore"]
 
-ALIGNMENT = 4096
+SLOT_ALIGNMENT = 4096
 """Bytes: that of the slots of a store with a disk."""
 ENDLESS = 1 << 60
 """Bytes of a drive that never is full."""
@@ -56,7 +56,7 @@ class SimulatedMemory:
 
     streams: Streams | None = None
 
-    def __init__(self, name: str, capacity: int, alignment: int = ALIGNMENT) -> None:
+    def __init__(self, name: str, capacity: int, alignment: int = SLOT_ALIGNMENT) -> None:
         self.name, self.alignment = name, alignment
         self._space = FreeSpace(capacity, alignment)
         self.capacity = self._space.capacity
@@ -107,7 +107,7 @@ class SimulatedDrive:
     """A link that moves one block after the other, of the most urgent transfer first: reads and writes at the same time are
     not faster than one after the other (PERFORMANCE in ``docs/performance.md`` says where that was measured)."""
 
-    def __init__(self, src: str, dst: str, rates: DriveRates, clock: Clock, alignment: int = ALIGNMENT) -> None:
+    def __init__(self, src: str, dst: str, rates: DriveRates, clock: Clock, alignment: int = SLOT_ALIGNMENT) -> None:
         self.src, self.dst, self.rates = src, dst, rates
         self._clock, self._alignment = clock, alignment
         self._jobs: dict[Urgency, deque[_Job]] = {urgency: deque() for urgency in Urgency}

@@ -63,13 +63,13 @@ OWN = 4
 """Tensors of more than such a part of a page have a page of their own."""
 QUARTER = 4
 """Pages of such a part of the pool, at most, are leased together."""
-TOGETHER = 4096
+LEASED_PAGES = 4096
 """Of these pages, at most."""
 BATCH = 1024
 """Tensors that are put, or read, together, at most."""
 FEW = 8
 """Pages that are half empty, and parts of the log that are superfluous, before anything is done about them."""
-SHARE = 16
+HALF_EMPTY_SHARE = 16
 """Such a part of the pages may be half empty, too."""
 HOST = "dram"
 """Small tensors are copied where the processor reaches them."""
@@ -319,7 +319,7 @@ class Pages:
             if where >> 56 not in pages:
                 pages.add(where >> 56)
                 nbytes += self._cost(names, where)
-            if taken and (max(nbytes, copied) > self._together or len(pages) > TOGETHER):
+            if taken and (max(nbytes, copied) > self._together or len(pages) > LEASED_PAGES):
                 break
             taken += 1
         return self.copies(known, keys[at : at + max(1, taken)])
@@ -345,7 +345,7 @@ class Pages:
         nbytes = 0
         for page, members in pages.items():
             cost = self._cost(names, places[members[0]])
-            if part and (nbytes + cost > self._together or len(part) == TOGETHER):
+            if part and (nbytes + cost > self._together or len(part) == LEASED_PAGES):
                 self._gather_part(head, names, part, places, targets, keys)
                 part, nbytes = {}, 0
             part[page] = members
@@ -577,7 +577,7 @@ class Pages:
         assert known.sizes is not None
         if known.dead:
             self._remove_dead(known)
-        if len(known.half) > max(FEW + len(known.sizes) // SHARE, self._later):
+        if len(known.half) > max(FEW + len(known.sizes) // HALF_EMPTY_SHARE, self._later):
             self._later = len(known.half) + FEW  # unless this ends well
             self._merge(known)
             self._later = 0

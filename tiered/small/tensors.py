@@ -36,7 +36,7 @@ __all__ = ["SmallTensors", "open_small"]
 
 PAGE = 64 << 10
 """Bytes of a page: a tensor that is not in memory costs the transfer of its page."""
-SHARE = 16
+PAGE_SHARE = 16
 """A page takes at most such a part of the pool."""
 LARGEST_SHARE = 8
 """A page that a caller asks for takes at most such a part of the pool: a call may need some of them."""
@@ -301,7 +301,7 @@ def open_small(store: Store, name: str, page: int | str | None, budget: int, *, 
             raise KeyNotFound(f"there are no small tensors {name!r} in {store}, which is open for reading")
         if key not in store:
             _refuse_others(store, name)
-        record = Record.of(min(PAGE, budget // SHARE)) if wanted is None else wanted
+        record = Record.of(min(PAGE, budget // PAGE_SHARE)) if wanted is None else wanted
         first = torch.zeros(record.page, dtype=torch.uint8, device="cpu")
         head = Head(stamp=random.SystemRandom().getrandbits(62), page=0, next_page=1)
         ctypes.memmove(first.data_ptr(), ctypes.addressof(head), HEAD_BYTES)

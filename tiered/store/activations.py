@@ -39,6 +39,7 @@ from tiered.tensors.specs import TEMPORARY
 from tiered.types import Access, parse_size
 
 __all__ = [
+    "KERNEL_ALIGNMENT",
     "Hooks",
     "Left",
     "SavedTensors",
@@ -60,13 +61,13 @@ PIECES, SMALL_POOL, PIECES_OF_SMALL = 16, 8 << 20, 32
 """Bytes of a piece at most, and a 16th of the memory budget, of less than ``SMALL_POOL`` bytes a 32nd: then pieces find room
 between tensors that are leased. What a store takes for a piece, beside the transfer, does
 not depend on its size."""
-ALIGNMENT = 64
+KERNEL_ALIGNMENT = 64
 """Bytes: memory comes back at the same distance from a multiple of this, so that kernels take the same path."""
 PART = 4
 """Of memory of which tensors show less than one byte in this many, only what they show is kept."""
 WIDEST = 16
 """Bytes of the largest element type; memory is restored in a multiple of it."""
-AHEAD = 64
+REGIONS_AHEAD = 64
 """Regions that are looked at, at most, to fetch what backward needs next."""
 LATEST = 256
 """Tensors that autograd saves between two looks at memory that somebody else keeps, at most."""
@@ -215,7 +216,7 @@ class _Region:
         self.device, self.stream = tensor.device, _stream(tensor.device)
         self.storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         """While this exists, no other storage object has the same address."""
-        phase = (tensor.untyped_storage().data_ptr() + begin) % ALIGNMENT
+        phase = (tensor.untyped_storage().data_ptr() + begin) % KERNEL_ALIGNMENT
         self.phase = phase if phase % WIDEST == 0 else 0
         self.keys: list[str] = []
         self.lifetime: Token | None = None
@@ -397,7 +398,8 @@ class SavedTensors:
                 return region
         whole = storage.nbytes()
         if (end - begin) * PART < whole:
-            begin, end = begin // ALIGNMENT * ALIGNMENT, min(whole, -(-end // ALIGNMENT) * ALIGNMENT)
+            begin = begin // KERNEL_ALIGNMENT * KERNEL_ALIGNMENT
+            end = min(whole, -(-end // KERNEL_ALIGNMENT) * KERNEL_ALIGNMENT)
         else:
             begin, end = 0, whole
         region = _Region(tensor, witness, begin, end - begin)
@@ -535,7 +537,7 @@ class SavedTensors:
     def _fetch_ahead(self, place: int) -> None:
         """Have the store fetch what backward needs next: what was stored at ``place`` and before, the newest first."""
         room, keys, device = self._window, list[str](), torch.device("cpu")
-        for trace in islice(reversed(self._stored.values()), AHEAD):
+        for trace in islice(reversed(self._stored.values()), REGIONS_AHEAD):
             region = trace()
             if region is None or region.restored is not None or region.place > place:
                 continue

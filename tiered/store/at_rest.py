@@ -32,7 +32,7 @@ from tiered.types import PIECE_BYTES, Key, TensorSpec
 
 __all__ = ["ListedGeneration", "ListedTensor", "Listing", "StoreAtRest", "listing"]
 
-AHEAD = 3
+PIECES_AHEAD = 3
 """Pieces that are read ahead of the one that is used."""
 
 
@@ -166,13 +166,13 @@ class StoreAtRest:
     def read(self, key: Key, start: int, stop: int) -> Iterator[torch.Tensor]:
         """Yield bytes ``start`` to ``stop`` of a tensor, as consecutive uint8 tensors of at most PIECE_BYTES.
 
-        While one is used, the next AHEAD are read. Raises ReadError, ShortTransfer where a file ends too early, and
+        While one is used, the next PIECES_AHEAD are read. Raises ReadError, ShortTransfer where a file ends too early, and
         CorruptionError for a piece with a wrong checksum.
         """
         record, coming = self.record(key), deque[Arriving | tuple[Key, int, torch.Tensor]]()
         begins = iter(range(start // PIECE_BYTES * PIECE_BYTES, stop, PIECE_BYTES))
         while True:
-            while len(coming) <= AHEAD and (begin := next(begins, None)) is not None:
+            while len(coming) <= PIECES_AHEAD and (begin := next(begins, None)) is not None:
                 read_last = self._last is not None and self._last[:2] == (key, begin)
                 coming.append(self._last if read_last and self._last else self._begin(record, begin, PIECE_BYTES))
             if not coming:

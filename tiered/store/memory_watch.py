@@ -26,11 +26,11 @@ logger = logging.getLogger("tiered")
 
 RESERVE = 64 << 20
 """Bytes that are to stay free, at least: buffers of libraries, pieces in flight."""
-SHARE = 16
+FREE_SHARE = 16
 """One in so many bytes of what the process could take when the watch began is to stay free, too."""
 LOOKS = 6
 """Looks from which growth is taken: memory of each of them is compared with that of the one before."""
-AHEAD = 20
+LOOKS_AHEAD = 20
 """Looks ahead for which the present growth is told."""
 SELDOM = 0.25
 """Seconds between two looks, at least: a look asks the system, and costs some tenths of a millisecond."""
@@ -83,7 +83,7 @@ class MemoryWatch:
         self._store = weakref.ref(store)
         self._tell = tell
         found = store.statistics().memory
-        least = max(RESERVE, (found.headroom + found.process) // SHARE) if reserve is None else parse_size(reserve)
+        least = max(RESERVE, (found.headroom + found.process) // FREE_SHARE) if reserve is None else parse_size(reserve)
         self.reserve = least
         self._beyond: deque[int] = deque(maxlen=LOOKS)
         self._looked = float("-inf")
@@ -124,7 +124,7 @@ class MemoryWatch:
         growths = [after - before for before, after in pairwise(lately)]
         growth = int(statistics.median(growths)) if len(growths) == LOOKS - 1 and min(growths) > 0 else 0
         looks = (left - self.reserve) // growth if growth and left > self.reserve else None
-        tight = left < self.reserve or (looks is not None and looks < AHEAD)
+        tight = left < self.reserve or (looks is not None and looks < LOOKS_AHEAD)
         if not tight:
             self._told = None
             return None

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TieredStore", "is_stored"]
 
-TOGETHER = 32 << 20
+COPIED_TOGETHER = 32 << 20
 """Bytes of tensors that are leased together to be copied."""
 RUN = 1024
 """Of these tensors, at most."""
@@ -462,7 +462,7 @@ class TieredStore(TensorMapping):
         wanted = listed(keys)
         refuse_keys(wanted)
         engine, at, dram = self._running(), 0, self._parts.dram
-        most = min(TOGETHER, self._parts.tiers[dram].capacity // 8)
+        most = min(COPIED_TOGETHER, self._parts.tiers[dram].capacity // 8)
         run = self._run(wanted, at, most)
         while run[0]:
             at += len(run[0])

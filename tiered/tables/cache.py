@@ -15,7 +15,7 @@ from tiered.tables import kernel
 
 __all__ = ["LEAST_ROW", "RowCache"]
 
-SHARE, MOST_BYTES = 8, 64 << 20
+CACHE_SHARE, MOST_BYTES = 8, 64 << 20
 """A cache takes the bytes of such a part of the pool, and so many, at most."""
 ROW_BYTES = 128
 """The cache has room for the numbers of as many rows as it could have of this size."""
@@ -51,7 +51,7 @@ class RowCache:
     """
 
     def __init__(self, budget: int) -> None:
-        self._nbytes = min(budget // SHARE, MOST_BYTES) // 2
+        self._nbytes = min(budget // CACHE_SHARE, MOST_BYTES) // 2
         self._lock = threading.RLock()
         self._numbers = count()
         self._young: _Generation | None = None

@@ -9,7 +9,7 @@ import torch
 
 from tiered.errors import MisuseError
 from tiered.tables.kernel import copy_equal
-from tiered.tables.places import TOGETHER, Lent, MovedError, Part, Places, There, Wanted, Writes, again, int64, leased
+from tiered.tables.places import LEASED_BLOCKS, Lent, MovedError, Part, Places, There, Wanted, Writes, again, int64, leased
 from tiered.tensors.specs import spec_of
 from tiered.types import Access, Key
 
@@ -99,7 +99,7 @@ def _cuts(tables: Sequence[Places], ids: torch.Tensor) -> list[tuple[int, int]]:
         block = ids.div(table.layout.block_rows, rounding_mode="floor")
         first = torch.ones(len(ids), dtype=torch.bool, device="cpu")
         first[1:] = block[1:] != block[:-1]
-        costs += first * max(table.layout.block_room, together // TOGETHER)
+        costs += first * max(table.layout.block_room, together // LEASED_BLOCKS)
     ends, cuts, begin = costs.cumsum(0), [], 0
     while begin < len(ids):
         before = int(ends[begin - 1]) if begin else 0

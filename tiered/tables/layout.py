@@ -30,7 +30,7 @@ BLOCK_BYTES: dict[Pattern, int] = {"random": 32 << 10, "sequential": 1 << 20}
 """Bytes of a block, by how rows are used: each row that is not in memory costs the transfer of its block."""
 MOST_BLOCKS = 1 << 16
 """Blocks of a table grow instead, because each has an entry in memory and in every manifest."""
-SHARE = 16
+BLOCK_SHARE = 16
 """A block takes at most such a part of the pool, as long as that is more than a row."""
 ROOM = 4096
 """Bytes: a tensor takes a multiple of it of the pool."""
@@ -214,7 +214,7 @@ def described(
         raise MisuseError(f"table {name!r} would have {rows * one.row_nbytes:,} bytes, more than a store can have")
     if block is None:
         nbytes = max(BLOCK_BYTES[pattern], -(-rows * one.row_nbytes // MOST_BLOCKS))
-        nbytes = min(nbytes, budget // SHARE)
+        nbytes = min(nbytes, budget // BLOCK_SHARE)
     else:
         nbytes = parse_size(block)
         if nbytes < one.row_nbytes:

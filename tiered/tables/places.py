@@ -38,9 +38,9 @@ __all__ = [
     "refuse_moved",
 ]
 
-SHARE = 4
+LEASED_SHARE = 4
 """Blocks of such a part of the pool, at most, are leased together."""
-TOGETHER = 4096
+LEASED_BLOCKS = 4096
 """Of these blocks, at most."""
 Answer = TypeVar("Answer")
 There = tuple[int, TensorSpec]
@@ -117,7 +117,7 @@ class Places:
 
     def __init__(self, store: Store, name: str, owner: Owner, layout: Layout, budget: int, cache: RowCache) -> None:
         self.store, self.name, self.owner, self.layout, self.budget = store, name, owner, layout, budget
-        self.together = max(1, budget // SHARE)
+        self.together = max(1, budget // LEASED_SHARE)
         """Bytes of blocks that are leased together, at most."""
         self.placed = absent
         """What the head of the buffer said when it was seen last."""
@@ -359,7 +359,7 @@ class Places:
     @property
     def most(self) -> int:
         """How many blocks are leased together, at most."""
-        return min(TOGETHER, max(1, self.together // self.layout.block_room))
+        return min(LEASED_BLOCKS, max(1, self.together // self.layout.block_room))
 
     def key(self, block: int) -> Key:
         return f"{self._prefix}{block}" if block >= 0 else buffer_key(self.name, -1 - block)

@@ -37,7 +37,7 @@ from tiered.types import Access, Key, Owner, TensorSpec
 
 __all__ = ["Table", "open_table"]
 
-AHEAD = 64
+BLOCKS_AHEAD = 64
 """Blocks that are looked for at a time, where all are read in order."""
 
 
@@ -219,7 +219,7 @@ class Table:
         if self._layout.buffer_rows:
             yield from self._looked_up(runs)
             return
-        while some := list(islice(runs, AHEAD)):
+        while some := list(islice(runs, BLOCKS_AHEAD)):
             there = {run.block: self._places.key(run.block) for run in some if self._places.key(run.block) in self._store}
             copies = self._store.in_order(list(there.values()))
             for run in some:
@@ -236,7 +236,7 @@ class Table:
     def _looked_up(self, runs: Iterator[Run]) -> Iterator[tuple[int, torch.Tensor]]:
         """Iterate as ``blocks`` does over ``runs``, some of whose rows may be in the buffer: those of several blocks are copied
         under one lease, wherever they lie."""
-        most, following = max(1, min(AHEAD, self._places.most // 2)), list[Run]()
+        most, following = max(1, min(BLOCKS_AHEAD, self._places.most // 2)), list[Run]()
         while some := following or list(islice(runs, most)):
             following = list(islice(runs, most))
             keys = [self._places.key(run.block) for run in following]

@@ -16,7 +16,7 @@ __all__ = ["FirstTouch"]
 THREADS = 2
 LEAST = 64 << 20
 """Bytes in use from which on pages are touched ahead: less is soon touched, and many stores are small."""
-AHEAD = 256 << 20
+TOUCHED_AHEAD = 256 << 20
 """Bytes that are touched ahead at most; never more than are in use."""
 PIECE = 16 << 20
 MADV_POPULATE_WRITE = 23  # since Linux 5.14
@@ -38,7 +38,7 @@ class FirstTouch:
         arena = self._arena
         if end < LEAST or self._refused or arena is None:
             return
-        until = min(len(arena), end + min(AHEAD, end))
+        until = min(len(arena), end + min(TOUCHED_AHEAD, end))
         if until - self._asked < PIECE and until < len(arena):
             return
         begin = max(self._asked, end)

@@ -18,7 +18,7 @@ from tiered.types import Fence, Slot, format_size
 
 __all__ = ["CudaStreams", "HbmConfig", "HbmTier"]
 
-ALIGNMENT = 512
+DEVICE_ALIGNMENT = 512
 """Bytes; the alignment of CUDA's own allocator, so kernels find operands aligned as usual."""
 
 
@@ -69,11 +69,13 @@ class HbmTier:
 
     def __init__(self, config: HbmConfig, *, streams: Streams | None = None) -> None:
         self._device = _device(config.device)
-        self._space = FreeSpace(max(0, config.capacity), ALIGNMENT)
+        self._space = FreeSpace(max(0, config.capacity), DEVICE_ALIGNMENT)
         self.capacity, self.alignment = self._space.capacity, self._space.alignment
         """Bytes; the capacity is a multiple of the alignment."""
         if self.capacity == 0:
-            raise CapacityError(f"an HBM budget of {config.capacity} bytes holds nothing: the minimum is {ALIGNMENT} bytes")
+            raise CapacityError(
+                f"an HBM budget of {config.capacity} bytes holds nothing: the minimum is {DEVICE_ALIGNMENT} bytes"
+            )
         self._arena: torch.Tensor | None = _allocate(self._space.capacity, self._device)
         self._view = _host_view if self._device.type == "cpu" else _device_view
         self._streams = streams or (CudaStreams(self._device) if self._device.type == "cuda" else None)
@@ -188,15 +190,15 @@ def _device(name: str) -> torch.device:
 
 
 def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Allocate ``nbytes`` on the device, aligned to ALIGNMENT."""
+    """Allocate ``nbytes`` on the device, aligned to DEVICE_ALIGNMENT."""
     if device.type == "cpu":
         try:
-            arena = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device="cpu")
+            arena = torch.empty(nbytes + DEVICE_ALIGNMENT, dtype=torch.uint8, device="cpu")
         except (RuntimeError, TypeError) as error:  # TypeError: more than 63 bits
             raise CapacityError(
                 f"the system refuses {nbytes} bytes of memory for the HBM tier on the CPU: ask for less"
             ) from error
-        skip = -arena.data_ptr() % ALIGNMENT
+        skip = -arena.data_ptr() % DEVICE_ALIGNMENT
         return arena[skip : skip + nbytes]
     try:
         arena = torch.empty(nbytes, dtype=torch.uint8, device=device)

@@ -32,7 +32,7 @@ __all__ = ["AdaptiveActivations", "AutoPlan", "AutoPlanStatistics"]
 
 logger = logging.getLogger("tiered")
 
-SHARE = 2
+ACTIVATIONS_SHARE = 2
 """Activations take one in so many of the bytes that the process may still take, unless ``AutoPlan.memory`` says otherwise."""
 LATELY = 5
 """Passes over which a rate is a median, so that a change has to last for most of them before a new choice is made."""
@@ -331,8 +331,8 @@ class AdaptiveActivations:
         device = self._store.device
         if device.type == "cuda":  # where activations are
             cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-            return (torch.cuda.mem_get_info(device)[0] + cached) // SHARE
-        return (headroom() + free_in_heap()) // SHARE
+            return (torch.cuda.mem_get_info(device)[0] + cached) // ACTIVATIONS_SHARE
+        return (headroom() + free_in_heap()) // ACTIVATIONS_SHARE
 
     def _choose(self, when: str, *, measured: bool = False) -> None:
         """Choose, and say so unless that changes nothing. ``measured``: after a warm-up, whose numbers are said in any case."""

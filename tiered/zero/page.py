@@ -178,17 +178,17 @@ def onload(model: nn.Module, optimizer: Optimizer | None = None, *, components: 
                 room, chosen[key] = room - nbytes, name
             else:
                 stayed.append(key)
-    for start in range(0, len(chosen), TOGETHER):
-        keys_now = list(chosen)[start : start + 2 * TOGETHER]
+    for start in range(0, len(chosen), ONLOADED_TOGETHER):
+        keys_now = list(chosen)[start : start + 2 * ONLOADED_TOGETHER]
         store.prefetch(keys_now, tier="dram")
-        for key in keys_now[:TOGETHER]:
+        for key in keys_now[:ONLOADED_TOGETHER]:
             with store.lease(key, tier="dram") as tensor:
                 moved[chosen[key]] += tensor.nbytes
                 del tensor
     return Moved(moved, time.monotonic() - began, 0, tuple(stayed))
 
 
-TOGETHER = 32
+ONLOADED_TOGETHER = 32
 """Tensors that ``onload`` asks for at a time."""
 
 

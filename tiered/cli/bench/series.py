@@ -14,7 +14,7 @@ from tiered import CapacityError, MisuseError, TieredStore
 from tiered.cli.output import Progress
 from tiered.cli.stop import StopRequest
 from tiered.measuring.drive import Order
-from tiered.measuring.meters import Meter, Moved, Spread, Usage, bytes_of, free_on, quantiles
+from tiered.measuring.meters import PREFETCHED, Meter, Moved, Spread, Usage, bytes_of, free_on, quantiles
 from tiered.store.opening import SMALLEST_DRAM
 from tiered.types import PIECE_BYTES, BackendName, TensorSpec, exact_size, format_size
 
@@ -108,8 +108,6 @@ def series_as_json(series: Sequence[Series]) -> dict[str, Any]:
 
 TENSOR = 16 << 20
 """Bytes of a tensor; smaller where --size or --dram is small."""
-AHEAD = 4
-"""Tensors that are prefetched while one is leased."""
 SMALLEST = 4 * SMALLEST_DRAM
 WARM_UP = 2
 """Passes that do not count: writes alternate between two sets of extents, and new extents are slower."""
@@ -125,7 +123,7 @@ class Setup:
     tensor: int
     tensors: int
     backend: BackendName = "auto"
-    ahead: int = AHEAD
+    ahead: int = PREFETCHED
     order: Order = "sequential"
     asked: tuple[int, int] | None = None
 

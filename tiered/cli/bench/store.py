@@ -23,7 +23,7 @@ from tiered.cli.output import (
     told_noise,
 )
 from tiered.cli.stop import StopRequest
-from tiered.measuring.meters import bytes_of, free_on, percentile, scratch_store
+from tiered.measuring.meters import PREFETCHED, bytes_of, free_on, percentile, scratch_store
 from tiered.store.opening import SMALLEST_DRAM, default_dram
 from tiered.types import BackendName, exact_size, format_size
 
@@ -33,8 +33,6 @@ USUAL_DRAM = 4 << 30
 USUAL_POOL = 256 << 20
 FEWEST, MOST = 4, 256
 """Bounds for the number of tensors in the pool of one size, which is otherwise as many as USUAL_POOL holds."""
-AHEAD = 4
-"""Tensors that are prefetched while one is leased."""
 LEAST_RUNS = 3
 SLOT = 4096
 STAGES = 9
@@ -212,7 +210,7 @@ def _measure_size(
             now(f"{name}, on disk")
             yield runs.line_of_misses(name, walk, operation, 4 * len(keys))
         now("prefetched")
-        yield from runs.lines_ahead(walk, max(1, min(AHEAD, plan.slots - 2)))
+        yield from runs.lines_ahead(walk, max(1, min(PREFETCHED, plan.slots - 2)))
 
 
 class _Runs:

@@ -48,7 +48,7 @@ ROUND = 8 << 20
 STEP = 16
 """Elements at multiples of which parameters are cut: within them the kernel computes as it would on the whole, and not as it
 computes what is left over at the end of a tensor."""
-AHEAD = 2
+ROUNDS_AHEAD = 2
 """Rounds whose states are asked for before they are needed."""
 ELEMENTWISE = StateForm(torch.float32)
 NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -585,7 +585,7 @@ class ResidentUpdates(Updates):
         self._forward = not self._forward
         under: tuple[Round, Under, torch.Tensor] | None = None
         for number, here in enumerate(rounds):
-            coming = [key for later in rounds[number + 1 : number + 1 + AHEAD] for key in later.keys(updates)]
+            coming = [key for later in rounds[number + 1 : number + 1 + ROUNDS_AHEAD] for key in later.keys(updates)]
             self.store.prefetch([key for key in coming if key in self.store], tier="dram")
             here.update(updates)
             if self.ranks is not None:

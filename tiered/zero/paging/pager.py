@@ -71,7 +71,7 @@ from tiered.zero.paging.tensors.functions import OTHER
 from tiered.zero.paging.tensors.parameters import Whole
 from tiered.zero.paging.tensors.patches import in_force_for
 from tiered.zero.paging.tensors.sliced import Divided, slice_up
-from tiered.zero.paging.tensors.sources import SHARE
+from tiered.zero.paging.tensors.sources import UNITS_HELD
 from tiered.zero.paging.tensors.stored import no_copy
 from tiered.zero.paging.unit import BackwardUpdates, Held, Unit
 from tiered.zero.paging.units import ModelPlan, Placement, Sliced, is_called
@@ -113,7 +113,7 @@ IN_ONE_THREAD = "another thread is computing with this model: use it in one thre
 LEAST_POOL = 1 << 20
 """Bytes of memory that are enough for a step, with three times the largest unit."""
 HELD = 4
-"""A part of forward holds one in this many bytes of the memory at most: as many as ``SHARE`` units of the largest size."""
+"""A part of forward holds one in this many bytes of the memory at most: as many as ``UNITS_HELD`` units of the largest size."""
 
 
 class Reference:
@@ -603,7 +603,7 @@ class Pager:
     @property
     def room(self) -> int:
         """Return how many bytes of units a function of torch may hold at a time."""
-        return SHARE * self.limits.unit
+        return UNITS_HELD * self.limits.unit
 
     def version(self, parameter: torch.Tensor) -> int:
         """Return a number that changes when the values of ``parameter`` do."""

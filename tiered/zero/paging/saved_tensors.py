@@ -25,7 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tiered.errors import MisuseError
 from tiered.store import TieredStore
-from tiered.store.activations import Hooks, are_offloading
+from tiered.store.activations import KERNEL_ALIGNMENT, Hooks, are_offloading
 from tiered.zero.paging.storage import TensorStore, in_top_tier, model_named
 
 __all__ = [
@@ -229,8 +229,6 @@ class ParameterReferences(Protocol):
 
 SMALL = 4 << 10
 """Bytes: smaller tensors stay in memory. In the store they would take a page, too."""
-ALIGNMENT = 64
-"""Bytes: a tensor comes back at the same distance from a multiple of this, so that kernels take the same path."""
 
 
 class SavedActivation:
@@ -246,7 +244,7 @@ class SavedActivation:
         tensor = unexpanded(tensor)
         self._dtype, self._size, self._stride = tensor.dtype, tensor.size(), tensor.stride()
         self._device = tensor.device
-        self._phase = tensor.data_ptr() % ALIGNMENT // tensor.itemsize
+        self._phase = tensor.data_ptr() % KERNEL_ALIGNMENT // tensor.itemsize
         self._dense = tensor.numel() == _span(self._size, self._stride)
         self.keys: list[str] = []
         self._small: torch.Tensor | None = None

@@ -29,8 +29,8 @@ from tiered.errors import MisuseError
 from tiered.packing.quantised import QUANTIZE, Loss, Packing, Quantize, packing_where_fit
 
 __all__ = [
-    "ALIGNMENT",
     "ALL",
+    "PARAMETER_ALIGNMENT",
     "Limits",
     "ModelPlan",
     "Placement",
@@ -79,7 +79,7 @@ class Policy:
 
 ALL = slice(None)
 """Index of everything along the first dimension."""
-ALIGNMENT = 64
+PARAMETER_ALIGNMENT = 64
 """Bytes: parameters start at multiples of this in their unit, as torch's own allocations do: kernels take the same path."""
 
 
@@ -95,7 +95,7 @@ CHUNK_SHARE, SMALL_POOL, SHARE_OF_SMALL = 16, 8 << 20, 64
 """A chunk of optimizer state is at most this fraction of the pool, and at most ``LARGEST_CHUNK`` bytes of fp32. In less than
 ``SMALL_POOL`` bytes it is the smaller fraction: what a forward holds leaves little room there."""
 LARGEST_CHUNK = 4 << 20
-SHARE_STEP, OLDER_SHARE_STEP = 256, ALIGNMENT // 2
+SHARE_STEP, OLDER_SHARE_STEP = 256, PARAMETER_ALIGNMENT // 2
 """Elements at multiples of which parameters begin, and shares of ranks end: so the blocks of which states are kept are whole in
 each share. The second, 64 bytes of the smallest type that can be trained, is that of commits that do not say, and of very many
 ranks with little memory."""
@@ -408,11 +408,11 @@ class UnitPlan:
         offset = stored = element = 0
         for placement in self.placements:
             placement.offset, placement.stored_offset, placement.element = offset, stored, element
-            offset += _round_up(placement.nbytes, ALIGNMENT)
-            stored += _round_up(placement.stored_nbytes, ALIGNMENT)
-            element += _round_up(placement.numel, ALIGNMENT // 4)
-        self.nbytes, self.stored_nbytes = max(ALIGNMENT, offset), max(ALIGNMENT, stored)
-        self.elements = max(ALIGNMENT // 4, element)
+            offset += _round_up(placement.nbytes, PARAMETER_ALIGNMENT)
+            stored += _round_up(placement.stored_nbytes, PARAMETER_ALIGNMENT)
+            element += _round_up(placement.numel, PARAMETER_ALIGNMENT // 4)
+        self.nbytes, self.stored_nbytes = max(PARAMETER_ALIGNMENT, offset), max(PARAMETER_ALIGNMENT, stored)
+        self.elements = max(PARAMETER_ALIGNMENT // 4, element)
 
     def _lay_out_shares(self) -> None:
         step, row = self.step, 0
@@ -688,7 +688,7 @@ def _hold(model: nn.Module, home: dict[nn.Parameter, int], limit: int, plan: Mod
 
 
 def _size(parameter: nn.Parameter) -> int:
-    return _round_up(parameter.numel() * parameter.dtype.itemsize, ALIGNMENT)
+    return _round_up(parameter.numel() * parameter.dtype.itemsize, PARAMETER_ALIGNMENT)
 
 
 def _round_up(value: int, step: int) -> int:

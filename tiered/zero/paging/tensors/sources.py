@@ -13,7 +13,7 @@ from tiered.types import Access
 from tiered.zero.paging.tensors.functions import OTHER, Function
 
 __all__ = [
-    "SHARE",
+    "UNITS_HELD",
     "Call",
     "ParameterOwner",
     "Source",
@@ -27,7 +27,7 @@ __all__ = [
 without_us: Callable[..., Any] = torch._C._disabled_torch_function_impl
 """Calls a function of torch with no ``__torch_function__`` in force. It is of C: no exception leaves that state behind."""
 
-SHARE = 2
+UNITS_HELD = 2
 """Units of the largest size that a function may hold at a time; there is room for eight."""
 
 

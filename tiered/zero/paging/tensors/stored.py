@@ -13,9 +13,9 @@ A ``StoredTensor`` has the geometry of its values and no memory. Each function o
   records it, and what autograd saves is packed as it is within forward. Those of other sources are copies, and what is written
   to a copy is brought to the store before the function returns.
 
-A function that is given parameters of more units than ``SHARE`` of the largest size is given copies, made one after the other,
-so that a list of all parameters needs no more of the pool than one of them. Functions of lists (``torch._foreach_...``) run on
-one element after the other.
+A function that is given parameters of more units than ``UNITS_HELD`` of the largest size is given copies, made one after the
+other, so that a list of all parameters needs no more of the pool than one of them. Functions of lists (``torch._foreach_...``)
+run on one element after the other.
 
 To autograd a view is a tensor of its own: uses of it add their gradients up there, as torch does, and the sum goes to the
 parameter. A view that was detached and needs a gradient (``torch.nn.Parameter(parameter.T)``) has its own ``.grad``.
