@@ -360,10 +360,6 @@ def kept_by_what_lives(source: str) -> list[str]:
     return found
 
 
-# Protocols with private names. The list may only shrink.
-PRIVATE: set[str] = {"zero.paging.saved_tensors: Saving._unpack"}
-
-
 def asked_in_private(source: str, module: str) -> set[str]:
     """What a Protocol asks of others by a private name: what a client needs is public."""
     return {
@@ -434,7 +430,7 @@ def test_protocols_have_public_names() -> None:
     found: set[str] = set()
     for path in SOURCES:
         found |= asked_in_private(path.read_text(), module_of(path, ROOT / "tiered"))
-    assert found == PRIVATE
+    assert found == set()
 
 
 @pytest.mark.parametrize(

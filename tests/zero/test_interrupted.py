@@ -342,7 +342,7 @@ def test_hooks_that_are_left_behind_do_nothing_and_go(store: TieredStore) -> Non
     """As after a strike in the line after they were put in force."""
     model: Any = zero.page(Tied(), store)
     pager = placement_of(model.position)[0]
-    torch._C._autograd._push_saved_tensors_default_hooks(pager._pack, pager._unpack)
+    torch._C._autograd._push_saved_tensors_default_hooks(pager.pack, pager.unpack)
     plain = Tied()
     plain.loss(0).backward()
     other: Any = zero.page(copy.deepcopy(plain), store, name="other")

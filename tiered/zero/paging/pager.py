@@ -872,11 +872,12 @@ class Pager:
         if of_checkpoint(below) and not (of_module and self._reduce_scatter is None):
             return None
         if not below:
-            return self._pack, self._unpack
+            return self.pack, self.unpack
         over = OverHooks(self, below)
         return over.pack, over.unpack
 
-    def _pack(self, tensor: torch.Tensor) -> object:
+    def pack(self, tensor: torch.Tensor) -> object:
+        """Return what autograd is to keep instead of ``tensor``."""
         if not (self._frames or self._accesses):  # an exception left these hooks behind, and this is another model's
             return Left(tensor)
         reference = self.reference(tensor)
@@ -887,7 +888,9 @@ class Pager:
         packed = tensor if self.splitter is None else self.splitter.pack(tensor)
         return Left(tensor) if packed is tensor else packed
 
-    def _unpack(self, packed: Any) -> torch.Tensor:
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """Return the tensor that ``pack``, or ``reference``, returned this for. Raises MisuseError where its parameter was
+        updated, or written to, since; what ``hold`` raises."""
         if isinstance(packed, torch.Tensor):
             return packed
         if isinstance(packed, Left):
@@ -961,7 +964,7 @@ class Pager:
                 if not unit.held:
                     self._hold(frame, unit)
             frame.span = self.store.span("recompute", self._titles.get(module) or type(module).__name__)
-            yield self._unpack
+            yield self.unpack
         finally:
             while frame in self._frames:
                 self._leave(self._frames.pop())

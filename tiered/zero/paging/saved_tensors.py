@@ -88,7 +88,9 @@ class Saving(Protocol):
         """Return what to remember instead of a tensor that shows memory of a held unit; None for any other."""
         ...
 
-    def _unpack(self, packed: Any) -> torch.Tensor: ...
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """Return the tensor that a reference, or what was packed otherwise, stands for."""
+        ...
 
 
 class _Kept:
@@ -120,7 +122,7 @@ class OverHooks:
 
     def unpack(self, packed: Any) -> torch.Tensor:
         if self._alone and isinstance(packed, _Kept):
-            return self.model._unpack(packed.reference)
+            return self.model.unpack(packed.reference)
         return self._below[1](tree_map(self._restored, packed))
 
     def _referred(self, value: Any) -> Any:
@@ -128,7 +130,7 @@ class OverHooks:
         return value if reference is None else _Kept(self, reference)
 
     def _restored(self, value: Any) -> Any:
-        return self.model._unpack(value.reference) if isinstance(value, _Kept) and value.over is self else value
+        return self.model.unpack(value.reference) if isinstance(value, _Kept) and value.over is self else value
 
 
 _unrecorded: set[without_grad] = set()
