@@ -61,7 +61,14 @@ class _Held(Generic[Made]):
     def unsaved(self) -> bool:
         """Whether the lease is open, and no tier below has the bytes of its tensors, or is being given them: what is in memory
         now is what the store will keep, whatever wrote it."""
-        return self._copies is not None and all(copy.state is State.DIRTY for copy in self._copies)
+        copies = self._copies
+        return copies is not None and not self.saving and all(copy.state is State.DIRTY for copy in copies)
+
+    @property
+    def saving(self) -> bool:
+        """Whether a commit that is under way has yet to write one of the tensors as it was when the commit began."""
+        snapshot = None if self._engine is None else self._engine.state.snapshot
+        return snapshot is not None and any(key in snapshot.frozen for key in self._keys)
 
     def _made(self, engine: Engine, request: Lease) -> list[Made]:
         """Return what the holder gets of each of the granted copies."""

@@ -777,7 +777,7 @@ class TieredStore(TensorMapping):
             refuse_name(new)
         if len({new for _, _, new, _ in moves}) < len(moves):
             raise MisuseError("rename gives two tensors the same key: give each its own")
-        engine.wait(Rename(moves))
+        self._without_ended(lambda: engine.wait(Rename(moves)))
 
     # -- which tensors there are ------------------------------------------------------------------------------------------
 

@@ -62,6 +62,10 @@ class Registered:
     def unsaved(self) -> bool:
         return bool(self._lease.unsaved)
 
+    @property
+    def saving(self) -> bool:
+        return bool(self._lease.saving)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -86,6 +90,11 @@ class Opened:
     def unsaved(self) -> bool:
         """Whether a lease is open whose memory alone has the bytes of its tensor: see the leases of the store."""
         return self._lease is not None and bool(self._lease.unsaved)
+
+    @property
+    def saving(self) -> bool:
+        """Whether a commit has yet to write the tensor of the lease that is open: see the leases of the store."""
+        return self._lease is not None and bool(self._lease.saving)
 
     def close(self) -> None:
         """End the lease. Idempotent; the next call completes what is interrupted here."""

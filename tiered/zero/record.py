@@ -70,7 +70,10 @@ def dumps(value: Any, what: str, store: Store) -> bytes:
 
     Raises MisuseError for what cannot be written down, with the way to it, which begins with ``what``.
     """
-    data = json.dumps(_plain(value, (what,), store), separators=(",", ":")).encode()
+    try:
+        data = json.dumps(_plain(value, (what,), store), separators=(",", ":")).encode()
+    except ValueError as error:  # a number of thousands of digits
+        raise MisuseError(f"{what} cannot be written down: {error}") from error
     if len(data) > MOST:
         raise MisuseError(f"{what} has {len(data):,} bytes, and may have {MOST:,}: put what is large into tensors")
     return data
@@ -114,7 +117,9 @@ def _plain(value: Any, way: tuple[object, ...], store: Store) -> Any:
         return {"dtype": str(value).removeprefix("torch.")}
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.generic):
-        return _plain(value.item(), way, store)
+        item = value.item()
+        if type(item) in _SIMPLE:  # a number that Python has
+            return item
     if numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "biuf":
         return {"array": _tensor(torch.from_numpy(numpy.ascontiguousarray(value)), where, store)}
     raise MisuseError(

@@ -336,6 +336,14 @@ def test_a_commit_that_fails_leaves_no_record_of_two_moments(tmp_path: Path) -> 
         store.close()
 
 
+@pytest.mark.parametrize("value", [10**5000, np.longdouble(1.5)], ids=["a number of 5,001 digits", "a long double"])
+def test_a_number_that_cannot_be_written_down_is_refused(tmp_path: Path, value: Any) -> None:
+    with TieredStore.open(tmp_path / "state", dram=DRAM) as store:
+        model = zero.page(nn.Linear(4, 4), store)
+        with pytest.raises(MisuseError, match="the checkpoint"):
+            zero.commit(model, extra={"number": value})
+
+
 def test_gradients_that_are_unscaled_and_not_used_yet_are_not_committed(tmp_path: Path) -> None:
     with TieredStore.open(tmp_path / "state", dram=DRAM) as store:
         model = zero.page(Tied(), store)

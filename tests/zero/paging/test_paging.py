@@ -535,6 +535,25 @@ def test_hooks_of_a_weight_that_is_divided_are_refused(store: TieredStore, regis
     whole.remove()
 
 
+def test_a_model_takes_the_place_of_one_whose_backward_an_exception_ended(store: TieredStore) -> None:
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+            raise ValueError("on purpose")
+
+    def fail() -> None:
+        model = zero.page(nn.Linear(64, 64), store, existing="overwrite")
+        model(Failing.apply(model(torch.ones(1, 64)))).sum().backward()
+
+    for _ in range(3):
+        with pytest.raises(ValueError, match="on purpose"):
+            fail()
+
+
 @pytest.mark.parametrize("options", [{}, {"activations": "recompute"}, {"activations": "store"}])
 def test_hooks_of_modules_may_be_cleared(store: TieredStore, options: dict[str, Any]) -> None:
     """Those of paging are among them; parameters are then held as they are read."""

@@ -205,6 +205,67 @@ def test_what_is_written_around_a_commit_within_a_forward_lands(store: TieredSto
     assert torch.equal(reference.layers[3].weight, model.layers[3].weight)  # type: ignore[arg-type]
 
 
+def test_a_forward_that_reads_while_a_commit_saves_keeps_what_the_commit_says(tmp_path: Path) -> None:
+    """In three tiers copies are saved one after the other, while forward holds them."""
+    tiers: dict[str, Any] = {"hbm": "2MiB", "device": "cpu", "dram": "1MiB"}
+    with TieredStore.open(tmp_path / "store", **tiers) as store:
+        model = zero.page(Layers(), store, update_tier="hbm")
+        optimizer, x = zero.AdamW(model.parameters()), torch.randn(4, WIDTH)
+        for _ in range(3):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model(x)  # applies what is pending
+            made = zero.commit_async(model, optimizer)
+            for _ in range(3):
+                model(x)
+            made.result()
+            assert "model/checkpoint" in store
+        model.layers[2].within = lambda p: store.commit()  # type: ignore[assignment]
+        with store.lease("model/param/layers.1"):
+            model(x)
+        store.close()
+
+
+def test_a_write_to_what_a_commit_has_yet_to_save_says_so(tmp_path: Path) -> None:
+    with TieredStore.open(tmp_path / "store", dram="64MiB") as store:
+        model = zero.page(nn.Sequential(*(Layer() for _ in range(4))), store)
+        x, key = torch.randn(4, WIDTH), "model/param/1"
+        made: list[Any] = []
+
+        def write(p: torch.Tensor) -> None:
+            made.append(store.commit_async())
+            while not (saving := key in snapshot().frozen) and not made[-1].done():
+                pass
+            if saving:
+                seen.append(p.detach().clone())
+                p.mul_(0.5)
+
+        def snapshot() -> Any:
+            return store._engine.state.snapshot or Nothing
+
+        class Nothing:
+            frozen: tuple[str, ...] = ()
+
+        seen: list[torch.Tensor] = []
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1)
+        model[1].within = write
+        try:
+            with torch.no_grad():
+                model(x)
+        except MisuseError as error:
+            assert "'1.weight' was written to in forward or backward while commit_async had yet to save it" in str(error)  # noqa: PT017
+        else:
+            assert made[0].result()  # it had saved the unit before
+        model[1].within = None
+        if seen:
+            assert torch.equal(model[1].weight, seen[0] * 0.5)
+        made[0].result()
+
+
 def test_a_unit_that_no_tier_below_has_is_not_digested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, digested = unit.digests, [0]
     monkeypatch.setattr(unit, "digests", lambda found: digested.append(sum(map(len, found))) or made(found))

@@ -327,6 +327,7 @@ class Pager:
             self._forwards[module].append(module.__dict__.get("forward"))
         _pagers.add(self)
         store._held_by(self)
+        store.before_commits(f"model {name}", partial(_remember, weakref.ref(self)))
 
     # -- installing --------------------------------------------------------------------------------------------------------
 
@@ -1423,6 +1424,14 @@ def _refuse_updated(unit: Unit, version: int) -> None:
             f"the parameters of {unit.plan.name!r} were updated, or written to, after this graph was made: call backward "
             "before step() and before other writes"
         )
+
+
+def _remember(pager: Callable[[], Pager | None]) -> None:
+    """Note what is in memory of the units that are held, because a commit begins."""
+    found = pager()
+    for unit in () if found is None else found.units:
+        if unit.held:
+            unit.remember()
 
 
 def pagers_of(store: TieredStore) -> list[Pager]:

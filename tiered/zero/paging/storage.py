@@ -229,6 +229,11 @@ class ParameterStorage(Protocol):
         them: what is written to it now reaches the store, whatever writes."""
         ...
 
+    @property
+    def saving(self) -> bool:
+        """Whether that memory is what a commit that is under way has yet to write."""
+        ...
+
     def close(self) -> None:
         """Give back what ``materialize`` took. Idempotent, also where ``materialize`` was interrupted."""
         ...
@@ -273,6 +278,10 @@ class Local:
     @property
     def unsaved(self) -> bool:
         return self._lease.unsaved
+
+    @property
+    def saving(self) -> bool:
+        return self._lease.saving
 
     def close(self) -> None:
         self._lease.close()
@@ -414,7 +423,7 @@ class AllGathered:
             own.copy_(unit[self._share])
             del own
 
-    unsaved = False
+    unsaved = saving = False
     """What is gathered is a copy."""
 
     def close(self) -> None:
@@ -546,7 +555,7 @@ class Cast:
             self._source.close()
             self._reading = False
 
-    unsaved = False
+    unsaved = saving = False
     """What is cast is a copy."""
 
     def close(self) -> None:

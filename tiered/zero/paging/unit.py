@@ -212,6 +212,8 @@ class Unit:
         self._digested = -1
         self._told: Collection[Placement] = plan.placements
         """While the unit is held: the parameters of which a write is told by a digest."""
+        self._saving = False
+        """Whether a commit had yet to write the memory of the unit when it was held."""
         self._narrow = [p for p in plan.placements if p.stored in NARROW]
         self.aside: dict[Placement, torch.Tensor | None] = {}
         """Parameters that have no memory although the unit is held, and what layers were given of them."""
@@ -346,7 +348,7 @@ class Unit:
         self.base = self.storage.materialize(access)
         if access is Access.READ:
             lands = not self.plan.read_only and self.storage.unsaved
-            self._told = self._narrow if lands else self.plan.placements
+            self._told, self._saving = self._narrow if lands else self.plan.placements, self.storage.saving
         own = _storage_of_its_own if self._apart else torch.Tensor.detach
         self.memory = {placement: own(self.base[begin:end]) for placement, begin, end in self._extents}
         address = _address(self.base)
@@ -458,13 +460,19 @@ class Unit:
         if self.plan.read_only or self.store.access is Access.READ:
             self.give_up()
             self._refuse_for_reading(next(iter(written)))
-        before = self.intent.spoiled
+        before, saving = self.intent.spoiled, self._saving or self.storage.saving
         self.intent.spoil(
             f"an exception struck while what was written to {self.plan.name!r} was being stored; call zero.rollback"
         )
         self.give_up()
         self._land(written)
         self.intent.spoil(before)
+        if saving:
+            raise MisuseError(
+                f"parameter {next(iter(written)).name!r} was written to in forward or backward while commit_async had yet to "
+                "save it, so that commit may have values of before or after the write; the store has those of now: wait for "
+                "the future of commit_async before such a forward, and commit again"
+            )
 
     def _refuse_for_reading(self, written: Placement) -> None:
         """Raise MisuseError for a parameter of a model for reading only, and have the unit read anew when it is used next."""
@@ -518,7 +526,7 @@ class Unit:
     def _written(self) -> dict[Placement, torch.Tensor]:
         """Return copies of the parameters that were changed while their memory is leased for reading."""
         written = {}
-        now = self._digests_of([placement for placement in self._told if placement not in self.aside])
+        now = self._digests_of([placement for placement in self._digests if placement not in self.aside])
         saved = self._saved_meanwhile()
         for placement, version in zip(self.plan.placements, self._versions, strict=True):
             parameter = placement.parameter
@@ -529,6 +537,14 @@ class Unit:
             if self._is_replaced(placement) or (changed and not self._is_released(placement)):
                 written[placement] = parameter.detach().clone()
         return written
+
+    def remember(self) -> None:
+        """Have writes from here on be told by digests, because a commit gives a tier below what is in memory now."""
+        memory = self.memory  # of one hold: a commit may come in another thread
+        if self.held and self.state is not Held.FOR_WRITING and len(self._told) < len(self.plan.placements) and memory:
+            shown = [placement for placement in memory if placement not in self.aside]
+            now = dict(zip(shown, digests([memory[placement] for placement in shown]), strict=True))
+            self._digests, self._told = {**now, **self._digests}, self.plan.placements
 
     def _saved_meanwhile(self) -> bool:
         """Return whether a tier below got bytes of the unit since it is held, perhaps those before an unnoticed write."""
