@@ -82,6 +82,18 @@ def test_what_a_step_takes_again_is_left_to_it(monkeypatch: pytest.MonkeyPatch) 
     assert process.trims == 1
 
 
+def test_what_a_step_takes_and_frees_between_two_looks_costs_one_trim(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(monkeypatch, 100 * MIB)
+    trimmer = process.trimmer()
+    for _ in range(10):
+        process.kept = 300 * MIB  # free at each look, because the step had it in use before
+        trimmer.passed(16 * MIB)
+    assert process.trims == 1
+    process.kept = 333 * MIB
+    trimmer.passed(16 * MIB)
+    assert process.trims == 2, "more than it had before is returned"
+
+
 def test_what_is_mapped_beside_the_heap_is_no_reason_to_keep_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """It returns by itself; what the heap kept meanwhile would not."""
     process = Process(monkeypatch, 100 * MIB)
