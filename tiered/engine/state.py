@@ -90,7 +90,7 @@ class Ticket:
     abandoned = False
     """The caller gave up, or was struck."""
     tried = False
-    """By the engine."""
+    """Whether the engine has attempted the request."""
     full_tiers: tuple[int, ...] = ()
     """Tiers in which the last attempt found no room."""
     lacking = 0

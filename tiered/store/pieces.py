@@ -17,7 +17,7 @@ from tiered.types import CHECKSUM_BYTES, LARGEST, PIECE_BYTES, BackendName, Dire
 __all__ = ["DEPTH", "Arriving", "PieceReader", "aligned"]
 
 DEPTH = 8
-"""Pieces in flight."""
+"""Pieces that one reader has in flight, at most."""
 
 
 @dataclass(eq=False)
@@ -38,7 +38,7 @@ class PieceReader:
     """Reads of the tensors whose extents are on ``disk``. What arrives is compared with its checksums. For one thread."""
 
     def __init__(self, disk: Disk[OpenFile], backend: BackendName = "auto") -> None:
-        """Raises as ``open_backend``."""
+        """Open a link to the files of ``disk``. Raises what ``open_backend`` raises."""
         self._disk = disk
         self._link = DiskLink(
             open_backend(backend, DEPTH),

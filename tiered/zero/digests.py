@@ -11,7 +11,7 @@ import xxhash
 __all__ = ["digest_of", "digests"]
 
 HASHED_AT_ONCE = 16 << 20
-"""Bytes."""
+"""Bytes of a tensor that are copied to the host at a time, to be hashed."""
 PIECE = 1 << 19
 """Words of eight bytes of which a device makes a digest at a time."""
 _LOW, _STEP = 0xFFFFFFFF, 0x9E3779B97F4A7C15 - (1 << 64)

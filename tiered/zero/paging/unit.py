@@ -204,7 +204,7 @@ class Unit:
         )
         self.arriving = partition.arriving(store, checkpoint.owner, self.key, plan, self.gradients)
         self.held = 0
-        """How often."""
+        """The number of holds that are open."""
         self.state = Held.BY_STORE
         self._digests: dict[Placement, int] = {}
         """Of the bytes of parameters as the store has them, if ``_digested`` is the unit's version; within a hold for writing,
