@@ -127,6 +127,22 @@ def expect_type(value: object, kinds: type | UnionType | tuple[type, ...], what:
         raise MisuseError(f"{what}, not {quoted(value)}")
 
 
+def one_of(name: str, value: object, allowed: Iterable[str | None]) -> None:
+    """Raise MisuseError where an argument is none of the texts (or None) that it may be. The message names the argument, what
+    it may be, and what is given."""
+    known = tuple(allowed)
+    if not isinstance(value, str | None) or value not in known:
+        *others, last = map(repr, known)
+        raise MisuseError(f"{name} is {', '.join(others)} or {last}, not {quoted(value)}")
+
+
+def whole_number(what: str, value: object, least: int = 1) -> None:
+    """Raise MisuseError where an argument is no whole number from ``least`` on. The message is ``what``, which says what it
+    counts, and what is given."""
+    if type(value) is not int or value < least:
+        raise MisuseError(f"{what}, a whole number from {least} on, not {quoted(value)}")
+
+
 def listed(given: Iterable[_R], what: str) -> list[_R]:
     """Return the items of an iterable that a caller gives. Raises MisuseError, as ``expect_type``, for another type, and for a
     text."""

@@ -224,7 +224,7 @@ def test_weights_that_cannot_be_quantised(tmp_path: Path) -> None:
 def test_an_unknown_form_is_refused_by_name(tmp_path: Path) -> None:
     folder = saved(llama, tmp_path / "model")
     with TieredStore.open(tmp_path / "store", dram="2MiB") as store:
-        with pytest.raises(MisuseError, match="quantize is 'int8' or 'int4', not 'int3'"):
+        with pytest.raises(MisuseError, match="quantize is 'int8', 'int4' or None, not 'int3'"):
             import_model(folder, store, quantize="int3")  # type: ignore[arg-type]
         import_model(folder, store, quantize="int8")
         opening = opening_of(store, "model") | {"quantize": "int3"}

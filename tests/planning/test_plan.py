@@ -259,16 +259,16 @@ def test_operations_are_timed_by_shape() -> None:
         ({"accumulate": 2, "update": "in_backward"}, "on_fetch"),
         ({"ranks": [2]}, "need machine="),
         ({"batch": 0}, "from 1 on"),
-        ({"micro_batch": 0}, "whole number of parts"),
-        ({"micro_batch": []}, "whole number of parts"),
+        ({"micro_batch": 0}, "number of parts"),
+        ({"micro_batch": []}, "number of parts"),
         ({"micro_batch": 2, "activations": "store"}, "leave one of them out"),
-        ({"sequence": 1.5}, "whole numbers"),
+        ({"sequence": 1.5}, "whole number"),
         ({"accumulate": 1.5}, "whole number"),
         ({"machine": RATES, "ranks": [2, 0]}, "from 1 on, not 0"),
         ({"machine": {**RATES, "lease": -1}}, "lease is a number from 0 on"),
         ({"machine": {**RATES, "latency": float("nan")}}, "latency is a number from 0 on"),
         ({"machine": {**RATES, "read": float("inf")}}, "above 0"),
-        ({"machine": {**RATES, "cores": 2.5}}, "cores is a whole number"),
+        ({"machine": {**RATES, "cores": 2.5}}, "cores is a count, a whole number"),
         ({"machine": {**RATES, "name": 5}}, "text"),
     ],
 )
@@ -293,7 +293,7 @@ def test_models_that_cannot_be_planned(tmp_path: Path) -> None:
     with pytest.raises(MisuseError, match="heads"):
         Numbers(1, 10, 3, 256)
     for numbers in ({"inner": 0}, {"kv_heads": 0}, {"layers": 1.5}, {"vocabulary": "10"}, {"dtype": "int64"}):
-        with pytest.raises(MisuseError, match=next(iter(numbers)).replace("dtype", "parameters are")):
+        with pytest.raises(MisuseError, match=next(iter(numbers)).replace("dtype", "the dtype of parameters is")):
             tiered.plan({"layers": 1, "width": 8, "heads": 2, "vocabulary": 8, **numbers}, **ASKED)
     with TieredStore.open(tmp_path / "store", dram="1MiB", durability="none") as store:
         paged = zero.page(nn.Linear(4, 4), store)

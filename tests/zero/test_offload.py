@@ -58,7 +58,7 @@ def test_all_of_it_leaves_memory(store: TieredStore) -> None:
 
 def test_misuse_is_named(store: TieredStore) -> None:
     model = zero.page(build(), store)
-    with pytest.raises(MisuseError, match="components are 'parameters'"):
+    with pytest.raises(MisuseError, match="each of components is 'parameters', 'gradients' or 'states', not 'moments'"):
         zero.offload(model, components=["moments"])
 
     model[3].register_forward_hook(lambda *_: zero.offload(model))

@@ -17,7 +17,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from tiered.errors import CapacityError, MisuseError, TieredError
+from tiered.errors import CapacityError, MisuseError, TieredError, one_of
 from tiered.format.safetensors import INDEX, MAX_HEADER, SINGLE, Entry, encode_header
 from tiered.types import format_size, parse_size
 
@@ -41,8 +41,7 @@ class Shards:
 
     def __init__(self, folder: str | os.PathLike[str], entries: Sequence[Entry], limit: int | str, existing: Existing) -> None:
         """Divide the entries. Raises MisuseError for bad arguments, two tensors of one name, and files that exist already."""
-        if existing not in ("refuse", "overwrite"):
-            raise MisuseError(f"existing is 'refuse' or 'overwrite', not {existing!r}")
+        one_of("existing", existing, ("refuse", "overwrite"))
         most = parse_size(limit)
         if not most:
             raise MisuseError("a shard has at least one byte: give one such as '5GB'")

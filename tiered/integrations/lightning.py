@@ -19,7 +19,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim.optimizer import Optimizer
 
 from tiered import zero
-from tiered.errors import MisuseError
+from tiered.errors import MisuseError, one_of
 from tiered.integrations.saves import Saved, is_paged, restore, save, store_of
 from tiered.store import TieredStore
 from tiered.zero.checkpoint.checkpoint import load_optimizer, optimizer_record
@@ -67,8 +67,7 @@ class TieredStrategy(SingleDeviceStrategy):
         precision_plugin: Any = None,
         **options: Any,
     ) -> None:
-        if checkpoints not in ("commits", "whole"):
-            raise MisuseError(f"checkpoints is 'commits' or 'whole', not {checkpoints!r}")
+        one_of("checkpoints", checkpoints, ("commits", "whole"))
         if isinstance(store, TieredStore) and (dram is not None or options):
             raise MisuseError(f"{store} is open, and has its options already: leave dram= and others out, or give its folder")
         refused = {"existing", "stage", "group", "timeout", "source"} & set(page or {})

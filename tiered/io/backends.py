@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import get_args
 
-from tiered.errors import MisuseError, TieredError
+from tiered.errors import MisuseError, TieredError, one_of
 from tiered.interfaces import IOBackend
 from tiered.io.posix import PosixBackend, PosixConfig
 from tiered.types import BackendName
@@ -22,9 +22,7 @@ def open_backend(backend: BackendName | Callable[[], IOBackend], depth: int) -> 
     """
     if not isinstance(backend, str):
         return backend()
-    if backend not in get_args(BackendName):
-        known = ", ".join(repr(name) for name in get_args(BackendName))
-        raise MisuseError(f"there is no backend {backend!r}; use one of {known}, or a function that makes one")
+    one_of("backend, where it is no function that makes one,", backend, get_args(BackendName))
     if backend in ("auto", "libaio"):
         try:
             from tiered.io.libaio import LibaioBackend, LibaioConfig

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from tiered.errors import MisuseError, quoted, shown
+from tiered.errors import MisuseError, quoted, shown, whole_number
 from tiered.format.foreign.documents import json_of
 from tiered.planning.simulated import DriveRates
 from tiered.types import parse_size
@@ -70,8 +70,7 @@ class Machine:
             if not _is_number(getattr(self, name)) or getattr(self, name) < 0:
                 raise MisuseError(f"a machine's {name} is a number from 0 on, not {quoted(getattr(self, name))}")
         for name in ("cores", "threads", "ranks_per_node"):
-            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
-                raise MisuseError(f"a machine's {name} is a whole number from 1 on, not {quoted(getattr(self, name))}")
+            whole_number(f"a machine's {name} is a count", getattr(self, name))
         if not isinstance(self.name, str):
             raise MisuseError(f"a machine's name is text, not {quoted(self.name)}")
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tiered.engine.retention import bytes_moved, decide
-from tiered.errors import CapacityError, MisuseError
+from tiered.errors import CapacityError, MisuseError, listed, one_of, whole_number
 from tiered.planning.dry_run import DryRun, Loss
 from tiered.planning.machine import Machine
 from tiered.planning.optimum import lower_bound
@@ -515,15 +515,12 @@ def plan(
     Bytes are those of the store's own code, played in a store without memory; seconds are estimates. Raises MisuseError for
     what cannot be planned; a model that does not fit is an answer (``Plan.refused``), not an error.
     """
-    if optimizer not in _RULES:
-        raise MisuseError(f"a plan knows the optimizers {', '.join(_RULES)}, not {optimizer!r}")
-    for name, value, known in (("update", update, get_args(Update)), ("activations", activations, get_args(Activations))):
-        if value is not None and value not in known:
-            raise MisuseError(f"{name} is {' or '.join(map(repr, known))}, or None for the better one, not {value!r}")
-    if type(accumulate) is not int or accumulate < 1:
-        raise MisuseError(f"a step has a whole number of forwards and backwards, and one at least, not {accumulate!r}")
-    if wrong := [one for one in ranks if type(one) is not int or one < 1]:
-        raise MisuseError(f"numbers of ranks are whole numbers from 1 on, not {wrong[0]!r}")
+    one_of("optimizer", optimizer, _RULES)
+    one_of("update", update, (*get_args(Update), None))
+    one_of("activations", activations, (*get_args(Activations), None))
+    whole_number("accumulate is how many forwards and backwards a step has", accumulate)
+    for one in listed(ranks, "ranks are numbers of ranks"):
+        whole_number("each of ranks is a number of ranks", one)
     parts = _parts(micro_batch, activations)
     if accumulate > 1 and update == "in_backward":
         raise MisuseError("update='in_backward' makes each backward a step: leave accumulate out, or use update='on_fetch'")
@@ -578,9 +575,9 @@ def plan(
 
 def _parts(micro_batch: int | Sequence[int] | None, activations: Activations | None) -> list[int]:
     """Return the numbers of parts of a batch that are asked for, the smallest first."""
-    given: Sequence[Any] = [1] if micro_batch is None else [micro_batch] if isinstance(micro_batch, int) else micro_batch
-    if not given or any(type(one) is not int or one < 1 for one in given):
-        raise MisuseError(f"micro_batch is a whole number of parts from 1 on, or several, not {micro_batch!r}")
+    given: Sequence[Any] = [1] if micro_batch is None else micro_batch if isinstance(micro_batch, Sequence) else [micro_batch]
+    for one in given or [0]:
+        whole_number("micro_batch is a number of parts, or several", one)
     if activations == "store" and max(given) > 1:
         raise MisuseError(
             f"micro_batch={max(given)} computes the inside of units again in any case, so nothing is left for "

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tiered.errors import MisuseError, path_of
+from tiered.errors import MisuseError, one_of, path_of, whole_number
 from tiered.planning.dry_run import DryRun, Loss, dry_run, on_meta
 from tiered.planning.waiting import Waiting
 
@@ -44,15 +44,14 @@ class Numbers:
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "vocabulary", "inner", "kv_heads"):
             value = getattr(self, name)
-            if (type(value) is not int or value < 1) and not (value is None and name in ("inner", "kv_heads")):
-                raise MisuseError(f"{name} is a whole number from 1 on, not {value!r}")
+            if value is not None or name not in ("inner", "kv_heads"):
+                whole_number(f"{name} is a count", value)
         if self.width % self.heads or self.heads % (self.kv_heads or self.heads):
             raise MisuseError(
                 f"width {self.width} is a multiple of {self.heads} heads, and these of {self.kv_heads or self.heads} heads "
                 "of keys and values"
             )
-        if self.dtype not in ("float32", "bfloat16", "float16", "float64"):
-            raise MisuseError(f"parameters are float32, bfloat16, float16 or float64, not {self.dtype!r}")
+        one_of("the dtype of parameters", self.dtype, ("float32", "bfloat16", "float16", "float64"))
 
     @property
     def parameters(self) -> int:
@@ -178,8 +177,8 @@ def subject_of(
 
 def _arguments(inputs: Any, batch: int, sequence: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if inputs is None:
-        if type(batch) is not int or type(sequence) is not int or batch < 1 or sequence < 1:
-            raise MisuseError(f"a batch of {batch} sequences of {sequence} tokens: both are whole numbers from 1 on")
+        whole_number("batch is a number of sequences", batch)
+        whole_number("sequence is a number of tokens", sequence)
         return (torch.zeros(batch, sequence, dtype=torch.int64, device="meta"),), {}
     if isinstance(inputs, Mapping):
         return (), {name: _on_meta(value) for name, value in inputs.items()}

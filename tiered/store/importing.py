@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Literal
 
-from tiered.errors import MisuseError, TieredError, expect_type, path_of
+from tiered.errors import MisuseError, TieredError, expect_type, one_of, path_of
 from tiered.format.safetensors import WeightFiles
 from tiered.store.store import TieredStore
 from tiered.tensors.specs import flat
@@ -39,8 +39,7 @@ def import_safetensors(
     """
     expect_type(store, TieredStore, "tensors are imported into a TieredStore")
     path = path_of(path, "the path of safetensors files")
-    if existing not in ("refuse", "overwrite"):
-        raise MisuseError(f"existing is 'refuse' or 'overwrite', not {existing!r}")
+    one_of("existing", existing, ("refuse", "overwrite"))
     try:
         with WeightFiles(path) as files:
             taken = [name for name in files.entries if name in store]

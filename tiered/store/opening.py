@@ -10,14 +10,14 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
 from tiered.engine.engine import Engine, EngineConfig
 from tiered.engine.policy import LRU
 from tiered.engine.residency import Copy
-from tiered.errors import CapacityError, MisuseError, TieredError, path_of, quoted
+from tiered.errors import CapacityError, MisuseError, TieredError, one_of, path_of, quoted, whole_number
 from tiered.format.folder import cannot_open, mend_of
 from tiered.format.generations import generations
 from tiered.interfaces import EvictionPolicy, IOBackend, Link, Memory, Tier
@@ -297,26 +297,24 @@ def _warn_buffered(folder: str, stacklevel: int = 5) -> None:
 def _refuse(options: OpenOptions) -> None:
     """Raise MisuseError for arguments without a meaning."""
     path, keep, deadline, generation = options.path, options.keep, options.deadline, options.generation
-    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-        raise MisuseError(f"at least one generation must be kept, not {keep!r}")
+    whole_number("keep is a number of generations", keep)
     if isinstance(deadline, bool) or not isinstance(deadline, int | float) or not deadline >= 0:
         raise MisuseError(f"a deadline is a number of seconds, not {deadline!r}")
     if not callable(options.eviction):
         raise MisuseError(f"eviction makes a tier's policy, as tiered.engine.policy.LRU does; {options.eviction!r} cannot")
-    if options.durability not in ("commit", "none"):
-        raise MisuseError(f"durability is 'commit' or 'none', not {options.durability!r}")
+    one_of("durability", options.durability, get_args(Durability))
     if generation is not None and (path is None or options.scratch):
         raise MisuseError("there are no generations without a disk or with durability='none'")
     if generation is not None and type(generation) is not int:
         raise MisuseError(f"a generation is an int, not {generation!r}")
-    if options.newer not in ("keep", "drop") or (options.newer == "drop" and generation is None):
-        raise MisuseError(f"newer is 'keep' or 'drop' (with generation=: those after it), not {options.newer!r}")
+    one_of("newer", options.newer, get_args(Newer))
+    if options.newer == "drop" and generation is None:
+        raise MisuseError("newer='drop' removes the generations after generation=: give that, too")
     if path is None and options.nvme is not None:
         raise MisuseError("a store without a disk (path None) has no nvme=: leave it out, or name a folder")
     if path is not None:
         path_of(path, "the path of a store's folder, if not None,")
-    if options.existing not in ("may", "must", "must-not"):
-        raise MisuseError(f"existing is 'may', 'must' or 'must-not', not {options.existing!r}")
+    one_of("existing", options.existing, get_args(Existing))
     if options.existing != "may":
         _refuse_existing(options)
     if options.paths is not None:

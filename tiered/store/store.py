@@ -22,7 +22,7 @@ from tiered.engine.policy import LRU, NextUse, Plan, Record, Touch, touch_of
 from tiered.engine.requests import Delete, Install, Rename, Room, Work
 from tiered.engine.residency import Entry
 from tiered.engine.retention import affordable, decide, largest_streamed, room_for
-from tiered.errors import ForkedStore, KeyNotFound, MisuseError, StoreClosed, UncommittedWarning, expect_type, from_here
+from tiered.errors import ForkedStore, KeyNotFound, MisuseError, StoreClosed, UncommittedWarning, expect_type, from_here, one_of
 from tiered.errors import listed as items_of
 from tiered.interfaces import EvictionPolicy, IOBackend, Returnable
 from tiered.small.tensors import SmallTensors, open_small
@@ -654,10 +654,9 @@ class TieredStore(TensorMapping):
         Returns the number of touches that were planned anew. Raises MisuseError for a tier that the store does not have.
         Results never depend on the order.
         """
-        if prefetch not in ("on", "off") or then not in ("again", "end"):
-            raise MisuseError("prefetch is 'on' or 'off', then is 'again' or 'end'")
-        if others not in ("recency", "frequency"):
-            raise MisuseError(f"others is 'recency' or 'frequency', not {others!r}")
+        one_of("prefetch", prefetch, ("on", "off"))
+        one_of("then", then, ("again", "end"))
+        one_of("others", others, ("recency", "frequency"))
         engine = self._running()
         touches = [touch_of(touch) for touch in listed(order)]
         keys, uses = [touch.key for touch in touches], [touch.use for touch in touches]

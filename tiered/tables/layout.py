@@ -20,7 +20,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from tiered.errors import ManifestError, MisuseError
+from tiered.errors import ManifestError, MisuseError, one_of, whole_number
 from tiered.types import LARGEST, Key, Owner, format_size, parse_size
 
 __all__ = ["Layout", "Pattern", "Run", "appended_key", "block_prefix", "buffer_key", "described", "owner_of", "record_key"]
@@ -189,7 +189,7 @@ def buffer_key(name: str, segment: int | None = None) -> Key:
 
 def described(
     name: str,
-    rows: object,
+    rows: int,
     columns: int | Sequence[int] | None,
     dtype: torch.dtype | None,
     block: int | str | None,
@@ -199,13 +199,11 @@ def described(
 ) -> Layout:
     """Return the layout of a new table: arguments as ``TieredStore.table`` has them; ``budget``: bytes of the pool."""
     shape = _shape(name, columns)
-    if type(rows) is not int or rows < 1:
-        raise MisuseError(f"table {name!r}: rows is a number of rows, at least 1, not {rows!r}")
+    whole_number(f"table {name!r}: rows is a number of rows", rows)
     kind: Any = torch.get_default_dtype() if dtype is None else dtype
     if not isinstance(kind, torch.dtype):
         raise MisuseError(f"table {name!r}: dtype is one of torch's, such as torch.float32, not {kind!r}")
-    if pattern not in BLOCK_BYTES:
-        raise MisuseError(f"table {name!r}: pattern is 'random' or 'sequential', not {pattern!r}")
+    one_of(f"table {name!r}: pattern", pattern, BLOCK_BYTES)
     if type(fill) not in (int, float) or not -1e300 < fill < 1e300:
         raise MisuseError(f"table {name!r}: fill is a finite number, not {fill!r}")
     one = Layout(rows, shape, kind, 1, float(fill))

@@ -21,7 +21,7 @@ from typing import get_args
 
 import torch
 
-from tiered.errors import MisuseError
+from tiered.errors import MisuseError, listed, one_of, whole_number
 from tiered.store.activations import Left, SavedTensors
 from tiered.system import free_in_heap, headroom
 from tiered.telemetry import ActivationStatistics
@@ -60,13 +60,11 @@ class AutoPlan:
     def __post_init__(self) -> None:
         if self.memory is not None:
             parse_size(self.memory)
-        if type(self.passes) is not int or self.passes < 1:
-            raise MisuseError(f"AutoPlan: passes is how many are measured, at least 1, not {self.passes!r}")
+        whole_number("AutoPlan: passes is how many are measured", self.passes)
         if not 0 < self.change < 1:
             raise MisuseError(f"AutoPlan: change is a share between 0 and 1, not {self.change!r}")
-        unknown = [way for way in self.ways if way not in get_args(Way)]
-        if unknown or isinstance(self.ways, str):
-            raise MisuseError(f"AutoPlan: ways are {', '.join(map(repr, get_args(Way)))}, not {self.ways!r}")
+        for way in listed(self.ways, f"AutoPlan: ways are several of {', '.join(map(repr, get_args(Way)))}"):
+            one_of("AutoPlan: each of ways", way, get_args(Way))
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from tiered.errors import CapacityError, MisuseError, TieredError, WriteError, expect_type, listed
+from tiered.errors import CapacityError, MisuseError, TieredError, WriteError, expect_type, listed, one_of, whole_number
 from tiered.store import TieredStore
 from tiered.store.activations import refuse_one_tier
 from tiered.system import Trimmer, refuse_little_room, returned_at_once
@@ -201,9 +201,8 @@ def _components(
         raise MisuseError(f"the second argument is the model's zero.AdamW, not {optimizer!r:.100}: give components=")
     if optimizer is not None and (optimizer.resident or set(optimizer.pagers()) != {pager}):
         raise MisuseError("this optimizer updates parameters of another model: give the one of this model, or leave it out")
-    unknown = [name for name in components if name not in COMPONENTS]
-    if unknown or isinstance(components, str):
-        raise MisuseError(f"components are {', '.join(map(repr, COMPONENTS))}, not {components!r}")
+    for name in listed(components, f"components are several of {', '.join(map(repr, COMPONENTS))}"):
+        one_of("each of components", name, COMPONENTS)
     if pager.computing:
         raise MisuseError("the model is computing: move its tensors between steps")
     pager.reset()
@@ -461,20 +460,15 @@ class _Options:
 
     def refuse_contradictions(self) -> None:
         """Raise MisuseError for values that there are not, or that do not go together."""
-        if self.existing not in ("refuse", "overwrite", "resume") or self.prefetch not in ("on", "off"):
-            raise MisuseError("existing is 'refuse', 'overwrite' or 'resume', prefetch is 'on' or 'off'")
-        if self.experts not in ("sliced", "whole"):
-            raise MisuseError(f"experts is 'sliced' or 'whole', not {self.experts!r}")
-        if self.largest_unit is not None and (type(self.largest_unit) is not int or self.largest_unit < 1):
-            raise MisuseError(f"largest_unit is a number of bytes, at least 1, not {self.largest_unit!r}")
+        one_of("existing", self.existing, ("refuse", "overwrite", "resume"))
+        one_of("prefetch", self.prefetch, get_args(Prefetch))
+        one_of("experts", self.experts, get_args(Experts))
+        if self.largest_unit is not None:
+            whole_number("largest_unit is a number of bytes", self.largest_unit)
         if self.slice_weights and (self.largest_unit is None or self.existing == "resume"):
             raise MisuseError("slice_weights=True divides weights that are larger than largest_unit=: give that, too")
-        if type(self.micro_batch) is not int or self.micro_batch < 1:
-            raise MisuseError(
-                f"micro_batch is into how many parts units divide the batch, at least 1, not {self.micro_batch!r}"
-            )
-        if self.activations not in ("memory", "recompute", "store", "auto"):
-            raise MisuseError(f"activations is 'memory', 'recompute', 'store' or 'auto', not {self.activations!r}")
+        whole_number("micro_batch is into how many parts units divide the batch", self.micro_batch)
+        one_of("activations", self.activations, get_args(Activations))
         if self.plan is not None and self.plan != "auto" and not isinstance(self.plan, AutoPlan):
             raise MisuseError(f"plan is 'auto', or a zero.AutoPlan, not {self.plan!r}")
         if self.plan is not None and self.activations != "auto":

@@ -287,9 +287,9 @@ def test_options_that_contradict_each_other_are_refused(store: TieredStore, opti
     ("options", "words"),
     [
         ({"memory": "much"}, "much"),
-        ({"passes": 0}, "at least 1"),
+        ({"passes": 0}, "a whole number from 1 on"),
         ({"change": 1.0}, "between 0 and 1"),
-        ({"ways": "store"}, "ways are"),
+        ({"ways": "store"}, "ways are several of"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(options: dict[str, Any], words: str) -> None:

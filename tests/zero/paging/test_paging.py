@@ -794,7 +794,7 @@ def test_statistics_count_units_and_updates(store: TieredStore) -> None:
 
 def test_units_are_no_larger_than_asked(store: TieredStore, tmp_path: Path) -> None:
     reference = Tied()
-    with pytest.raises(MisuseError, match="largest_unit is a number of bytes, at least 1, not 0"):
+    with pytest.raises(MisuseError, match="largest_unit is a number of bytes, a whole number from 1 on, not 0"):
         zero.page(copy.deepcopy(reference), store, largest_unit=0)
     usual = zero.page(copy.deepcopy(reference), store, name="usual", largest_unit=1 << 40)
     small = zero.page(copy.deepcopy(reference), store, name="small", largest_unit=1024)

@@ -493,5 +493,5 @@ def test_it_cannot_be_divided_anew(tmp_path: Path, quantize: Any) -> None:
 
 
 def test_what_there_is_to_choose() -> None:
-    with pytest.raises(MisuseError, match="quantize is 'int8' or 'int4', not 'int2'"):
+    with pytest.raises(MisuseError, match="quantize is 'int8', 'int4' or None, not 'int2'"):
         zero.Policy(quantize="int2")  # type: ignore[arg-type]

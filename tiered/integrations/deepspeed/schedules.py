@@ -16,7 +16,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
-from tiered.errors import MisuseError, expect_type
+from tiered.errors import MisuseError, expect_type, one_of, whole_number
 from tiered.integrations.deepspeed.config import Maker
 
 __all__ = ["SCHEDULES", "LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR", "scheduler_of"]
@@ -280,15 +280,13 @@ def _between(low: Sequence[float], high: Sequence[float], share: Share) -> Formu
 
 def _steps(given: int) -> int:
     """Return how many steps a warm-up has: at least 2."""
-    if type(given) is not int or given < 0:
-        raise MisuseError(f"warmup_num_steps is {given!r}: it is a whole number from 0 on")
+    whole_number("warmup_num_steps is a number of steps", given, least=0)
     return max(2, given)
 
 
 def _risen(steps: int, kind: str, *, then: Share) -> Share:
     """Return which share of a warm-up is done, and what comes ``then``."""
-    if kind not in ("log", "linear"):
-        raise MisuseError(f"warmup_type is 'log' or 'linear', not {kind!r}")
+    one_of("warmup_type", kind, ("log", "linear"))
 
     def share(iteration: int) -> float:
         if iteration >= steps:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import DummyLayer
 
-from tiered.errors import ManifestError, MisuseError, StoreClosed, expect_type, quoted
+from tiered.errors import ManifestError, MisuseError, StoreClosed, expect_type, one_of, quoted, whole_number
 from tiered.integrations.transformers.kv_layer import Copies, Extent, PagedLayer
 from tiered.integrations.transformers.kv_model import ARGUMENT, NO_STATE, WatchingCache, unwatch, watch, windows
 from tiered.integrations.transformers.kv_record import VERSION, LayerRecord, Model, Record, read, tensor_of
@@ -78,8 +78,7 @@ class TieredCache(WatchingCache):
         self, model: Any, store: TieredStore, name: str, block: int, existing: str, made_by: Model | None
     ) -> None:
         """Be a cache without tokens. ``made_by``: the model as its keys and values are to be of; None: as it is now."""
-        if existing not in ("refuse", "overwrite"):
-            raise MisuseError(f"existing is 'refuse' or 'overwrite', not {existing!r}")
+        one_of("existing", existing, ("refuse", "overwrite"))
         self._prepare(model, store, name, block)
         kept = _record_key(name) in store
         if kept and existing == "refuse":
@@ -139,8 +138,7 @@ class TieredCache(WatchingCache):
         expect_type(model, nn.Module, "TieredCache(model, store): the model is one of transformers")
         if not isinstance(name, str) or not name:
             raise MisuseError(f"the name of a cache is a text, not {name!r}")
-        if type(block) is not int or block < 1:
-            raise MisuseError(f"a block has a number of tokens, not {block!r}")
+        whole_number("block is a number of tokens", block)
         if store.access is Access.READ:
             raise MisuseError(
                 f"{store} is open for reading, and a cache is written: open it without access='read', or give TieredCache a "
@@ -331,8 +329,7 @@ class TieredCache(WatchingCache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Have ``repeats`` of each sequence, one after the other. Moves no byte. Raises MisuseError for a number below 1."""
-        if type(repeats) is not int or repeats < 1:
-            raise MisuseError(f"batch_repeat_interleave takes how many there are to be of each, not {quoted(repeats)}")
+        whole_number("batch_repeat_interleave takes how many there are to be of each", repeats)
         self._select([row for row in range(self._turn.batch) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, modeling_utils
 from transformers.utils import logging
 
 from tiered import zero
-from tiered.errors import ManifestError, MisuseError, expect_type, path_of, shown
+from tiered.errors import ManifestError, MisuseError, expect_type, one_of, path_of, shown
 from tiered.format.safetensors import INDEX, SINGLE, WeightFiles
 from tiered.integrations.importing import Import, Record, Source, Told, begun, files_in
 from tiered.integrations.kept import CONFIG, TOKENIZER, UNFINISHED, files_of, keep, kept_folder, only_model, opening_of
@@ -354,10 +354,8 @@ def import_model(
     ``zero.commit`` raises.
     """
     path = _checked(folder, store)
-    if existing not in ("refuse", "overwrite"):
-        raise MisuseError(f"existing is 'refuse' or 'overwrite', not {existing!r}")
-    if missing not in ("initialise", "refuse"):
-        raise MisuseError(f"missing is 'initialise' or 'refuse', not {missing!r}")
+    one_of("existing", existing, ("refuse", "overwrite"))
+    one_of("missing", missing, get_args(Missing))
     if compute not in (None, torch.float32):
         raise MisuseError(f"compute is torch.float32, or None for the checkpoint's own type, not {compute!r}")
     _refuse_folder(path)

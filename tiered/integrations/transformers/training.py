@@ -27,7 +27,7 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from tiered import zero
-from tiered.errors import MisuseError, expect_type, shown
+from tiered.errors import MisuseError, expect_type, shown, whole_number
 from tiered.format.foreign.documents import json_of
 from tiered.integrations.saves import MARK, marks_of
 from tiered.reporting.page import page, refuse_foreign, write_page
@@ -121,8 +121,8 @@ class TieredCallback(TrainerCallback):
     def __init__(
         self, steps: int | None = None, *, report: str | os.PathLike[str] | None = None, plan: Planned | None = None
     ) -> None:
-        if steps is not None and (type(steps) is not int or steps < 1):
-            raise MisuseError(f"steps is how many steps lie between two commits, at least 1, not {steps!r}")
+        if steps is not None:
+            whole_number("steps is how many steps lie between two commits", steps)
         if steps is None and report is None:
             raise MisuseError("TieredCallback does nothing without steps=, to commit, or report=, to write a page")
         if plan is not None and report is None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import ParamsT
 
-from tiered.errors import MisuseError
+from tiered.errors import MisuseError, one_of
 from tiered.store import TieredStore
 from tiered.zero.optimizers.optimizer import Optimizer, refuse_betas, refuse_out_of_range, stride_of
 from tiered.zero.paging.sharding import Stage
@@ -532,9 +532,8 @@ class AdamW4bit(_Encoded):
 
 
 def _by_chance(rounding: str | None) -> bool:
-    """Return whether parameters are rounded by chance. Raises MisuseError for another word."""
-    if rounding not in (None, "stochastic"):
-        raise MisuseError(f"rounding is None (there are masters) or 'stochastic', not {rounding!r}")
+    """Return whether parameters are rounded by chance; else there are masters. Raises MisuseError for another word."""
+    one_of("rounding", rounding, ("stochastic", None))
     return rounding is not None
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 from torch.optim.optimizer import ParamsT, register_optimizer_step_pre_hook
 
-from tiered.errors import MisuseError, TieredError, listed
+from tiered.errors import MisuseError, TieredError, listed, one_of
 from tiered.store import TieredStore
 from tiered.zero.collectives import Agree, Ranks, Term
 from tiered.zero.optimizers.loaded import beside_states, refuse_scalars, refuse_state, torch_names
@@ -620,8 +620,7 @@ class _Share(NamedTuple):
 
 def _refuse_places(update: str, store: TieredStore | None, divided: tuple[object, ...]) -> None:
     """Raise MisuseError where ``update``, ``store`` and what goes with it contradict each other."""
-    if update not in ("on_fetch", "in_backward"):
-        raise MisuseError(f"update is 'on_fetch' or 'in_backward', not {update!r}")
+    one_of("update", update, ("on_fetch", "in_backward"))
     if store is not None and update == "in_backward":
         raise MisuseError("update='in_backward' is for paged parameters: leave it or store= out")
     if store is None and divided != (None, None, None, "optimizer", "refuse"):

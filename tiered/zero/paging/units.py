@@ -25,7 +25,7 @@ from typing import NoReturn
 import torch
 from torch import nn
 
-from tiered.errors import MisuseError
+from tiered.errors import MisuseError, one_of
 from tiered.packing.quantised import QUANTIZE, Loss, Packing, Quantize, packing_where_fit
 
 __all__ = [
@@ -67,8 +67,7 @@ class Policy:
     quantize: Quantize | None = None
 
     def __post_init__(self) -> None:
-        if self.quantize not in (None, *QUANTIZE):
-            raise MisuseError(f"quantize is {' or '.join(map(repr, QUANTIZE))}, not {self.quantize!r}")
+        one_of("quantize", self.quantize, (*QUANTIZE, None))
         if self.storage not in (None, torch.bfloat16, torch.float16) or self.compute is not torch.float32:
             raise MisuseError(f"parameters can be stored as bfloat16 or float16 and computed as float32, not as {self}")
 
