@@ -7,6 +7,7 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from tiered.integrations.deepspeed.table import ALIASES, GROUPS, Key, Verdict
@@ -21,17 +22,25 @@ TITLES = {
 }
 
 
-def row(key: Key) -> str:
+def why_of(key: Key) -> str:
     why = re.sub(r'"\w+": \{[^}]*\}', r"`\g<0>`", key.why)
     if key.allowed:
         values = ", ".join(f"`{json.dumps(value)}`" for value in key.allowed)
-        why += f" ({values}; other values are refused: {key.otherwise.removeprefix(f'{key.why}; ')})"
+        why += f" ({values}; other values are refused: {key.otherwise.removeprefix(key.why).lstrip(':; ')})"
     if key.verdict is Verdict.REFUSED:
         harmless = [f"`{json.dumps(value)}`" for value in key.off if value != {}]
         harmless += [f"`{key.switch.removeprefix('*.')}` that is false"] if key.switch else []
         why += f" (fine: {', '.join(harmless)})" if harmless else ""
         why += f". With all below it: `{'`, `'.join(key.inner)}`" if key.inner else ""
-    return f"| `{key.path}` | {why} |"
+    return why
+
+
+def rows_of(keys: Iterable[Key]) -> list[str]:
+    """Return a row for each reason, with all keys that have it."""
+    paths: dict[str, list[str]] = {}
+    for key in keys:
+        paths.setdefault(why_of(key), []).append(f"`{key.path}`")
+    return [f"| {', '.join(mine)} | {why} |" for why, mine in paths.items()]
 
 
 def made() -> str:
@@ -40,7 +49,7 @@ def made() -> str:
     for title, mine in GROUPS.items():
         parts.append(f"### {title}")
         for verdict, (name, column) in TITLES.items():
-            rows = [row(key) for key in mine if key.verdict is verdict]
+            rows = rows_of(key for key in mine if key.verdict is verdict)
             if rows:
                 parts.append("\n".join([f"| {name.lower()} | {column} |", "|---|---|", *rows]))
     others = [f"| `{name}` | `{key}` |" for name, key in ALIASES.items()]

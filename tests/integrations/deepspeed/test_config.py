@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import os
 import subprocess
 import sys
@@ -370,4 +371,5 @@ def test_the_page_has_the_table_as_it_is() -> None:
     )
     assert child.returncode == 0, child.stdout + child.stderr
     page = (ROOT / "docs" / "from_deepspeed.md").read_text()
-    assert all(f"| `{key.path}` |" in page for key in KEYS)
+    first = " ".join(line.partition(" | ")[0] for line in page.splitlines() if line.startswith("| `"))
+    assert {key.path for key in KEYS} <= set(re.findall(r"`([^`]+)`", first))
