@@ -16,6 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate, islice
 from math import isinf
 from typing import NamedTuple
@@ -81,7 +82,7 @@ class FreeSpace:
         """Return offset and size of a range of at least ``nbytes`` (>= 1); None when no free range is that large."""
         if nbytes < 1:
             raise AssertionError(f"request for {nbytes} bytes")
-        size = self.round_up(nbytes)
+        size = -(-nbytes // self.alignment) * self.alignment
         found = bisect_left(self._by_size, (size, 0))
         if found == len(self._by_size):
             return None
@@ -153,38 +154,40 @@ class FreeSpace:
 
     def _take(self, start: int, offset: int, size: int) -> None:
         """Cut ``[offset, offset + size)`` out of the free range that begins at ``start``."""
-        end = start + self._sizes[start]
-        self._remove(start)
+        stop, end = start + self._sizes[start], offset + size
+        left = []
         if start < offset:
-            self._add(start, offset - start)
-        if offset + size < end:
-            self._add(offset + size, end - offset - size)
+            left.append((start, offset - start))
+        if end < stop:
+            left.append((end, stop - end))
+        self._replace((start,), left)
         self._used[offset] = size
         self._free_bytes -= size
 
     def _insert(self, offset: int, size: int) -> None:
         """Make a range free and merge it with its free neighbours."""
         self._free_bytes += size
-        at = bisect_left(self._starts, offset)
-        after = self._starts[at] if at < len(self._starts) else None
+        at, merged = bisect_left(self._starts, offset), []
+        if at < len(self._starts) and self._starts[at] == offset + size:
+            merged.append(offset + size)
+            size += self._sizes[offset + size]
         before = self._starts[at - 1] if at else None
-        if after == offset + size:
-            size += self._remove(after)
         if before is not None and before + self._sizes[before] == offset:
-            size += self._remove(before)
+            merged.append(before)
+            size += self._sizes[before]
             offset = before
-        self._add(offset, size)
+        self._replace(merged, ((offset, size),))
 
-    def _add(self, start: int, size: int) -> None:
-        insort(self._starts, start)
-        self._sizes[start] = size
-        insort(self._by_size, (size, start))
-
-    def _remove(self, start: int) -> int:
-        size = self._sizes.pop(start)
-        del self._starts[bisect_left(self._starts, start)]
-        del self._by_size[bisect_left(self._by_size, (size, start))]
-        return size
+    def _replace(self, gone: Iterable[int], ranges: Iterable[tuple[int, int]]) -> None:
+        """Have ``ranges``, each an offset and a size, be free in the place of those that begin at ``gone``."""
+        for start in gone:
+            size = self._sizes.pop(start)
+            del self._starts[bisect_left(self._starts, start)]
+            del self._by_size[bisect_left(self._by_size, (size, start))]
+        for start, size in ranges:
+            insort(self._starts, start)
+            self._sizes[start] = size
+            insort(self._by_size, (size, start))
 
 
 TRIED = 32
@@ -311,14 +314,13 @@ class _Layout:
 
     def __init__(self, slots: Sequence[Slot], capacity: int, movable: Container[int]) -> None:
         self._slots = slots
-        self._bytes = [0, *accumulate(slot.nbytes for slot in slots)]  # of the slots before slot i
+        self._bytes = [0, *accumulate([slot.nbytes for slot in slots])]  # of the slots before slot i
         self._free = [slot.offset - before for slot, before in zip(slots, self._bytes, strict=False)]  # bytes before slot i
         self._free.append(capacity - self._bytes[-1])
         self._free_below = [0, *self._free[:-1]]  # free bytes before the hole before slot i
         self._fixed = [index for index, slot in enumerate(slots) if slot.offset not in movable]
         gaps = zip(self._free, self._free_below, strict=True)
-        self._holes = sorted((free - below, index) for index, (free, below) in enumerate(gaps) if free > below)
-        self._indices: dict[int, list[int]] | None = None
+        self._holes = sorted([(free - below, index) for index, (free, below) in enumerate(gaps) if free > below])
         self.largest = self._holes[-1][0] if self._holes else 0
 
     def nbytes(self, window: _Window) -> int:
@@ -330,7 +332,10 @@ class _Layout:
         found = [] if leaving < 0 else [Move(self._slots[leaving], to)]
         order = range(low, high) if down else range(high - 1, low - 1, -1)
         at = self._begin(low) if down else self._end(high)
-        for slot in (self._slots[index] for index in order if index != leaving):
+        for index in order:
+            if index == leaving:
+                continue
+            slot = self._slots[index]
             at -= 0 if down else slot.nbytes
             found.append(Move(slot, at))
             at += slot.nbytes if down else 0
@@ -340,7 +345,7 @@ class _Layout:
         """Yield how the holes may be widened that may get ``nbytes`` by moving ``most`` bytes, the largest hole first: by
         ``widen_up`` or ``widen_down``, with the index of the slot above the hole."""
         free, below = self._free, self._free_below
-        least = nbytes - max(self._leaving, default=0)
+        least = nbytes - (self._leaving[-1][0] if self._leaving else 0)
         for _, index in reversed(self._holes):
             if free[self._highest(index, most)] - below[index] >= least:
                 yield self.widen_up, index
@@ -392,26 +397,26 @@ class _Layout:
         at = bisect_left(self._fixed, high)
         return max(self._fixed[at - 1] + 1 if at else 0, bisect_left(self._bytes, self._bytes[high] - most))
 
-    @property
-    def _leaving(self) -> dict[int, list[int]]:
+    @cached_property
+    def _leaving(self) -> list[tuple[int, list[int]]]:
         """The slots that can be moved and that fit into a hole: the indices of each size, the smallest size first."""
-        if self._indices is None:
-            found: dict[int, list[int]] = {}
-            fixed = frozenset(self._fixed)
-            for index, slot in enumerate(self._slots):
-                if slot.nbytes <= self.largest and index not in fixed:
-                    found.setdefault(slot.nbytes, []).append(index)
-            self._indices = dict(sorted(found.items()))
-        return self._indices
+        found: dict[int, list[int]] = {}
+        fixed = frozenset(self._fixed)
+        for index, slot in enumerate(self._slots):
+            if slot.nbytes <= self.largest and index not in fixed:
+                found.setdefault(slot.nbytes, []).append(index)
+        return sorted(found.items())
 
-    def _leaving_with(self, least: int) -> Iterator[tuple[int, list[int]]]:
-        """Yield the sizes of at least ``least`` bytes, with the indices of their slots."""
-        return ((size, indices) for size, indices in self._leaving.items() if size >= least)
+    def _leaving_with(self, least: int) -> list[tuple[int, list[int]]]:
+        """Return the sizes of at least ``least`` bytes, with the indices of their slots."""
+        return self._leaving[bisect_left(self._leaving, (least,)) :]
 
     def _elsewhere(self, nbytes: int, low: int, high: int) -> int | None:
         """Return the offset of the smallest hole of ``nbytes`` that does not belong to the window."""
-        fitting = islice(self._holes, bisect_left(self._holes, (nbytes, 0)), None)
-        return next((self._begin(index) for _, index in fitting if not low <= index <= high), None)
+        for _, index in self._holes[bisect_left(self._holes, (nbytes, 0)) :]:
+            if not low <= index <= high:
+                return self._begin(index)
+        return None
 
     def _begin(self, index: int) -> int:
         """Return the offset of the hole below slot ``index``."""

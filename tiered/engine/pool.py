@@ -184,8 +184,8 @@ class Pool:
     # -- copies ----------------------------------------------------------------------------------------------------------
 
     def note(self, copy: Copy) -> None:
-        """Bring all that is known of ``copy`` for eviction up to date: it has come or gone, its state or its use has changed,
-        or the plan may say something else of it."""
+        """Bring all that is known of ``copy`` for eviction up to date: it has come or gone, or its state or its use has
+        changed."""
         gone = copy.state is _EMPTY
         if not gone:
             self.copies[copy.key] = copy
@@ -193,20 +193,18 @@ class Pool:
             del self.copies[copy.key]
             if not self.bottom:
                 self.policy.forgotten(copy.key)
-        if not self.bottom:
-            before, now = copy.evictability, copy.classify()
-            if now is not before:
-                self.changes += 1
-                copy.evictability, nbytes = now, copy.slot.nbytes
-                self.bytes_of[before] -= nbytes
-                self.bytes_of[now] += nbytes
-                if now is _USED:
-                    del self.evictable[copy.key]
-                    self.marked.pop(copy.key, None)
-                elif before is _USED:
-                    self.evictable[copy.key] = copy
+        if not self.bottom and (now := copy.classify()) is not (before := copy.evictability):
+            self.changes += 1
+            copy.evictability, nbytes = now, copy.slot.nbytes
+            self.bytes_of[before] -= nbytes
+            self.bytes_of[now] += nbytes
+            if now is _USED:
+                del self.evictable[copy.key]
+                self.marked.pop(copy.key, None)
+            elif before is _USED:
+                self.evictable[copy.key] = copy
             if self.order is not None:
-                self._plan(copy, self.order)
+                self.plan(copy)
         if gone:
             if copy.aliases:
                 self.aliased_evicted.add(copy)
@@ -216,15 +214,15 @@ class Pool:
             else:
                 self.give_back(copy.slot, copy.fences)
 
-    def _plan(self, copy: Copy, order: FollowedOrder) -> None:
-        """Record whether ``order`` drops ``copy`` before its next use."""
-        kind, key = copy.evictability, copy.key
-        if kind is _DIRTY and order.writes_behind(key, copy.tier):
-            self.behind[key] = copy
-        if kind is _CLEAN and order.may_take_room_of(key, copy.tier):
+    def plan(self, copy: Copy) -> None:
+        """Record whether the order that is followed, if any is, drops ``copy`` before its next use."""
+        order, kind, key = self.order, copy.evictability, copy.key
+        if order is not None and kind is _CLEAN and order.may_take_room_of(key, copy.tier):
             self._dropped[key] = copy
-        else:
-            self._dropped.pop(key, None)
+            return
+        self._dropped.pop(key, None)
+        if order is not None and kind is _DIRTY and order.writes_behind(key, copy.tier):
+            self.behind[key] = copy
 
     def plan_by(self, order: FollowedOrder | None) -> None:
         """Know of all copies what ``order`` says of them, from now on; None: no order says anything."""
@@ -233,7 +231,7 @@ class Pool:
         self._dropped.clear()
         if order is not None:
             for copy in self.copies.values():
-                self._plan(copy, order)
+                self.plan(copy)
 
     def dropped(self) -> list[Copy]:
         """Return CLEAN copies that the plan dropped, the newest first, ``LOOKED_AT`` at most: they cost nothing."""

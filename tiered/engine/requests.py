@@ -268,7 +268,7 @@ class Install(Request):
             state.write_at_once(copy)
         state.used((entry,), self.tier, Use.PUT)
         if self.tier < state.bottom:
-            state.pools[self.tier].note(copy)  # a plan says more of it from now on
+            state.pools[self.tier].plan(copy)  # a plan says more of it from now on
         state.changing = False
 
 

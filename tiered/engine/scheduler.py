@@ -532,7 +532,7 @@ class Scheduler:
             state.disturbances += 1
         elif below.tier < state.bottom:
             state.install(below)
-            state.pools[below.tier].note(below)  # what the plan says of it
+            state.pools[below.tier].plan(below)  # what the plan says of it
         else:
             if state.arrived is not None and not entry.temporary:
                 state.arrived(entry)

@@ -290,7 +290,7 @@ class EngineState:
         for copy in copies:
             self.pools[copy.tier].rename(copy, key)
             copy.record = b""
-            self.pools[copy.tier].note(copy)  # what the plan says of the new key
+            self.pools[copy.tier].plan(copy)  # what the plan says of the new key
         if unsaved is not None:
             self.unsaved[key] = unsaved
 
