@@ -33,8 +33,11 @@ class Places:
         self._space = FreeSpace(capacity, 1)
 
     def allocate(self, nbytes: int) -> Slot | None:
-        found = self._space.allocate(nbytes)
-        return Slot(*found) if found else None
+        return self._space.allocate(nbytes)
+
+    @property
+    def slots(self) -> Sequence[Slot]:
+        return self._space.slots
 
     def free(self, slot: Slot) -> None:
         self._space.free(slot.offset, slot.nbytes)

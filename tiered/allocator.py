@@ -49,6 +49,7 @@ class FreeSpace:
         self._sizes: dict[int, int] = {}  # of the free ranges, by address
         self._by_size: list[tuple[int, int]] = []  # the same ranges as (size, start)
         self._used: dict[int, int] = {}
+        self._slots: list[Slot] | None = None  # ranges in use by address, once somebody has asked for them
         self.grow(capacity)
 
     @property
@@ -71,6 +72,13 @@ class FreeSpace:
         last = self._starts[-1] if self._starts else None
         return self._sizes[last] if last is not None and last + self._sizes[last] == self.capacity else 0
 
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """The ranges in use, by address."""
+        if self._slots is None:
+            self._slots = [Slot(*used) for used in sorted(self._used.items())]
+        return self._slots
+
     def free_ranges(self) -> list[tuple[int, int]]:
         """Return offset and size of each free range, by address."""
         return [(start, self._sizes[start]) for start in self._starts]
@@ -78,8 +86,8 @@ class FreeSpace:
     def round_up(self, nbytes: int) -> int:
         return -(-nbytes // self.alignment) * self.alignment
 
-    def allocate(self, nbytes: int) -> tuple[int, int] | None:
-        """Return offset and size of a range of at least ``nbytes`` (>= 1); None when no free range is that large."""
+    def allocate(self, nbytes: int) -> Slot | None:
+        """Return a range of at least ``nbytes`` (>= 1); None when no free range is that large."""
         if nbytes < 1:
             raise AssertionError(f"request for {nbytes} bytes")
         size = -(-nbytes // self.alignment) * self.alignment
@@ -87,20 +95,22 @@ class FreeSpace:
         if found == len(self._by_size):
             return None
         start = self._by_size[found][1]
-        self._take(start, start, size)
-        return start, size
+        return self._take(start, start, size)
 
     def free(self, offset: int, size: int) -> None:
         """Give back a range exactly as it was handed out."""
         if self._used.get(offset) != size:
             raise AssertionError(f"free of [{offset}, {offset + size}), which is not in use as one range")
         del self._used[offset]
+        if (slots := self._slots) is not None:
+            del slots[bisect_left(slots, (offset,))]
         self._insert(offset, size)
 
     def free_all(self, sizes: Mapping[int, int]) -> None:
         """Give back the range of ``sizes[offset]`` bytes at each offset. Neighbouring ranges are merged first, which makes this
         faster than calling ``free`` for each."""
         used, begin, end = self._used, 0, 0
+        self._slots = None
         for offset in sorted(sizes):
             size = sizes[offset]
             if used.pop(offset, None) != size:
@@ -122,7 +132,7 @@ class FreeSpace:
     def restore(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Set the ranges in use to exactly ``ranges``, each an offset and a size, whatever was in use before."""
         capacity, self.capacity = self.capacity, 0
-        self._starts, self._sizes, self._by_size, self._used, self._free_bytes = [], {}, [], {}, 0
+        self._starts, self._sizes, self._by_size, self._used, self._slots, self._free_bytes = [], {}, [], {}, None, 0
         self.grow(capacity)
         for offset, size in sorted(ranges):
             self.claim(offset, size)
@@ -152,7 +162,7 @@ class FreeSpace:
         if capacity > old:
             self._insert(old, capacity - old)
 
-    def _take(self, start: int, offset: int, size: int) -> None:
+    def _take(self, start: int, offset: int, size: int) -> Slot:
         """Cut ``[offset, offset + size)`` out of the free range that begins at ``start``."""
         stop, end = start + self._sizes[start], offset + size
         left = []
@@ -161,8 +171,12 @@ class FreeSpace:
         if end < stop:
             left.append((end, stop - end))
         self._replace((start,), left)
+        taken = Slot(offset, size)
         self._used[offset] = size
         self._free_bytes -= size
+        if self._slots is not None:
+            insort(self._slots, taken)
+        return taken
 
     def _insert(self, offset: int, size: int) -> None:
         """Make a range free and merge it with its free neighbours."""

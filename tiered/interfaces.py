@@ -112,6 +112,11 @@ class Memory(Tier, Protocol):
         """The streams of this memory's device; None where work is done when the call that asked for it returns."""
         ...
 
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """The allocated slots, by offset."""
+        ...
+
     def tensor(self, slot: Slot, nbytes: int) -> tuple[torch.Tensor, object]:
         """Return a uint8 tensor of shape (nbytes,), nbytes >= 1, over the beginning of ``slot``, and its owner.
 

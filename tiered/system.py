@@ -210,7 +210,7 @@ def _page_cache(statistics: Path) -> int:
     """Return the bytes of file pages, without those of tmpfs, that the kernel reclaims when a cgroup is full. 0 where the
     statistics do not say: the limit holds in any case."""
     try:
-        values = dict(line.split(maxsplit=1) for line in statistics.read_text().splitlines())
+        values = dict([line.split(maxsplit=1) for line in statistics.read_text().splitlines()])
     except (OSError, ValueError):
         return 0
     total = "total_" if "total_inactive_file" in values else ""  # v1 counts those of the cgroups below separately

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tiered.interfaces import Tier
+from tiered.interfaces import Memory, Tier
 from tiered.types import Slot
 
 OpenTier = Callable[[int], Tier]
@@ -57,6 +57,18 @@ class TierContract:
         assert tier.allocate(1) is None
         tier.free(slot)
         assert tier.allocate(1) is not None
+
+    def test_memory_tells_its_slots(self, tier: Tier) -> None:
+        if not isinstance(tier, Memory):
+            pytest.skip("nobody asks a disk where its slots are")
+        slots = [tier.allocate(nbytes) for nbytes in (5000, 1, 70_000)]
+        assert list(tier.slots) == slots
+        one = slots.pop(1)
+        assert one is not None
+        tier.free(one)
+        assert list(tier.slots) == slots
+        slots.insert(1, tier.allocate(1))
+        assert list(tier.slots) == slots
 
     def test_freeing_twice_is_our_bug(self, tier: Tier) -> None:
         slot = tier.allocate(1)

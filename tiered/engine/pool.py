@@ -14,7 +14,7 @@ from itertools import islice
 from tiered.allocator import Sliding, moves
 from tiered.engine.policy import FollowedOrder
 from tiered.engine.residency import Copy, Evictability, State
-from tiered.interfaces import EvictionPolicy, Movable, Restorable, Tier
+from tiered.interfaces import EvictionPolicy, Memory, Movable, Restorable, Tier
 from tiered.telemetry import TierStatistics
 from tiered.types import Fence, Key, Slot
 
@@ -65,8 +65,7 @@ class Pool:
         self.used = self.peak = self.moved = self.largest = 0
         self._sizes: Counter[int] = Counter()  # of allocated slots
         self.memory = tier if isinstance(tier, Movable) else None
-        self._slots: list[Slot] = []  # allocated ones, by offset
-        self._offsets: list[int] = []  # their offsets
+        self._where = tier if isinstance(tier, Memory) else None  # knows its slots by offset; those of a disk matter to nobody
         self.changes = 0  # number of changes to the pool
         self._guards: list[tuple[Slot, Fence]] = []
         self._passed_on: Copy | None = None  # evicted next; its slot stays allocated
@@ -124,15 +123,12 @@ class Pool:
             copy = movable[old.offset]
             assert copy.slot == old and copy.idle and not copy.fences
             copy.slot = memory.move(old, to)
-            self._remove(old)
-            self._insert(copy.slot)
             self.moved += old.nbytes
         return None if plan is None else self.tier.allocate(nbytes)
 
     def account(self, slot: Slot) -> None:
         """Count ``slot``, which was taken from the tier."""
         self.changes += 1
-        self._insert(slot)
         self.used += slot.nbytes
         self.peak = max(self.peak, self.used)
         self._sizes[slot.nbytes] += 1
@@ -146,9 +142,9 @@ class Pool:
     def give_back(self, slot: Slot, fences: Sequence[Fence] = ()) -> None:
         """Free a slot; its next owner must wait for ``fences``."""
         self.changes += 1
-        self._guard(slot, fences)
+        if fences:
+            self._guard(slot, fences)
         self.tier.free(slot)
-        self._remove(slot)
         self.used -= slot.nbytes
         self._sizes[slot.nbytes] -= 1
         if not self._sizes[slot.nbytes]:
@@ -156,19 +152,14 @@ class Pool:
             if slot.nbytes == self.largest:
                 self.largest = max(self._sizes, default=0)
 
-    def _insert(self, slot: Slot) -> None:
-        at = bisect_left(self._offsets, slot.offset)
-        self._slots.insert(at, slot)
-        self._offsets.insert(at, slot.offset)
-
-    def _remove(self, slot: Slot) -> None:
-        at = bisect_left(self._offsets, slot.offset)
-        del self._slots[at], self._offsets[at]
+    @property
+    def _slots(self) -> Sequence[Slot]:
+        """The allocated slots of a memory, by offset."""
+        return self._where.slots if self._where is not None else ()
 
     def _guard(self, slot: Slot, fences: Sequence[Fence]) -> None:
         """Have the next owner of ``slot`` wait for ``fences``."""
-        if fences:
-            self._guards += [(slot, fence) for fence in fences if not fence.query()]
+        self._guards += [(slot, fence) for fence in fences if not fence.query()]
 
     def guards(self, slot: Slot) -> tuple[Fence, ...]:
         """Return fences of earlier slots in the same memory that have not passed."""
@@ -204,13 +195,17 @@ class Pool:
             elif before is _USED:
                 self.evictable[copy.key] = copy
             if self.order is not None:
-                self.plan(copy)
+                if now is _CLEAN or now is _DIRTY:
+                    self.plan(copy)
+                else:
+                    self._dropped.pop(copy.key, None)
         if gone:
             if copy.aliases:
                 self.aliased_evicted.add(copy)
             elif copy is self._passed_on:
                 self._passed_on = None
-                self._guard(copy.slot, copy.fences)
+                if copy.fences:
+                    self._guard(copy.slot, copy.fences)
             else:
                 self.give_back(copy.slot, copy.fences)
 
@@ -364,7 +359,8 @@ class Pool:
         self, nbytes: int, copies: list[Copy], room: range, movable: Mapping[int, Copy], most: float
     ) -> list[Copy]:
         """Return ``copies``, all that leave within ``room``, without those, the last ones first, that can slide as well."""
-        inside = self._slots[bisect_left(self._offsets, room.start) : bisect_left(self._offsets, room.stop)]
+        slots = self._slots
+        inside = slots[bisect_left(slots, (room.start,)) : bisect_left(slots, (room.stop,))]
         moved = sum(slot.nbytes for slot in inside) - sum(copy.slot.nbytes for copy in copies)
         spare = len(room) - moved - nbytes
         leaving = []
@@ -407,15 +403,16 @@ class Pool:
         least = math.inf
         run: deque[Copy] = deque()  # adjacent copies
         going = start = last = 0  # their bytes, the start of the room that they leave, and the index of the last one's slot
+        slots = self._slots
         for copy in sorted(copies, key=lambda copy: copy.slot.offset):
-            at = bisect_left(self._offsets, copy.slot.offset)
+            at = bisect_left(slots, copy.slot)
             if not run or at != last + 1:
                 run.clear()
-                going, start = 0, self._end(at - 1)
+                going, start = 0, sum(slots[at - 1]) if at else 0
             run.append(copy)
             going += copy.slot.nbytes
             last = at
-            stop = self._offsets[at + 1] if at + 1 < len(self._slots) else self.tier.capacity
+            stop = slots[at + 1].offset if at + 1 < len(slots) else self.tier.capacity
             while run and stop - start >= nbytes:
                 if going < least:
                     best, least = list(run), going
@@ -423,10 +420,6 @@ class Pool:
                 going -= first.slot.nbytes
                 start = first.slot.offset + first.slot.nbytes
         return best
-
-    def _end(self, index: int) -> int:
-        """Return the end of the slot with that index; 0 for -1."""
-        return self._slots[index].offset + self._slots[index].nbytes if index >= 0 else 0
 
     def would_fit(self, nbytes: int, without: Iterable[Copy]) -> bool:
         """Return whether ``nbytes`` would fit in one piece, without moves, if the copies ``without`` were gone."""
@@ -454,15 +447,12 @@ class Pool:
         self.evictable, self.marked, self.policy, self.order = {}, {}, policy, None
         self.bytes_of = [0 for _ in Evictability]
         slots = {copy.slot for copy in (*self.copies.values(), *self.aliased_evicted)} | set(others)
-        self._slots = sorted(slots, key=lambda slot: slot.offset)
-        self._offsets = [slot.offset for slot in self._slots]
-        assert all(one.offset + one.nbytes <= other for one, other in zip(self._slots, self._offsets[1:], strict=False))
-        self._sizes = Counter(slot.nbytes for slot in self._slots)
-        self.used = sum(slot.nbytes for slot in self._slots)
+        self._sizes = Counter(slot.nbytes for slot in slots)
+        self.used = sum(slot.nbytes for slot in slots)
         self.largest = max(self._sizes, default=0)
         self._passed_on = None
         self.changes += 1
-        self.tier.restore(self._slots)
+        self.tier.restore(slots)
         for copy in (*self.copies.values(), *self.aliased_evicted):
             copy.evictability = _USED
         for copy in self.copies.values():
@@ -513,6 +503,6 @@ class Pool:
         assert set(self.evictable) <= set(self.copies)
         assert set(self.marked) <= set(self.evictable)
         assert self._passed_on is None
-        assert self.used == sum(slot.nbytes for slot in self._slots)
-        assert self._offsets == sorted(slot.offset for slot in self._slots)
-        assert self.largest == max((slot.nbytes for slot in self._slots), default=0)
+        assert self._where is None or self._sizes == Counter(slot.nbytes for slot in self._slots)
+        assert self.used == sum(size * count for size, count in self._sizes.items())
+        assert self.largest == max(self._sizes, default=0)

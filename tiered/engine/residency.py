@@ -307,7 +307,8 @@ class Directory:
             entries = [self.entry(key) for key in keys]
         if access is _WRITE or any(map(_WRITERS, entries)):
             for entry in entries:
-                self.refuse_conflict(entry, access)
+                if entry.writers or (access is _WRITE and entry.leased):
+                    self.refuse_conflict(entry, access)
         return entries
 
     # -- who owns what ---------------------------------------------------------------------------------------------------
@@ -491,7 +492,8 @@ class Directory:
         assert copy is not None and copy.valid
         if access is _WRITE:
             assert not entry.in_flight
-            self._count(entry.key)
+            if self.watched:
+                self._count(entry.key)
             for other in entry.copies:
                 if other is not None and other is not copy:
                     self._vacate(entry, other)

@@ -250,9 +250,9 @@ class Scheduler:
             return None
         acceptable = self._acceptable(tier, ticket)
         size = pool.rounded(nbytes)
-        same = next((copy for copy in dropped if copy.nbytes == size and acceptable(copy)), None)
-        if same is not None:
-            return self._evict_for_its_slot(same)
+        for copy in dropped:
+            if copy.slot.nbytes == size and acceptable(copy):
+                return self._evict_for_its_slot(copy)
         found = pool.together(size, [copy for copy in dropped if acceptable(copy)])
         for copy in found or ():
             self.evict(copy)
@@ -396,7 +396,7 @@ class Scheduler:
             if copy.key in wanted or copy.stuck:
                 return False
             if needed_at is not None and order is not None:
-                return order.may_take_room_of(copy.key, tier) and order.plan.next_use(copy.key) > needed_at
+                return order.plan.next_use(copy.key) > needed_at  # it is asked of copies only that the plan dropped
             if speculative and order is not None and order.plan.expected(copy.key) <= ticket.expected_at:
                 return False
             return not (hint and copy.dirty)

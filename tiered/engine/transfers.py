@@ -33,7 +33,7 @@ class TransferQueue:
             yield from waiting.values()
 
     def add(self, transfer: Transfer) -> None:
-        self._queue(transfer)[transfer.tag] = transfer
+        self._waiting[transfer.urgency, transfer.direction][transfer.tag] = transfer
         self.length += 1
         self.read_bytes += transfer.upper.nbytes if transfer.direction is _UP else 0
 

@@ -62,8 +62,12 @@ class SimulatedMemory:
         self.capacity = self._space.capacity
 
     def allocate(self, nbytes: int) -> Slot | None:
-        found = self._space.allocate(nbytes)
-        return Slot(*found) if found else None
+        return self._space.allocate(nbytes)
+
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """The allocated slots, by offset."""
+        return self._space.slots
 
     def free(self, slot: Slot) -> None:
         self._space.free(slot.offset, slot.nbytes)

@@ -806,6 +806,15 @@ class TieredStore(TensorMapping):
         with engine.lock:
             return engine.state.directory.entry(key).spec
 
+    @from_here
+    def specs(self, keys: Iterable[Key]) -> list[TensorSpec | None]:
+        """Return the shape and element type of each of ``keys``, None for one that is no tensor's; moves nothing."""
+        engine, wanted = self._running(), listed(keys)
+        refuse_keys(wanted)
+        with engine.lock:
+            found = list(map(engine.state.directory.named, wanted))
+        return [None if entry is None else entry.spec for entry in found]
+
     # -- commits ----------------------------------------------------------------------------------------------------------
 
     @property

@@ -55,7 +55,7 @@ class Disk(Generic[File]):
 
     def coded(self, index: int, offset: int, nbytes: int) -> Slot:
         """Return the slot at ``offset`` of a data file, or of all with the index one beyond the last; unchecked."""
-        times = self.drive_count if stripes.is_striped(index, self.drive_count) else 1
+        times = self.drive_count if index == self.drive_count else 1
         return Slot((index << FILE_BITS) + offset * times, nbytes)
 
     def extent(self, slot: Slot) -> tuple[int, int]:
@@ -73,7 +73,7 @@ class Disk(Generic[File]):
     def locate(self, slot: Slot) -> Location:
         """Return the file, offset and path of ``slot``, for the link; of a striped one those of all parts."""
         index, offset = self.extent(slot)
-        if stripes.is_striped(index, self.drive_count):
+        if index == self.drive_count:
             return stripes.striped([Location(file.fd, offset, file.path) for file in self.files])
         file = self.files[index]
         return Location(file.fd, offset, file.path)

@@ -9,7 +9,7 @@ import mmap
 import os
 import resource
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -89,12 +89,15 @@ class DramTier:
         return ctypes.addressof(self.arena)
 
     def allocate(self, nbytes: int) -> Slot | None:
-        found = self._space.allocate(nbytes)
-        if not found:
-            return None
-        slot = Slot(*found)
-        self._first_touch.reached(slot.offset + slot.nbytes)
+        slot = self._space.allocate(nbytes)
+        if slot is not None:
+            self._first_touch.reached(slot.offset + slot.nbytes)
         return slot
+
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """The allocated slots, by offset."""
+        return self._space.slots
 
     def free(self, slot: Slot) -> None:
         self._space.free(slot.offset, slot.nbytes)

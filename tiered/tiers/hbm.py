@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -105,8 +105,12 @@ class HbmTier:
         return self._space.largest
 
     def allocate(self, nbytes: int) -> Slot | None:
-        found = self._space.allocate(nbytes)
-        return Slot(*found) if found else None
+        return self._space.allocate(nbytes)
+
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """The allocated slots, by offset."""
+        return self._space.slots
 
     def free(self, slot: Slot) -> None:
         self._space.free(slot.offset, slot.nbytes)

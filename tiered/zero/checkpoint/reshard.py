@@ -46,12 +46,15 @@ class Copies:
     def __contains__(self, key: object) -> bool:
         return key in self._made or key in self._store
 
-    def spec(self, key: str) -> TensorSpec:
-        made = self._made.get(key)
-        if made is None:
-            found: TensorSpec = self._store.spec(key)
-            return found
-        return TensorSpec(str(made.dtype).removeprefix("torch."), tuple(made.shape), made.element_size())
+    def specs(self, keys: list[str]) -> list[TensorSpec | None]:
+        found: list[TensorSpec | None] = []
+        for key in keys:
+            made = self._made.get(key)
+            if made is not None:
+                found.append(TensorSpec(str(made.dtype).removeprefix("torch."), tuple(made.shape), made.element_size()))
+            else:
+                found.append(self._store.spec(key) if key in self._store else None)
+        return found
 
     def get(self, key: str) -> torch.Tensor:
         if key not in self._made:

@@ -297,9 +297,10 @@ class UnitGradients:
         if self.opened is None:
             self.prepare()
             needed = self.nbytes(also)
-            if self.key not in self.store:
+            [spec] = self.store.specs([self.key])
+            if spec is None:
                 self.store.create(self.key, TensorSpec("uint8", (needed,), 1))
-            elif self.store.spec(self.key).nbytes < needed:  # a parameter was unfrozen between two backward passes
+            elif spec.nbytes < needed:  # a parameter was unfrozen between two backward passes
                 old = self.store.get(self.key)
                 grown = torch.zeros(needed, dtype=torch.uint8, device="cpu")
                 grown[: old.numel()] = old

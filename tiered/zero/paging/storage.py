@@ -50,7 +50,7 @@ class TensorStore(Protocol):
 
     def __contains__(self, key: object, /) -> bool: ...
 
-    def spec(self, key: str) -> TensorSpec: ...
+    def specs(self, keys: list[str]) -> list[TensorSpec | None]: ...
 
     def get(self, key: str) -> torch.Tensor: ...
 
@@ -84,8 +84,8 @@ class TierView:
     def __contains__(self, key: object) -> bool:
         return key in self._store
 
-    def spec(self, key: str) -> TensorSpec:
-        return self._store.spec(key)
+    def specs(self, keys: list[str]) -> list[TensorSpec | None]:
+        return self._store.specs(keys)
 
     def get(self, key: str) -> torch.Tensor:
         return self._store.get(key)

@@ -189,12 +189,14 @@ class Pending:
 
 class _Piece(NamedTuple):
     """Elements of a parameter that are updated together. ``forms``: its states and their forms; ``spans``: for each of them,
-    and for what is kept of a master, the number of its tensor in the chunk, and where in that its values are."""
+    and for what is kept of a master, the number of its tensor in the chunk, and where in that its values are. ``whole``: one of
+    its states is of the whole parameter."""
 
     placement: Placement
     elements: range
     forms: Mapping[str, StateForm]
     spans: Mapping[str, tuple[int, slice]]
+    whole: bool
 
 
 class Chunk(NamedTuple):
@@ -358,7 +360,8 @@ class States:
                 for number, kind in enumerate(map(_kind, keys))
                 if kind in kept
             }
-            pieces.append(_Piece(placement, elements, forms, spans))
+            whole = any(form.block == WHOLE for form in forms.values())
+            pieces.append(_Piece(placement, elements, forms, spans, whole))
         everybody = {*placements, *self._placements}
         most = [max(self._size(_kind(key), index, placement) for placement in everybody) for key in keys]
         return Chunk(index, keys, pieces, most)
@@ -424,9 +427,10 @@ class States:
         """Create a chunk of zeros where there is none, as large as the parameters that need states; enlarge one that is
         smaller."""
         needing = {*placements, *(p for p in self._placements if p.parameter.requires_grad)}
+        lengths = dict(zip(keys, self._lengths(keys), strict=True))
         for key in reversed(keys):  # the first tells that all are there
             size, dtype = max(self._size(_kind(key), index, placement) for placement in needing), self.form_of(key).dtype
-            found = self._length(key)
+            found = lengths[key]
             if found >= size:
                 continue
             if found:  # a parameter was unfrozen since
@@ -439,9 +443,9 @@ class States:
                 chunk.zero_()
             del chunk
 
-    def _length(self, key: str) -> int:
-        """Return how many values the tensor of this key has; 0 where there is none."""
-        return self.store.spec(key).shape[0] if key in self.store else 0
+    def _lengths(self, keys: list[str]) -> list[int]:
+        """Return how many values the tensor of each of these keys has; 0 where there is none."""
+        return [0 if spec is None else spec.shape[0] for spec in self.store.specs(keys)]
 
     # -- the update --------------------------------------------------------------------------------------------------------
 
@@ -456,7 +460,7 @@ class States:
         first = min((part.of.element for part in self._placements), default=math.inf)
         self._help([placement for placement in pending.elsewhere if placement.element < first])
         for index, keys, pieces, most in self.plan(pending.updates)[pending.chunks_done :]:
-            there = [self._length(key) for key in keys]
+            there = self._lengths(keys)
             blank = {_kind(key) for key, length in zip(keys, there, strict=True) if not length}
             untold = _OF_LO in blank and "lo" not in blank  # an earlier release took all values for those that it had written
             if any(map(operator.lt, there, most)):
@@ -542,7 +546,7 @@ class States:
         for scale in update.scales:
             grad = torch.mul(grad, scale, out=scratch.take("scaled", grad.dtype, size))
         moments = {name: state[name] for name in forms}
-        matrix = (placement, forms) if any(form.block == WHOLE for form in forms.values()) else None
+        matrix = (placement, forms) if piece.whole else None
         if param.dtype not in _NARROW:
             for scale in update.wide_scales:
                 grad = torch.mul(grad, scale, out=scratch.take("scaled", grad.dtype, size))
@@ -678,7 +682,7 @@ class States:
             if not keys:
                 continue
             last = self._span(placement, index, self.form_of(keys[0]), self._within(placement, index)).stop
-            if keys[0] not in self.store or self.store.spec(keys[0]).shape[0] < last:
+            if self._lengths(keys[:1])[0] < last:
                 return False
         return True
 
@@ -687,7 +691,7 @@ class States:
         narrow = _NARROW.get(placement.stored) if self._masters_of(placement) else None
         kept: tuple[str, ...] = () if narrow is None or placement in self.stale_masters else (narrow,)
         chunks = self.chunks([placement])
-        if "lo" in kept and _OF_LO in self._masters and all(self._length(f"{self.key}/{_OF_LO}#{i}") for i, _ in chunks):
+        if "lo" in kept and _OF_LO in self._masters and all(self._lengths([f"{self.key}/{_OF_LO}#{i}" for i, _ in chunks])):
             kept += (_OF_LO,)
         forms = {**self._stored_of(placement), **{name: self._masters[name] for name in kept}}
         shape = placement.full_shape
