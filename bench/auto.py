@@ -46,7 +46,7 @@ def search(share: float, folder: str, seed: int) -> None:
         def loss(model: nn.Module) -> torch.Tensor:
             return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
-        stepper = Stepper(store, GPT(CASE.shape), loss, plan=zero.AutoPlan(memory=memory, change=0.99))
+        stepper = Stepper(store, GPT(CASE.shape), loss, activations=zero.AutoPlan(memory=memory, change=0.99))
 
         def step() -> float:
             return stepper.step().seconds

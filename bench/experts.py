@@ -22,7 +22,7 @@ from torch import nn
 
 from bench.traces import Access, Trace
 from bench.watched import watch
-from tiered import CapacityError
+from tiered import CapacityError, zero
 from tiered.cli.bench.step import Stepper
 from tiered.cli.output import told_environment
 from tiered.measuring.meters import environment, scratch_store
@@ -97,7 +97,7 @@ def measure(
         return found.square().mean()
 
     with scratch_store(folder, dram=dram) as store:
-        stepper = Stepper(store, model, loss, experts=experts)
+        stepper = Stepper(store, model, loss, paging=zero.Paging(experts=experts))
         used = []
         with watch(store) as seen:
             for _ in range(WARM_UP + STEPS):

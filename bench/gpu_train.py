@@ -220,7 +220,7 @@ def placed(place: str, shape: Shape, device: torch.device, folder: Path) -> Iter
             at = (None, whole) if place == "dram" else (folder / "store", part)
             store = stack.enter_context(TieredStore.open(at[0], hbm=part, dram=at[1], device=str(device), durability="none"))
             paged = build(shape)
-            zero.page(paged, store, param_init_fn=initialiser(paged, device), update_tier="hbm")
+            zero.page(paged, store, param_init_fn=initialiser(paged, device), paging=zero.Paging(update_tier="hbm"))
             yield Training(paged, zero.AdamW(paged.parameters(), lr=RATE), store)
             store.close()
 

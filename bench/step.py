@@ -111,7 +111,7 @@ def measure(case: Case, layers: int, width: int, folder: str) -> Measured:
         stepper = Stepper(
             store, model, NextTokens(BATCH, TOKENS), optimizer=case.optimizer, update=case.update,
             passes=PARTS if case.kind == "accumulated" else 1, micro_batch=PARTS if case.kind == "split" else 1,
-            prefetch=case.prefetch,
+            paging=zero.Paging(prefetch=case.prefetch),
             policy=zero.Policy() if case.dtype == "float32" else zero.Policy(storage=getattr(torch, case.dtype)),
         )  # fmt: skip
         for _ in range(WARM_UP):

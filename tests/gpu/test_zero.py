@@ -72,7 +72,7 @@ def test_bits_are_those_of_the_devices_memory(
     torch.manual_seed(0)
     model = Tied(width=128, layers=6, mode=mode)
     with TieredStore.open(tmp_path / "store", hbm=3 * MIB, device=NAME, dram=4 * MIB) as store:
-        zero.page(model, store, update_tier=tier)
+        zero.page(model, store, paging=zero.Paging(update_tier=tier))
         assert next(model.parameters()).device == gpu.device
         optimizer = zero.AdamW(model.parameters(), lr=1e-3, update=update)
         clips: dict[str, Callable[[], torch.Tensor] | None] = {

@@ -120,7 +120,7 @@ def test_the_numbers_are_those_of_memory(name: str, checkpoints: bool, tmp_path:
         assert all(one.statistics().restored > 0 for one in blocks)
         nothing_is_left(store)
     with TieredStore.open(tmp_path / "paged", dram="2MiB", durability="none") as store:
-        zero.page(paged, store, activations="store", experts="whole")
+        zero.page(paged, store, activations="store", paging=zero.Paging(experts="whole"))
         same(trained(paged, zero.AdamW(paged.parameters(), lr=1e-3), nullcontext), wanted)
         nothing_is_left(store)
 
@@ -132,7 +132,7 @@ def test_computed_again_they_are_too(name: str, unit: int | None, tmp_path: Path
     paged = copy.deepcopy(plain)
     wanted = trained(plain, torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True), nullcontext)
     with TieredStore.open(tmp_path / "paged", dram="2MiB", durability="none") as store:
-        zero.page(paged, store, activations="recompute", experts="whole", largest_unit=unit)
+        zero.page(paged, store, activations="recompute", paging=zero.Paging(experts="whole", largest_unit=unit))
         same(trained(paged, zero.AdamW(paged.parameters(), lr=1e-3), nullcontext), wanted)
         assert zero.statistics(paged).computed_again > 0
         nothing_is_left(store)

@@ -183,7 +183,7 @@ def test_the_bytes_of_a_rehearsal_are_those_of_a_real_run(tmp_path: Path, update
     steps = Steps(subject.model, plan, sizes, subject.run(), update)
     predicted = rehearse(steps, BUDGET, DriveRates(1e9, 1e9), prefetch="off", warm_up=4, counted=4)
     with TieredStore.open(tmp_path / "store", dram=BUDGET, durability="none") as store:
-        zero.page(model, store, prefetch="off")
+        zero.page(model, store, paging=zero.Paging(prefetch="off"))
         optimizer = zero.AdamW(model.parameters(), update=update)
 
         def step() -> None:
@@ -292,7 +292,7 @@ def test_the_bytes_of_activations_are_those_of_a_real_run(tmp_path: Path, make: 
     predicted = rehearse(waiting(model, choice), choice.dram, DriveRates(1e9, 1e9), prefetch="off", warm_up=4, counted=2)
     tokens = tokens_of(model)
     with TieredStore.open(tmp_path / "store", dram=choice.dram, durability="none") as store:
-        zero.page(model, store, prefetch="off", **WAYS[way])
+        zero.page(model, store, paging=zero.Paging(prefetch="off"), **WAYS[way])
         optimizer = zero.AdamW(model.parameters())
 
         def steps(number: int) -> None:

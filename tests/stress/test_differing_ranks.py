@@ -208,7 +208,7 @@ def pairs() -> Iterator[Pair]:
             ("activations", "recompute", ("'memory'", "'recompute'")),
             ("activations", "store", ("'memory'", "'store'")),
             ("name", "other", ("'model'", "'other'")),
-            ("largest_unit", 4096, ("largest_unit=", "None", "4096")),
+            ("paging", zero.Paging(largest_unit=4096), ("largest_unit=", "None", "4096")),
             ("policy", zero.Policy(torch.bfloat16), ("policy=", "bfloat16")),
         ):
             yield from both(f"{name}={value}", usual, replace(usual, page=((name, value),)), named)

@@ -122,7 +122,7 @@ def test_gradients_are_on_the_device_for_who_computes_with_them(
     torch.manual_seed(0)
     model = Tied()
     with open_store(tmp_path / "store", hbm="1MiB", dram="1MiB") as store:
-        zero.page(model, store, update_tier=tier)
+        zero.page(model, store, paging=zero.Paging(update_tier=tier))
         optimizer = zero.AdamW(model.parameters())
         agree(train(model, optimizer, partial(clip, model), device), expected)
         same(model, plain)
@@ -168,7 +168,7 @@ def test_the_bits_are_those_of_training_in_memory(
     torch.manual_seed(0)
     model = make()
     with open_store(tmp_path / "store", hbm="1MiB", dram="1MiB") as store:
-        zero.page(model, store, update_tier=tier)
+        zero.page(model, store, paging=zero.Paging(update_tier=tier))
         assert {p.device for p in model.parameters()} == {device}
         assert {b.device for b in model.buffers()} <= {device}
         optimizer = zero.AdamW(parameter_groups(model), lr=1e-3, update=update)
@@ -193,7 +193,7 @@ def test_optimizer_states_come_up_where_they_are_updated(device: torch.device, t
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     with open_store(None, hbm="16MiB", dram="16MiB") as store:
-        zero.page(model, store, update_tier=tier)
+        zero.page(model, store, paging=zero.Paging(update_tier=tier))
         optimizer = zero.AdamW(model.parameters())
         for _ in range(3):
             before = store.statistics().links[0]
@@ -216,7 +216,7 @@ def test_other_rules_are_applied_on_a_device(tmp_path: Path, device: torch.devic
         model = nn.Sequential(*(nn.Sequential(nn.Linear(97, inner), nn.Tanh(), nn.Linear(inner, 97)) for _ in range(2)))
         chosen = {} if where == "none" else {"hbm": "2MiB", "device": fake_device.NAME}
         with TieredStore.open(tmp_path / where, dram="2MiB", **chosen) as store:
-            zero.page(model, store, update_tier="hbm" if where == "hbm" else "dram")
+            zero.page(model, store, paging=zero.Paging(update_tier="hbm" if where == "hbm" else "dram"))
             optimizer: zero.Optimizer = {
                 "bfloat16": lambda m: zero.AdamW(m.parameters(), moments=torch.bfloat16),
                 "8bit": lambda m: zero.AdamW8bit(m.parameters()),
@@ -308,7 +308,7 @@ def test_narrow_parameters_and_a_scaler(
         model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(3)))
         chosen = {"hbm": "2MiB", "device": fake_device.NAME} if hbm else {}
         with TieredStore.open(tmp_path / str(hbm), dram="2MiB", **chosen) as store:
-            zero.page(model, store, policy=zero.Policy(storage), update_tier=tier if hbm else "dram")
+            zero.page(model, store, policy=zero.Policy(storage), paging=zero.Paging(update_tier=tier if hbm else "dram"))
             optimizer = zero.AdamW(model.parameters())
             scaler = zero.GradScaler(device=store.device.type, init_scale=2.0**10)
             for step in range(3):
@@ -331,14 +331,14 @@ def test_commit_resume_and_export(tmp_path: Path, device: torch.device, tier: Up
     torch.manual_seed(0)
     model = Tied()
     with open_store(tmp_path / "store") as store:
-        zero.page(model, store, update_tier=tier)
+        zero.page(model, store, paging=zero.Paging(update_tier=tier))
         optimizer = zero.AdamW(parameter_groups(model), lr=1e-3)
         agree(train(model, optimizer, optimizer.clip_grad_norm_, device), expected)
         zero.commit(model, optimizer)
     for chosen in ({"hbm": "2MiB", "device": fake_device.NAME}, {}):
         again = Tied()
         with TieredStore.open(tmp_path / "store", dram="2MiB", **chosen) as store:
-            zero.page(again, store, existing="resume", update_tier="hbm" if chosen else "dram")
+            zero.page(again, store, existing="resume", paging=zero.Paging(update_tier="hbm" if chosen else "dram"))
             other = zero.AdamW(parameter_groups(again), lr=1e-3)
             zero.resume(again, other)
             assert {p.device for p in again.parameters()} == {store.device}
@@ -380,7 +380,7 @@ def test_elsewhere_is_refused(tmp_path: Path, device: torch.device) -> None:
         with pytest.raises(MisuseError, match=str(device)):
             zero.page(nn.Linear(8, 8).to(device), store)
         with pytest.raises(MisuseError, match="no such tier"):
-            zero.page(nn.Linear(8, 8), store, update_tier="hbm")
+            zero.page(nn.Linear(8, 8), store, paging=zero.Paging(update_tier="hbm"))
         zero.page(nn.Linear(8, 8), store)
 
 
@@ -416,7 +416,7 @@ def same_ranks(rank: int, folder: Path, stage: zero.Stage, tier: UpdateTier, pol
         model = nn.Sequential(*blocks).to("cpu")
         chosen = {"hbm": "2MiB", "device": fake_device.NAME} if hbm else {}
         with TieredStore.open(folder / f"{hbm}{rank}", dram="2MiB", **chosen) as store:
-            zero.page(model, store, stage=stage, update_tier=tier if hbm else "dram", policy=policy)
+            zero.page(model, store, stage=stage, paging=zero.Paging(update_tier=tier if hbm else "dram"), policy=policy)
             optimizer = zero.AdamW(model.parameters(), lr=1e-2)
             numbers = []
             for step in range(4):

@@ -36,7 +36,7 @@ REFUSED = {
 
 class TieredArgs(BaseModel):
     """What the plugin reads of a configuration. ``tiered_open`` and ``tiered_page``: other arguments of ``TieredStore.open``,
-    such as ``keep``, and of ``zero.page``, such as ``micro_batch``."""
+    such as ``keep``, and of ``zero.page``, such as ``micro_batch``; what is below ``paging`` there is a ``zero.Paging``."""
 
     tiered_store: str
     tiered_dram: str | int | None = None
@@ -70,7 +70,10 @@ class TieredPlugin(BasePlugin):
     def post_model_load(self, cfg: Any, model: Any) -> None:
         assert self._store is not None
         self._loading.close()
-        zero.page(model, self._store, existing=cfg.tiered_existing or "refuse", **(cfg.tiered_page or {}))
+        options = dict(cfg.tiered_page or {})
+        if "paging" in options:
+            options["paging"] = zero.Paging(**options["paging"])
+        zero.page(model, self._store, existing=cfg.tiered_existing or "refuse", **options)
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         CommitCheckpoints.adopt(trainer)

@@ -203,7 +203,7 @@ def _lease(folder: str) -> float:
     plain = _stack(UNITS, WIDTH, WIDTH)
     alone = torch.optim.AdamW(plain.parameters(), fused=True)
     with scratch_store(folder, dram=RESIDENT) as store:
-        paged = zero.page(_stack(UNITS, WIDTH, WIDTH), store, largest_unit=5 * WIDTH * WIDTH)
+        paged = zero.page(_stack(UNITS, WIDTH, WIDTH), store, paging=zero.Paging(largest_unit=5 * WIDTH * WIDTH))
         optimizer = zero.AdamW(paged.parameters())
         for _ in range(3):  # the order of a step is known after two
             step(plain, alone)

@@ -46,11 +46,13 @@ WORKING = 4
 
 @dataclass(frozen=True)
 class AutoPlan:
-    """How ``zero.page(plan=...)`` chooses. ``memory``: bytes (or "2GiB") that activations may take beside the store's budget;
-    None: half of what the process may still take when the choice is made. ``passes``: how many are measured, after a first one
-    that is not. ``change``: by which share memory, rates or inputs have to change for a new choice. ``ways``: what may be
-    chosen; "store" always may. Leave "recompute" out for modules whose forward does not give the same again
-    (``torch.utils.checkpoint`` has the same limits): random numbers from generators of their own, counters in Python."""
+    """How ``zero.page(activations="auto")`` chooses; given itself as ``activations``, it says more.
+
+    ``memory``: bytes (or "2GiB") that activations may take beside the store's budget; None: half of what the process may still
+    take when the choice is made. ``passes``: how many are measured, after a first one that is not. ``change``: by which share
+    memory, rates or inputs have to change for a new choice. ``ways``: what may be chosen; "store" always may. Leave "recompute"
+    out for modules whose forward does not give the same again (``torch.utils.checkpoint`` has the same limits): random numbers
+    from generators of their own, counters in Python."""
 
     memory: int | str | None = None
     passes: int = 2

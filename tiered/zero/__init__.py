@@ -30,6 +30,7 @@ from tiered.zero.optimizers.named import (
 )
 from tiered.zero.optimizers.optimizer import AdamW, GradScaler, Optimizer
 from tiered.zero.page import Moved, PagingStatistics, gathered, no_sync, offload, onload, page, statistics
+from tiered.zero.paging.pager import Paging
 from tiered.zero.paging.sharding import Stage, Stage1, Stage2, Stage3
 from tiered.zero.paging.tensors.compiling import keep_out
 from tiered.zero.paging.units import Policy
@@ -103,6 +104,7 @@ __all__ = [
     "NAdamRule",
     "OneCycle",
     "Optimizer",
+    "Paging",
     "PagingStatistics",
     "Policy",
     "RAdam",

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol, get_args
 
 import torch
 import torch.distributed as dist
@@ -34,12 +34,11 @@ from tiered.zero.construction.deferred import Deferred, expect
 from tiered.zero.construction.shown import ShownParameters
 from tiered.zero.construction.staging import PREFIX, Staged, Window, current, find
 from tiered.zero.optimizers.optimizer import Optimizer, refuse_others
-from tiered.zero.paging.pager import Activations, Pager, PagerConfig, owner_of, pager_of, pagers_of, placements_of
+from tiered.zero.paging.pager import Activations, Pager, PagerConfig, Paging, owner_of, pager_of, pagers_of, placements_of
 from tiered.zero.paging.recompute.micro_batch import SAVED_SHARE, refuse_batch_dependent, split_modules
 from tiered.zero.paging.saved_tensors import outside_inference
 from tiered.zero.paging.sharding import FILLING, Partition, Sharded, Stage, Stage3, Unsharded
-from tiered.zero.paging.step_trace import Prefetch
-from tiered.zero.paging.storage import UpdateTier, in_update_tier, model_named
+from tiered.zero.paging.storage import in_update_tier, model_named
 from tiered.zero.paging.tensors.parameters import unpage
 from tiered.zero.paging.units import ALL, Limits, ModelPlan, Placement, Policy, Slicing, UnitPlan, divide
 from tiered.zero.rank_stores import newest_set, number_of
@@ -219,8 +218,7 @@ def _nbytes(store: TieredStore, keys: Iterable[str]) -> int:
     return sum(store.spec(key).nbytes for key in keys)
 
 
-AS_IT_IS = Policy()
-Experts = Literal["sliced", "whole"]
+AS_IT_IS, USUAL = Policy(), Paging()
 
 Init = Callable[[nn.Module], None]
 
@@ -231,21 +229,14 @@ def page(
     *,
     name: str = "model",
     existing: str = "refuse",
-    prefetch: Prefetch = "on",
-    micro_batch: int = 1,
-    activations: Activations = "memory",
-    plan: AutoPlan | Literal["auto"] | None = None,
+    source: str | os.PathLike[str] | None = None,
+    weights: str | os.PathLike[str] | None = None,
     param_init_fn: Init | None = None,
     policy: Policy = AS_IT_IS,
-    weights: str | os.PathLike[str] | None = None,
-    source: str | os.PathLike[str] | None = None,
+    micro_batch: int = 1,
+    activations: Activations | AutoPlan = "memory",
     stage: Stage | None = None,
-    group: dist.ProcessGroup | None = None,
-    timeout: float | None = None,
-    update_tier: UpdateTier = "dram",
-    experts: Experts = "sliced",
-    largest_unit: int | None = None,
-    slice_weights: bool = False,
+    paging: Paging = USUAL,
 ) -> nn.Module:
     """Move ``model``'s parameters into ``store`` and page them around each module's forward and backward. Returns ``model``.
 
@@ -264,7 +255,7 @@ def page(
     buffers that ``state_dict`` has, by name (one is enough of a tied parameter's). They are read piece by piece and converted
     to the model's types; a model on the meta device, or built under ``zero.init``, is never whole in memory.
     ``policy``: element types in the store other than those that modules compute with, see ``zero.Policy``.
-    ``prefetch``: "on", or "off" to fetch only on demand (to see what it brings).
+    ``paging``: into what the model is divided, and how that moves, see ``zero.Paging``.
     ``micro_batch``: into how many parts the batch is divided inside units (1: not at all). Parameters are then read twice a
     step however large the batch is, and only one part's inside is in memory; what backward needs of the rest is computed
     again, from inputs that wait in the store as ``NAME/input/…``. The outermost modules whose parameters are all in memory
@@ -282,32 +273,15 @@ def page(
     most) and small tensors, as with ``tiered.offload_activations``. Results are the same, bit for bit.
     ``statistics(model).activations`` says how much went there, and what backward waited for. "auto": each of these modules one
     of the three ways, chosen after a measured warm-up, and anew when memory, rates or inputs have changed by more than a
-    quarter. ``statistics(model).plan`` says what was chosen, and why. It needs one process.
-    ``plan``: "auto" is ``activations="auto"``; a ``zero.AutoPlan`` also says how much memory activations may take, and which
-    ways there are.
+    quarter. ``statistics(model).plan`` says what was chosen, and why. It needs one process. A ``zero.AutoPlan`` is "auto", and
+    says how much memory activations may take, and which ways there are.
 
     ``source``: with ``existing="resume"``, where the store has no checkpoint of ``name`` yet: the folder of another store, or
     of the stores of all ranks (``zero.open_store``), whose last checkpoint is taken over: of any number of ranks, with any
     stage, and any budget. It is not changed.
-    ``stage``: where ``torch.distributed`` has several processes (of ``group``; None: all), each with a store of its own, what
-    of the model each has only its share of: ``zero.Stage1()``, ``Stage2()`` or ``Stage3()`` (the default). All of them call
-    what concerns the model together and have the values of rank 0 to begin with; gradients are averaged. ``timeout``: seconds
-    that a rank waits for the others before all raise RankError (default: that of ``group``).
-    ``update_tier``: where a store with ``hbm=`` updates parameters: in "dram", to which gradients go down and from which
-    parameters come up, or in "hbm", to which optimizer states come up as well. Ranks exchange through DRAM.
-
-    ``experts``: a module with one parameter for all experts of a mixture (at least two parameters of three dimensions, with the
-    same first one) is "sliced": each expert is a unit, and only the experts that are used are fetched. ``parameter[i]``, and
-    ``torch.nn.functional.grouped_mm``, use one expert at a time; anything else gets a copy of all. An expert without tokens is
-    updated with a gradient of zero, as torch does it, when it is next fetched. The norm of the gradient is that of the experts'
-    norms, which may differ from torch's in the last bit. "whole": as any other parameter. With ``existing="resume"`` it is as
-    it was committed; several processes have experts whole.
-    ``largest_unit``: bytes; units are at most so large, where single parameters allow it (default: an eighth of the memory
-    budget). A later process needs room for three. With ``existing="resume"`` they are as they were committed.
-    ``slice_weights``: with ``largest_unit``, weights of ``nn.Embedding`` and ``nn.Linear`` that are larger are sliced as well:
-    some rows are a unit, 512 or a multiple, and the layer uses one slice after the other. (Without it they are sliced only
-    where three of them are larger than the memory budget.) Whether products with some rows at a time have the same last bits
-    is for the library that multiplies matrices to decide; MKL in fp32 gave the same with these numbers of rows.
+    ``stage``: where ``torch.distributed`` has several processes, each with a store of its own, what of the model each has only
+    its share of: ``zero.Stage1()``, ``Stage2()`` or ``Stage3()`` (the default), which also says which processes these are. All
+    of them call what concerns the model together and have the values of rank 0 to begin with; gradients are averaged.
 
     Raises MisuseError (paged before, name taken, wrong device, built for another store, no way to initialise; weights that are
     missing, unexpected, or of another shape), SafetensorsError (damaged weights), CapacityError when the store's DRAM budget is
@@ -320,25 +294,9 @@ def page(
     expect_type(model, nn.Module, "what is paged is a torch.nn.Module")
     expect_type(store, TieredStore, "the store of a paged model is a TieredStore")
     options = _Options(
-        name=name,
-        existing=existing,
-        prefetch=prefetch,
-        micro_batch=micro_batch,
-        activations="auto" if plan is not None and activations == "memory" else activations,
-        plan=plan,
-        param_init_fn=param_init_fn,
-        policy=policy,
-        weights=weights,
-        source=source,
-        stage=stage,
-        group=group,
-        timeout=timeout,
-        update_tier=update_tier,
-        experts=experts,
-        largest_unit=largest_unit,
-        slice_weights=slice_weights,
-    )
-    options.refuse_contradictions()
+        name, existing, source, weights, param_init_fn, policy, micro_batch,
+        AutoPlan() if activations == "auto" else activations, stage, paging,
+    )  # fmt: skip
     with outside_inference():
         paged = _page(model, store, options)
     store.refuse_refresh(f"a model is paged from {store}, and is of the commit that was opened: open the newest one anew")
@@ -416,9 +374,7 @@ class Filling(Protocol):
 def page_filling(model: nn.Module, store: TieredStore, filling: Filling, **options: Any) -> nn.Module:
     """Do as ``page`` with these ``options``, and have ``filling`` follow it. Where it raises, units that are filled stay in the
     store, whatever ``existing`` says, and the model is not as before."""
-    given = _Options(filling=filling, **options)
-    given.refuse_contradictions()
-    return _page(model, store, given)
+    return _page(model, store, _Options(filling=filling, **options))
 
 
 def differing(unit: UnitPlan, memory: torch.Tensor, deferred: Mapping[nn.Parameter, Deferred]) -> str | None:
@@ -441,42 +397,30 @@ class _Options:
 
     name: str = "model"
     existing: str = "refuse"
-    prefetch: Prefetch = "on"
-    micro_batch: int = 1
-    activations: Activations = "memory"
-    plan: AutoPlan | Literal["auto"] | None = None
+    source: str | os.PathLike[str] | None = None
+    weights: str | os.PathLike[str] | None = None
     param_init_fn: Init | None = None
     policy: Policy = AS_IT_IS
-    weights: str | os.PathLike[str] | None = None
-    source: str | os.PathLike[str] | None = None
+    micro_batch: int = 1
+    activations: Activations | AutoPlan = "memory"
     stage: Stage | None = None
-    group: dist.ProcessGroup | None = None
-    timeout: float | None = None
-    update_tier: UpdateTier = "dram"
-    experts: Experts = "sliced"
-    largest_unit: int | None = None
-    slice_weights: bool = False
+    paging: Paging = USUAL
     filling: Filling | None = None
 
-    def refuse_contradictions(self) -> None:
+    def __post_init__(self) -> None:
         """Raise MisuseError for values that there are not, or that do not go together."""
         one_of("existing", self.existing, ("refuse", "overwrite", "resume"))
-        one_of("prefetch", self.prefetch, get_args(Prefetch))
-        one_of("experts", self.experts, get_args(Experts))
-        if self.largest_unit is not None:
-            whole_number("largest_unit is a number of bytes", self.largest_unit)
-        if self.slice_weights and (self.largest_unit is None or self.existing == "resume"):
-            raise MisuseError("slice_weights=True divides weights that are larger than largest_unit=: give that, too")
+        expect_type(self.policy, Policy, "policy is a zero.Policy")
+        expect_type(self.paging, Paging, "paging is a zero.Paging")
+        if self.paging.slice_weights and self.existing == "resume":
+            raise MisuseError("slice_weights=True divides a model anew, and existing='resume' has it as it was committed")
         whole_number("micro_batch is into how many parts units divide the batch", self.micro_batch)
-        one_of("activations", self.activations, get_args(Activations))
-        if self.plan is not None and self.plan != "auto" and not isinstance(self.plan, AutoPlan):
-            raise MisuseError(f"plan is 'auto', or a zero.AutoPlan, not {self.plan!r}")
-        if self.plan is not None and self.activations != "auto":
-            raise MisuseError(f"plan= chooses where activations are: leave out activations={self.activations!r}")
-        if self.activations in ("store", "auto") and self.micro_batch > 1:
+        if not isinstance(self.activations, AutoPlan):
+            one_of("activations, where it is no zero.AutoPlan,", self.activations, get_args(Activations))
+        if self.offloads and self.micro_batch > 1:
             raise MisuseError(
                 f"micro_batch computes the inside of units again, so that nothing of it is left for "
-                f"activations={self.activations!r}: leave one of them out"
+                f"activations={'store' if self.activations == 'store' else 'auto'!r}: leave one of them out"
             )
         if self.source is not None and self.existing != "resume":
             raise MisuseError("source= is for existing='resume': where the checkpoint is that this model goes on from")
@@ -487,15 +431,20 @@ class _Options:
         if f"{self.name}/".startswith(PREFIX):
             raise MisuseError(f"names that begin with {PREFIX!r} belong to zero.init: give another name=")
 
+    @property
+    def offloads(self) -> bool:
+        """Return whether activations may wait in the store."""
+        return self.activations == "store" or isinstance(self.activations, AutoPlan)
+
 
 def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
     refuse_others()
     owner = model_named(options.name)
-    partition = _partition(options.stage, options.group, options.timeout)
+    partition = _partition(options.stage)
     with partition.agreeing("page this model") as agree:
         window, held, staged = _found(model, store, options, owner)
         shown = _shown(model, staged)
-        if options.activations == "auto" and partition.shares > 1:
+        if isinstance(options.activations, AutoPlan) and partition.shares > 1:
             raise MisuseError(
                 "activations='auto' is for one process: several ranks would have to choose alike; choose 'memory', 'recompute' "
                 "or 'store'"
@@ -518,10 +467,7 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
         if options.existing != "resume" and options.filling is None:
             _refuse_taken(tentative, store, owner)
         agree(_divided(tentative, model))
-    config = PagerConfig(
-        *(options.name, pool, partition, options.prefetch, options.micro_batch, options.update_tier, options.activations),
-        plan=options.plan if isinstance(options.plan, AutoPlan) else AutoPlan(),
-    )
+    config = PagerConfig(options.name, pool, partition, options.micro_batch, options.activations, options.paging)
     if options.existing == "resume":
         checkpoint.refuse_other(store, options.name, tentative, partition, model)
         strides |= {fresh: strides[meta] for fresh, meta in _replace_meta(model, store).items() if meta in strides}
@@ -612,10 +558,10 @@ def _found(
 ) -> tuple[Window, list[str], dict[nn.Parameter, Staged]]:
     """Return the window that ``model`` may wait in, the keys that ``owner``, the model of its name, has in the store, and the
     parameters that wait. Raises MisuseError where the model cannot be paged into ``store``."""
-    in_update_tier(store, options.update_tier, owner)
+    in_update_tier(store, options.paging.update_tier, owner)
     if options.existing != "resume":
         store.claim(owner)
-    if options.activations in ("store", "auto"):
+    if options.offloads:
         refuse_one_tier(store)
     window = Window.of(store)
     held = store.owned(owner)
@@ -761,19 +707,18 @@ def _ways(
     shares: int,
 ) -> tuple[Limits, Slicing]:
     """Return by which limits ``model`` is divided, and what is sliced. ``strides`` gets those that were committed."""
-    slicing = Slicing(experts=options.experts == "sliced")
+    largest = options.paging.largest_unit
+    slicing = Slicing(options.paging.experts == "sliced", options.paging.slice_weights)
     if options.existing == "resume":
         limits, kept, names = checkpoint.layout(store, options.name)
         strides |= {parameter: kept[qualified] for qualified, parameter in model.named_parameters() if qualified in kept}
         return limits, Slicing(only=names)
-    if options.largest_unit is None:
+    if largest is None:
         return limits, slicing
-    if options.slice_weights:
-        slicing = replace(slicing, weights=True)
-    else:  # nothing more is sliced
+    if not slicing.weights:  # nothing more is sliced
         usual = divide(model, limits, strides, options.policy, shares, slicing)
         slicing = Slicing(only={sliced.name: None for sliced in usual.sliced.values()})
-    return replace(limits, unit=min(limits.unit, options.largest_unit)), slicing
+    return replace(limits, unit=min(limits.unit, largest)), slicing
 
 
 def _asked(options: _Options, partition: Partition) -> Iterator[Term]:
@@ -784,7 +729,7 @@ def _asked(options: _Options, partition: Partition) -> Iterator[Term]:
     yield "source=", "None" if options.source is None else "given"
     yield "micro_batch=", str(options.micro_batch)
     yield "activations=", repr(options.activations)
-    yield "largest_unit=", str(options.largest_unit)
+    yield "largest_unit=", str(options.paging.largest_unit)
     yield "policy=", str(options.policy)
 
 
@@ -829,13 +774,17 @@ def _key_of(unit: UnitPlan, owner: Owner) -> str:
     return f"{owner.name}/param/{unit.name}"
 
 
-def _partition(stage: Stage | None, group: dist.ProcessGroup | None, timeout: float | None) -> Partition:
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+def _partition(stage: Stage | None) -> Partition:
+    found = Stage3() if stage is None else stage
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size(found.group) > 1
     if not several:
-        if group is not None or timeout is not None:
-            raise MisuseError("group= and timeout= are for several processes: call torch.distributed.init_process_group first")
+        if found.group is not None or found.timeout is not None:
+            raise MisuseError(
+                f"the group and timeout of {type(found).__name__} are for several processes: call "
+                "torch.distributed.init_process_group first"
+            )
         return Unsharded()
-    return Sharded(Ranks(group, timeout), stage if stage is not None else Stage3())
+    return Sharded(Ranks(found.group, found.timeout), found)
 
 
 def _refuse_newer(source: str | os.PathLike[str], store: TieredStore, partition: Partition) -> None:
@@ -861,7 +810,7 @@ def _take_over(
             stores = opened(options.source, stack)
             there = Source(stores, options.name)
             strides = {p: there.stride(qualified) for qualified, p in model.named_parameters()}
-            slicing = Slicing(experts=options.experts == "sliced")
+            slicing = Slicing(experts=options.paging.experts == "sliced")
             plan = divide(model, limits, strides, options.policy, partition.shares, slicing)
             _refuse_small_pool(plan, model, store, pool, options, partition.shares)
             manifests = [one.manifest for one in stores]

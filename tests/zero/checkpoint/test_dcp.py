@@ -59,7 +59,7 @@ def test_what_torch_wrote_goes_on_here(flat: bool, tokens: int, tmp_path: Path) 
     dcp.save(state, checkpoint_id=tmp_path / "dcp", **NO_DIST)
     rest = train(model, optimizer, 4, 8)
     with TieredStore.open(None, dram="1MiB" if tokens == 16 else "4MiB") as store:
-        paged = zero.page(made(5, tokens), store, largest_unit=256 << 10, slice_weights=True)
+        paged = zero.page(made(5, tokens), store, paging=zero.Paging(largest_unit=256 << 10, slice_weights=True))
         other = zero.AdamW(paged.parameters(), 1.0)
         train(paged, other, 0, 2)
         zero.load_dcp(tmp_path / "dcp", paged, other)

@@ -390,7 +390,7 @@ def test_layers_that_repeat_are_computed_again_whole(tmp_path: Path, unit: int, 
     nowhere, but only what the five modules are given."""
     reference, paged = Repeated(), Repeated()
     with TieredStore.open(tmp_path / "layers", dram="1MiB") as store:
-        zero.page(paged, store, activations="recompute", largest_unit=unit)
+        zero.page(paged, store, activations="recompute", paging=zero.Paging(largest_unit=unit))
         split = zero.statistics(paged).split
         assert (split == ("embedding", "layers.0", "layers.1", "layers.2", "head")) is whole
         for given in trained_beside(reference, paged, store, "on_fetch"):
@@ -457,7 +457,7 @@ class Parts(nn.Module):
 def test_layers_without_a_head_or_a_call_of_their_own(tmp_path: Path, make: type[nn.Module], update: str) -> None:
     reference, paged = make(), make()
     with TieredStore.open(tmp_path / "layers", dram="1MiB") as store:
-        zero.page(paged, store, activations="recompute", largest_unit=100 << 10)
+        zero.page(paged, store, activations="recompute", paging=zero.Paging(largest_unit=100 << 10))
         trained_beside(reference, paged, store, update)
         assert equal(paged.state_dict(), reference.state_dict())
         assert zero.statistics(paged).computed_again > 0

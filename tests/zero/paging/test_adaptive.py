@@ -69,7 +69,7 @@ def shuffle(model: nn.Module, seed: int) -> Callable[..., None]:
 def test_bits_are_those_of_memory_whatever_is_chosen(store: TieredStore, make: Callable[[], Any], seed: int) -> None:
     wanted, state = in_memory(make)
     model = make()
-    zero.page(model, store, plan=zero.AutoPlan(passes=1))
+    zero.page(model, store, activations=zero.AutoPlan(passes=1))
     optimizer = zero.AdamW(parameter_groups(model), lr=1e-3)
     draw = shuffle(model, seed)
     first = trained(model, optimizer, optimizer.clip_grad_norm_, draw)
@@ -90,7 +90,7 @@ def test_bits_are_those_of_memory_with_what_it_chooses(store: TieredStore, memor
     torch_adamw = torch.optim.AdamW(parameter_groups(reference), lr=1e-3, fused=True)
     torch.manual_seed(1)
     wanted = train(reference, torch_adamw, steps=STEPS, batches=1)
-    zero.page(paged, store, plan=zero.AutoPlan(memory=memory))
+    zero.page(paged, store, activations=zero.AutoPlan(memory=memory))
     optimizer = zero.AdamW(parameter_groups(paged), lr=1e-3, update=update)  # type: ignore[arg-type]
     torch.manual_seed(1)
     assert train(paged, optimizer, steps=STEPS, batches=1) == wanted
@@ -149,7 +149,7 @@ def test_less_memory_is_noticed_before_the_next_forward(
 
 
 def test_larger_inputs_are_measured_again(store: TieredStore) -> None:
-    _, step, chooser = paged(store, plan="auto")
+    _, step, chooser = paged(store, activations="auto")
     for _ in range(4):
         step(4)
     assert not chooser.measuring
@@ -165,7 +165,7 @@ def test_larger_inputs_are_measured_again(store: TieredStore) -> None:
 
 
 def test_another_speed_of_the_processor_is_another_choice(store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, step, chooser = paged(store, plan=zero.AutoPlan(memory="64MiB"))
+    _, step, chooser = paged(store, activations=zero.AutoPlan(memory="64MiB"))
     for _ in range(3):
         step()
     assert not chooser.measuring
@@ -189,7 +189,7 @@ def test_another_rate_of_the_drive_is_another_choice(
     store: TieredStore, monkeypatch: pytest.MonkeyPatch, read: float, write: float, told: str
 ) -> None:
     """By rates that are given: the drive moves as many bytes in each pass, and from one pass on takes longer for them."""
-    _, step, chooser = paged(store, plan=zero.AutoPlan(memory="64MiB"))
+    _, step, chooser = paged(store, activations=zero.AutoPlan(memory="64MiB"))
     for _ in range(3):
         step()
     seen = []
@@ -225,7 +225,7 @@ def test_another_rate_of_the_drive_is_another_choice(
 def test_evaluation_and_exceptions_between_change_nothing(store: TieredStore) -> None:
     wanted, _ = in_memory(language)
     model = language()
-    zero.page(model, store, plan=zero.AutoPlan(memory="1MiB", passes=1))
+    zero.page(model, store, activations=zero.AutoPlan(memory="1MiB", passes=1))
     optimizer = zero.AdamW(parameter_groups(model), lr=1e-3)
 
     def between(step: int) -> None:
@@ -247,7 +247,7 @@ def test_what_changes_a_buffer_that_is_not_kept_is_not_computed_again(
 ) -> None:
     monkeypatch.setattr(module_state, "COPIED", 0)
     model = mixed()
-    zero.page(model, store, plan=zero.AutoPlan(memory=0, passes=1))
+    zero.page(model, store, activations=zero.AutoPlan(memory=0, passes=1))
     optimizer = zero.AdamW(parameter_groups(model), lr=1e-3)
     trained(model, optimizer, optimizer.clip_grad_norm_)
     profile = pager_of(model).adaptive._profile  # type: ignore[union-attr]
@@ -257,13 +257,13 @@ def test_what_changes_a_buffer_that_is_not_kept_is_not_computed_again(
 
 def test_a_resumed_model_measures_anew(tmp_path: Path) -> None:
     with TieredStore.open(tmp_path / "s", dram=DRAM) as store:
-        model, step, _ = paged(store, plan="auto")
+        model, step, _ = paged(store, activations="auto")
         for _ in range(4):
             step()
         zero.commit(model, None)
     with TieredStore.open(tmp_path / "s", dram=DRAM) as store:
         model = language()
-        zero.page(model, store, plan="auto", existing="resume")
+        zero.page(model, store, activations="auto", existing="resume")
         assert zero.statistics(model).plan is not None
         assert zero.statistics(model).plan.choices == 0  # type: ignore[union-attr]
 
@@ -272,9 +272,8 @@ def test_a_resumed_model_measures_anew(tmp_path: Path) -> None:
     ("options", "words"),
     [
         ({"activations": "auto", "micro_batch": 2}, "leave one of them out"),
-        ({"plan": "auto", "activations": "store"}, "leave out activations='store'"),
-        ({"plan": "best"}, "plan is 'auto'"),
-        ({"activations": "disk"}, "'store' or 'auto', not 'disk'"),
+        ({"activations": zero.AutoPlan(), "micro_batch": 2}, "leave one of them out"),
+        ({"activations": "disk"}, "where it is no zero.AutoPlan, is .*'store' or 'auto', not 'disk'"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(store: TieredStore, options: dict[str, Any], words: str) -> None:

@@ -170,7 +170,9 @@ def test_the_bits_of_memory(store: TieredStore, how: str, update: str) -> None:
 @pytest.mark.parametrize("kind", quick(["bf16", "fp64"], ["bf16"]))
 def test_other_types(store: TieredStore, kind: str) -> None:
     """bf16 with its fp32 masters: against the same experts as modules of their own, which are paged as ever."""
-    paged, whole = (zero.page(build(dtype=DTYPES[kind]), store, name=name, experts=name) for name in ("sliced", "whole"))
+    paged, whole = (
+        zero.page(build(dtype=DTYPES[kind]), store, name=name, paging=zero.Paging(experts=name)) for name in ("sliced", "whole")
+    )
     first, second = zero.AdamW(paged.parameters(), lr=1e-2), zero.AdamW(whole.parameters(), lr=1e-2)
     assert zero.statistics(whole).units < zero.statistics(paged).units
     assert same(train(whole, second, range(STEPS)), train(paged, first, range(STEPS)))  # type: ignore[arg-type]
@@ -374,7 +376,7 @@ def test_exports_have_whole_parameters(tmp_path: Path) -> None:
 
 def test_an_older_commit_with_whole_experts_goes_on(tmp_path: Path, expected: tuple[Mixture, dict[Any, Any]]) -> None:
     with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
-        paged = zero.page(build(), store, experts="whole")
+        paged = zero.page(build(), store, paging=zero.Paging(experts="whole"))
         optimizer = zero.AdamW(paged.parameters(), lr=1e-2)
         train(paged, optimizer, range(2))  # type: ignore[arg-type]
         zero.commit(paged, optimizer)
@@ -699,7 +701,7 @@ def test_convolutions_are_not_taken_for_experts(store: TieredStore) -> None:
 
 def test_an_unknown_choice_is_named(store: TieredStore) -> None:
     with pytest.raises(MisuseError, match="'sliced' or 'whole'"):
-        zero.page(build(), store, experts="some")  # type: ignore[arg-type]
+        zero.page(build(), store, paging=zero.Paging(experts="some"))  # type: ignore[arg-type]
 
 
 # -- large embeddings and linear layers ----------------------------------------------------------------------------------------

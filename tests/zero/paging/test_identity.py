@@ -27,7 +27,7 @@ def compare(
     twin = in_memory(kind)
     paged: Any = copy.deepcopy(twin.untrained)
     with TieredStore.open(tmp_path / "store", dram=dram) as store:
-        zero.page(paged, store, prefetch=prefetch)
+        zero.page(paged, store, paging=zero.Paging(prefetch=prefetch))
         optimizer = zero.AdamW(parameter_groups(paged), lr=1e-3)
 
         def inspect(step: int) -> None:

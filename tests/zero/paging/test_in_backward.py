@@ -116,7 +116,7 @@ def traffic(statistics: StoreStatistics) -> int:
 def test_bytes_of_a_step(tmp_path: Path, dtype: torch.dtype, expected: int) -> None:
     """16 read and 12 written an fp32 parameter, 14 and 12 a bf16 one, and what is left in the pool is not read."""
     with TieredStore.open(tmp_path / "bytes", dram="1MiB") as store:
-        model = zero.page(Stack(width=144, layers=24, dtype=dtype), store, prefetch="off")
+        model = zero.page(Stack(width=144, layers=24, dtype=dtype), store, paging=zero.Paging(prefetch="off"))
         optimizer = zero.AdamW(model.parameters(), update="in_backward")
         moved = []
         for step in range(4):  # the last one follows an order

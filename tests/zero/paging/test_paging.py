@@ -525,7 +525,7 @@ def test_hooks_of_a_weight_that_is_divided_are_refused(store: TieredStore, regis
     whole = getattr(model[1].weight, register)(lambda _: called.append(1))
     divided = getattr(model[0].weight, register)(print)
     called: list[int] = []
-    options: dict[str, Any] = {"largest_unit": 16 << 10, "slice_weights": True}
+    options: dict[str, Any] = {"paging": zero.Paging(largest_unit=16 << 10, slice_weights=True)}
     with pytest.raises(MisuseError, match=r"'0.weight' has hooks, and is divided into slices"):
         zero.page(model, store, **options)
     divided.remove()
@@ -559,7 +559,7 @@ def test_hooks_of_modules_may_be_cleared(store: TieredStore, options: dict[str, 
     """Those of paging are among them; parameters are then held as they are read."""
     torch.manual_seed(0)
     reference = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), nn.Linear(8, 6))
-    model = zero.page(copy.deepcopy(reference), store, largest_unit=300, **options)
+    model = zero.page(copy.deepcopy(reference), store, paging=zero.Paging(largest_unit=300), **options)
     ours, theirs = zero.AdamW(model.parameters(), lr=1e-2), torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
     for step in range(3):
         for module in model.modules() if step == 1 else ():
@@ -792,12 +792,40 @@ def test_statistics_count_units_and_updates(store: TieredStore) -> None:
     assert done.largest_unit <= store.statistics().tiers[0].capacity // 8
 
 
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"largest_unit": 0}, "largest_unit is a number of bytes, a whole number from 1 on, not 0"),
+        ({"slice_weights": True}, "larger than largest_unit=: give that"),
+        ({"prefetch": "never"}, "prefetch is 'on' or 'off', not 'never'"),
+        ({"update_tier": "nvme"}, "update_tier is 'dram' or 'hbm', not 'nvme'"),
+    ],
+)
+def test_a_way_of_paging_that_cannot_be_is_refused(asked: dict[str, Any], told: str) -> None:
+    with pytest.raises(MisuseError, match=told):
+        zero.Paging(**asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"existing": "perhaps"}, "existing is 'refuse', 'overwrite' or 'resume', not 'perhaps'"),
+        ({"paging": {"prefetch": "off"}}, "paging is a zero.Paging, not a dict"),
+        ({"policy": "bfloat16"}, "policy is a zero.Policy, not 'bfloat16'"),
+        ({"paging": zero.Paging(largest_unit=4096, slice_weights=True), "existing": "resume"}, "as it was committed"),
+        ({"stage": zero.Stage2(timeout=5.0)}, "timeout of Stage2 are for several processes"),
+    ],
+)
+def test_arguments_that_cannot_be_leave_the_store_as_it_is(store: TieredStore, asked: dict[str, Any], told: str) -> None:
+    with pytest.raises(MisuseError, match=told):
+        zero.page(Tied(), store, **asked)
+    assert len(store) == 0
+
+
 def test_units_are_no_larger_than_asked(store: TieredStore, tmp_path: Path) -> None:
     reference = Tied()
-    with pytest.raises(MisuseError, match="largest_unit is a number of bytes, a whole number from 1 on, not 0"):
-        zero.page(copy.deepcopy(reference), store, largest_unit=0)
-    usual = zero.page(copy.deepcopy(reference), store, name="usual", largest_unit=1 << 40)
-    small = zero.page(copy.deepcopy(reference), store, name="small", largest_unit=1024)
+    usual = zero.page(copy.deepcopy(reference), store, name="usual", paging=zero.Paging(largest_unit=1 << 40))
+    small = zero.page(copy.deepcopy(reference), store, name="small", paging=zero.Paging(largest_unit=1024))
     largest = max(parameter.nbytes for parameter in reference.parameters())
     assert zero.statistics(small).largest_unit <= max(1024, largest)
     assert zero.statistics(small).units > zero.statistics(usual).units

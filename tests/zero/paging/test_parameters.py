@@ -862,7 +862,7 @@ def test_what_cannot_be_right_raises(store: TieredStore, name: str) -> None:
 PAGED_AS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "recompute": {"activations": "recompute"},
-    "sliced": {"largest_unit": 16 << 10, "slice_weights": True},
+    "sliced": {"paging": zero.Paging(largest_unit=16 << 10, slice_weights=True)},
 }
 
 

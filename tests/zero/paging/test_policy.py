@@ -60,7 +60,7 @@ def test_within_backward(store: TieredStore, kind: str) -> None:
 
 
 def test_bytes_of_a_step(store: TieredStore) -> None:
-    model = zero.page(Stack(width=144, layers=24), store, prefetch="off", policy=BF16)
+    model = zero.page(Stack(width=144, layers=24), store, paging=zero.Paging(prefetch="off"), policy=BF16)
     optimizer = zero.AdamW(model.parameters(), update="in_backward")
     for step in range(4):
         before = traffic(store.statistics())

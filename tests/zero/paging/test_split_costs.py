@@ -41,7 +41,7 @@ def test_parameters_are_read_twice_a_step(tmp_path: Path, monkeypatch: pytest.Mo
     reads = Reads(monkeypatch)
     with TieredStore.open(tmp_path / "store", dram="1MiB", deadline=20) as store:
         layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-        model = zero.page(layers, store, micro_batch=parts, prefetch="off")
+        model = zero.page(layers, store, micro_batch=parts, paging=zero.Paging(prefetch="off"))
         optimizer = zero.AdamW(model.parameters())
         keys = {key for key in store if "/param/" in key}
         fit = store.statistics().tiers[0].capacity // store.spec("model/param/0").nbytes

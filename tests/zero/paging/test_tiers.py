@@ -53,7 +53,7 @@ def test_training_is_identical_over_every_chain(
     path = tmp_path / "store" if disk == "disk" else None
     with TieredStore.open(path, dram=MIB if path else 64 * MIB, hbm=hbm, device="cpu") as store:
         model = blocks()
-        zero.page(model, store, update_tier=updates)
+        zero.page(model, store, paging=zero.Paging(update_tier=updates))
         optimizer = zero.AdamW(model.parameters(), lr=1e-3)
         assert train(model, optimizer, optimizer.clip_grad_norm_) == expected
         for name, value in model.state_dict().items():

@@ -209,7 +209,7 @@ def test_a_forward_that_reads_while_a_commit_saves_keeps_what_the_commit_says(tm
     """In three tiers copies are saved one after the other, while forward holds them."""
     tiers: dict[str, Any] = {"hbm": "2MiB", "device": "cpu", "dram": "1MiB"}
     with TieredStore.open(tmp_path / "store", **tiers) as store:
-        model = zero.page(Layers(), store, update_tier="hbm")
+        model = zero.page(Layers(), store, paging=zero.Paging(update_tier="hbm"))
         optimizer, x = zero.AdamW(model.parameters()), torch.randn(4, WIDTH)
         for _ in range(3):
             model(x).square().mean().backward()

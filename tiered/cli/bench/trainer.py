@@ -119,9 +119,10 @@ class Trainer:
             self.optimizer: torch.optim.Optimizer = kind.in_memory(self.model, given)
         else:
             self.model = build(options.shape)
-            plan = zero.AutoPlan(memory=variant.activation_memory) if variant.activations == "auto" else None
+            auto = variant.activations == "auto"
             zero.page(
-                self.model, store, micro_batch=options.micro_batch, activations=variant.activations, plan=plan,
+                self.model, store, micro_batch=options.micro_batch,
+                activations=zero.AutoPlan(memory=variant.activation_memory) if auto else variant.activations,
                 param_init_fn=seeded_initialiser(self.model, options.shape),
             )  # fmt: skip
             split = zero.statistics(self.model).split

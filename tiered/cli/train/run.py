@@ -86,10 +86,11 @@ def page(
     if options.update == "on_fetch" and not staged:
         for block in model.blocks:
             block.register_forward_pre_hook(pass_by)
+    chosen = zero.AutoPlan(memory=options.activation_memory) if options.activations == "auto" else options.activations
     zero.page(
-        model, store, name=NAME, existing=existing, prefetch=options.prefetch, micro_batch=options.micro_batch,
-        param_init_fn=initialise_one, source=source, update_tier=options.update_tier, activations=options.activations,
-        plan=zero.AutoPlan(memory=options.activation_memory) if options.activations == "auto" else None, **staged,
+        model, store, name=NAME, existing=existing, source=source, param_init_fn=initialise_one,
+        micro_batch=options.micro_batch, activations=chosen, paging=zero.Paging(options.prefetch, options.update_tier),
+        **staged,
     )
 
 

@@ -32,7 +32,7 @@ from tiered.zero.construction.construct import init
 from tiered.zero.construction.staging import find
 from tiered.zero.optimizers.optimizer import Optimizer
 from tiered.zero.page import page
-from tiered.zero.paging.pager import owner_of
+from tiered.zero.paging.pager import Paging, owner_of
 from tiered.zero.paging.sharding import Stage, Stage1, Stage2, Stage3, Unsharded
 from tiered.zero.rank_stores import folder_of, has_commit, open_store
 
@@ -125,7 +125,7 @@ def initialize(
                 name=read.place.name,
                 existing="overwrite",
                 stage=STAGES[read.stage]() if ranks > 1 else None,
-                update_tier="dram" if offloaded else "hbm",
+                paging=Paging(update_tier="dram" if offloaded else "hbm"),
                 micro_batch=read.place.micro_batch,
                 activations="store" if _leaves_device(read, store) else "memory",
             )

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -46,7 +47,7 @@ __all__ = ["UNIT", "from_pretrained", "import_model", "open_model", "open_tokeni
 # -- reading pretrained models -------------------------------------------------------------------------------------------------
 
 Missing = Literal["initialise", "refuse"]
-PAGING = {"prefetch", "micro_batch", "activations", "policy", "source", "stage", "group", "timeout", "update_tier", "experts"}
+PAGING = {"micro_batch", "activations", "policy", "source", "stage", "paging"}
 PAGING |= {"largest_unit", "slice_weights"}
 """Arguments of ``from_pretrained`` that are ``zero.page``'s."""
 
@@ -83,7 +84,7 @@ def from_pretrained(
     ``prepare``: called with the model before it is paged; returns what is paged: ``lambda model: peft.get_peft_model(model,
     config)``. The place to resize embeddings, too.
     ``dtype``, ``config``, ``attn_implementation`` and other ``options``: as in ``cls.from_pretrained``. ``name``, ``existing``,
-    ``micro_batch``, ``policy``, ``update_tier`` and the rest: as in ``zero.page``. With ``existing="resume"`` the values come
+    ``micro_batch``, ``policy``, ``paging`` and the rest: as in ``zero.page``. With ``existing="resume"`` the values come
     from the last ``zero.commit`` in the store, and only the configuration is read from the folder.
 
     Raises MisuseError (no such folder, no safetensors files, an adapter, a quantised model, an option that cannot be), what
@@ -390,7 +391,8 @@ def import_model(
             nullcontext() if progress is None else _telling(progress),
             _read(cls, path, store, dtype, existing, prepare, options, missing) as (model, paging),
         ):
-            paging |= {"name": name, "policy": policy, "largest_unit": largest_unit, "slice_weights": True}
+            units = replace(paging.get("paging", zero.Paging()), largest_unit=largest_unit, slice_weights=True)
+            paging |= {"name": name, "policy": policy, "paging": units}
             around_experts(page_filling(model, store, filling, **paging))
         files[CONFIG] = model.config.to_json_string().encode()  # options may have changed it
         opening = {"class": type(model).__name__, "stored": _named(stored), "compute": _named(dtype)}
@@ -437,7 +439,7 @@ def open_model(store: TieredStore, *, name: str | None = None, cls: Any = None, 
     It is made on the meta device from the configuration in the store: nothing is initialised, and weights are read when they
     are used. ``access="read"`` is enough to open the store, and any number of processes may read it at once.
     ``name``: of the model, where there are several. ``cls``: another class than that of the import, such as a model's of
-    your own. ``options``: as in ``from_pretrained``, such as ``attn_implementation`` or ``prefetch``.
+    your own. ``options``: as in ``from_pretrained``, such as ``attn_implementation`` or ``paging``.
 
     Raises MisuseError where there is no such model, its class is not one of ``transformers``, or a store for reading has
     updates of a training that are not applied; and as ``zero.page``.

@@ -106,7 +106,7 @@ class Elementwise(Optimizer):
     ``kind`` is tried on a random matrix first: it must give the same bits when the matrix is cut into flat pieces at multiples
     of 16 elements, and may keep only tensors like the parameter, and ``step``. Raises MisuseError where it does not (Adafactor,
     Muon, LBFGS, SparseAdam). Arguments are those of ``kind``; when and where as in ``AdamW``: ``update``, ``store``, ``name``,
-    ``existing``, ``stage``, ``group`` and ``timeout``, in ``where``.
+    ``existing`` and ``stage``, in ``where``.
 
     ``kind`` is made anew for each piece of a parameter, which costs time where pieces are small. An update of it cannot be
     pending in a commit: call ``flush()`` before ``zero.commit``.

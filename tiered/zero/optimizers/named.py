@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypedDict
 
 import torch
-import torch.distributed as dist
 from torch.optim.optimizer import ParamsT
 
 from tiered.errors import MisuseError, one_of
@@ -51,8 +50,6 @@ class Where(TypedDict, total=False):
     name: str
     existing: str
     stage: Stage | None
-    group: dist.ProcessGroup | None
-    timeout: float | None
 
 
 class _Torchs(UpdateRule, Protocol):

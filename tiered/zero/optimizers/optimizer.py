@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -90,11 +90,9 @@ class Optimizer(TorchOptimizer):
         name: str = "optimizer",
         existing: str = "refuse",
         stage: Stage | None = None,
-        group: dist.ProcessGroup | None = None,
-        timeout: float | None = None,
     ) -> None:
-        _refuse_places(update, store, (stage, group, timeout, name, existing))
-        self._begin(params, rule, self._hyper_parameters(rule), update, store, name, existing, _Share(stage, group, timeout))
+        _refuse_places(update, store, (stage, name, existing))
+        self._begin(params, rule, self._hyper_parameters(rule), update, store, name, existing, stage)
 
     def _begin(
         self,
@@ -105,7 +103,7 @@ class Optimizer(TorchOptimizer):
         store: TieredStore | None,
         name: str,
         existing: str,
-        share: _Share,
+        stage: Stage | None,
     ) -> None:
         """Initialise. ``rule``: of param groups that have none; ``defaults``: hyper-parameters, and what else torch's class has
         in its param groups."""
@@ -114,7 +112,7 @@ class Optimizer(TorchOptimizer):
         self._rules: list[UpdateRule] = []
         """By param group: its rule, with the hyper-parameters that it had when the group was added or loaded."""
         given: Any = _listed(params) if store is None else params
-        ranks = None if store is None else _ranks(*share)
+        ranks = None if store is None else _ranks(stage)
         self._updates: Updates
         if store is None:
             self._updates = PagedUpdates(self, given, in_backward=self._in_backward)
@@ -497,9 +495,8 @@ class AdamW(Optimizer):
     - ``name``: keys in the store begin with it and a slash. ``existing``: what to do when there are some: "refuse",
       "overwrite", or "resume": go on bit for bit with the states and step counts that were committed there, for parameters
       of the same groups, shapes and types; their values, and what a scheduler sets, are the caller's to bring back.
-    - ``stage=zero.Stage1()``: the parameters and gradients are the same on all ranks (of ``group``; None: all), each of which
-      has the states of its share of the elements and updates that; all call ``step``, ``state_dict`` and ``add_param_group``
-      together. ``timeout``: seconds that a rank waits for the others before all raise RankError (default: that of ``group``).
+    - ``stage=zero.Stage1()``: the parameters and gradients are the same on all ranks, each of which has the states of its share
+      of the elements and updates that; all call ``step``, ``state_dict`` and ``add_param_group`` together.
 
     ``moments=torch.bfloat16``: both are bf16 in the store, half as many bytes. That is inexact: a step widens them, is that of
     fp32, and rounds them to even. A second moment then does not decay where ``betas[1]`` is above 0.998. What
@@ -541,10 +538,8 @@ class AdamW(Optimizer):
         name: str = "optimizer",
         existing: str = "refuse",
         stage: Stage | None = None,
-        group: dist.ProcessGroup | None = None,
-        timeout: float | None = None,
     ) -> None:
-        _refuse_places(update, store, (stage, group, timeout, name, existing))
+        _refuse_places(update, store, (stage, name, existing))
         asked = {"fused": fused, "foreach": foreach, "amsgrad": amsgrad, "capturable": capturable}
         _refuse_kernels({**asked, "differentiable": differentiable})
         refuse_out_of_range(lr, betas, weight_decay, eps)
@@ -562,7 +557,7 @@ class AdamW(Optimizer):
                 )
             rule = AdamWBFloat16RoundedRule(float(lr), (numbers[0], numbers[1]), eps, weight_decay, maximize, seed)
             defaults["seed"] = seed
-        self._begin(params, rule, defaults, update, store, name, existing, _Share(stage, group, timeout))
+        self._begin(params, rule, defaults, update, store, name, existing, stage)
 
     def _refuse_group(self, group: Mapping[str, Any]) -> None:
         _refuse_kernels(group)
@@ -610,21 +605,13 @@ def stride_of(parameter: torch.Tensor) -> tuple[int, ...]:
     return torch.empty(parameter.shape, dtype=torch.uint8, device="meta").stride()
 
 
-class _Share(NamedTuple):
-    """Who has a share of the states of parameters that stay in memory."""
-
-    stage: Stage | None
-    group: dist.ProcessGroup | None
-    timeout: float | None
-
-
 def _refuse_places(update: str, store: TieredStore | None, divided: tuple[object, ...]) -> None:
     """Raise MisuseError where ``update``, ``store`` and what goes with it contradict each other."""
     one_of("update", update, ("on_fetch", "in_backward"))
     if store is not None and update == "in_backward":
         raise MisuseError("update='in_backward' is for paged parameters: leave it or store= out")
-    if store is None and divided != (None, None, None, "optimizer", "refuse"):
-        raise MisuseError("name, existing, stage, group and timeout go with store=; a paged model was given them by page")
+    if store is None and divided != (None, "optimizer", "refuse"):
+        raise MisuseError("name, existing and stage go with store=; a paged model was given them by page")
 
 
 def _changed(before: UpdateRule, rule: UpdateRule) -> str:
@@ -701,11 +688,9 @@ def _listed(params: Any) -> list[Any]:
     return found
 
 
-def _ranks(stage: Stage | None, group: dist.ProcessGroup | None, timeout: float | None) -> Ranks | None:
+def _ranks(stage: Stage | None) -> Ranks | None:
     """Return who has a share of the states of parameters that stay in memory."""
     if stage is None:
-        if group is not None or timeout is not None:
-            raise MisuseError("group= and timeout= are for states that are divided: give stage=zero.Stage1()")
         return None
     if not isinstance(stage, Stage1):
         raise MisuseError(
@@ -714,7 +699,7 @@ def _ranks(stage: Stage | None, group: dist.ProcessGroup | None, timeout: float 
         )
     if not (dist.is_available() and dist.is_initialized()):
         raise MisuseError("stage= is for several processes: call torch.distributed.init_process_group first")
-    return Ranks(group, timeout) if dist.get_world_size(group) > 1 else None
+    return Ranks(stage.group, stage.timeout) if dist.get_world_size(stage.group) > 1 else None
 
 
 class GradScaler(torch.amp.GradScaler):

@@ -28,14 +28,14 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial, wraps
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.compiler import is_dynamo_compiling
 
-from tiered.errors import CapacityError, MisuseError, TieredError, expect_type
+from tiered.errors import CapacityError, MisuseError, TieredError, expect_type, one_of, whole_number
 from tiered.store import TieredStore, Touch
 from tiered.store.activations import Hooks, Left, SavedTensors, hooks_active, pop_hooks, push_hooks
 from tiered.store.lease import drop_queued
@@ -83,6 +83,7 @@ __all__ = [
     "Listing",
     "Pager",
     "PagerConfig",
+    "Paging",
     "ParameterHandle",
     "Pass",
     "Phase",
@@ -237,18 +238,56 @@ class _Watched(dict[str, Any]):
 
 
 @dataclass(frozen=True)
+class Paging:
+    """Into what ``zero.page`` divides a model, and how that moves.
+
+    ``prefetch``: "on", or "off" to fetch only on demand (to see what it brings).
+    ``update_tier``: where a store with ``hbm=`` updates parameters: in "dram", to which gradients go down and from which
+    parameters come up, or in "hbm", to which optimizer states come up as well. Ranks exchange through DRAM.
+
+    ``experts``: a module with one parameter for all experts of a mixture (at least two parameters of three dimensions, with the
+    same first one) is "sliced": each expert is a unit, and only the experts that are used are fetched. ``parameter[i]``, and
+    ``torch.nn.functional.grouped_mm``, use one expert at a time; anything else gets a copy of all. An expert without tokens is
+    updated with a gradient of zero, as torch does it, when it is next fetched. The norm of the gradient is that of the experts'
+    norms, which may differ from torch's in the last bit. "whole": as any other parameter. With ``existing="resume"`` it is as
+    it was committed; several processes have experts whole.
+    ``largest_unit``: bytes; units are at most so large, where single parameters allow it (default: an eighth of the memory
+    budget). A later process needs room for three. With ``existing="resume"`` they are as they were committed.
+    ``slice_weights``: with ``largest_unit``, weights of ``nn.Embedding`` and ``nn.Linear`` that are larger are sliced as well:
+    some rows are a unit, 512 or a multiple, and the layer uses one slice after the other. (Without it they are sliced only
+    where three of them are larger than the memory budget.) Whether products with some rows at a time have the same last bits
+    is for the library that multiplies matrices to decide; MKL in fp32 gave the same with these numbers of rows.
+
+    Raises MisuseError for values that there are not.
+    """
+
+    prefetch: Prefetch = "on"
+    update_tier: UpdateTier = "dram"
+    experts: Literal["sliced", "whole"] = "sliced"
+    largest_unit: int | None = None
+    slice_weights: bool = False
+
+    def __post_init__(self) -> None:
+        one_of("prefetch", self.prefetch, get_args(Prefetch))
+        one_of("update_tier", self.update_tier, get_args(UpdateTier))
+        one_of("experts", self.experts, ("sliced", "whole"))
+        if self.largest_unit is not None:
+            whole_number("largest_unit is a number of bytes", self.largest_unit)
+        elif self.slice_weights:
+            raise MisuseError("slice_weights=True divides weights that are larger than largest_unit=: give that, too")
+
+
+@dataclass(frozen=True)
 class PagerConfig:
-    """How a model is paged: the arguments of ``zero.page``, and ``pool``, the bytes of memory that its units have."""
+    """How a model is paged: the arguments of ``zero.page``, and ``pool``, the bytes of memory that its units have. An
+    ``AutoPlan`` chooses where activations wait."""
 
     name: str
     pool: int
     partition: Partition
-    prefetch: Prefetch = "on"
     micro_batch: int = 1
-    update_tier: UpdateTier = "dram"
-    activations: Activations = "memory"
-    plan: AutoPlan = field(default_factory=AutoPlan)
-    """How "auto" chooses."""
+    activations: Activations | AutoPlan = "memory"
+    paging: Paging = field(default_factory=Paging)
 
 
 class Pager:
@@ -268,7 +307,8 @@ class Pager:
         self.checkpoint, chunk = CheckpointRecord(store, model_named(name)), plan.limits.chunk
         self.owner = self.checkpoint.owner
         self.intent, self._leases = Intent(), Leases.of(store, self.owner)
-        updates, self.update_tier = in_update_tier(store, config.update_tier, self.owner), config.update_tier
+        self.update_tier = config.paging.update_tier
+        updates = in_update_tier(store, self.update_tier, self.owner)
         if plan.read_only:
             for parameter in model.parameters():
                 parameter.requires_grad = False
@@ -303,18 +343,19 @@ class Pager:
         self._backward: Backward | None = None
         self._updates = BackwardUpdates()
         self.step_trace = StepTrace.of(store)
-        self.step_trace.prefetch = self._prefetch = config.prefetch
+        self.step_trace.prefetch = self._prefetch = config.paging.prefetch
         self.step_trace.leave_out(unit.key for unit in self.units if unit.plan.of_expert)
         for tied, keys in self._sliced_embeddings():
             (self.step_trace.looked_up if tied else self.step_trace.leave_out)(keys)
         self._memory = MemoryWatch.of(store)
         self._trimmer = Trimmer(pool, max((placement.nbytes for placement in self.placements), default=0))
         self._watch()
-        offloads = config.activations in ("store", "auto")
+        chosen = config.activations if isinstance(config.activations, AutoPlan) else None
+        offloads = chosen is not None or config.activations == "store"
         saved = SavedTensors(store, min(NEWEST, pool // 8), min(LEAST, pool // 64)) if offloads else None
-        self.adaptive = self._adapting(saved, plan, config) if saved is not None and config.activations == "auto" else None
+        self.adaptive = self._adapting(saved, plan, config, chosen) if saved is not None and chosen is not None else None
         self.saved = saved if self.adaptive is None else self.adaptive
-        computes_again = config.micro_batch > 1 or config.activations in ("recompute", "auto")
+        computes_again = config.micro_batch > 1 or config.activations == "recompute" or chosen is not None
         self.splitter = (
             Splitter(model, store, name, plan, pool, config.micro_batch, self, self.adaptive) if computes_again else None
         )
@@ -361,12 +402,14 @@ class Pager:
         here = 2  # as a key of ``_home``, and of this dict
         return {one: once + here + modules[id(one)] + (id(one) in slices) for one in self._home}
 
-    def _adapting(self, saved: SavedTensors, plan: ModelPlan, config: PagerConfig) -> AdaptiveActivations:
+    def _adapting(
+        self, saved: SavedTensors, plan: ModelPlan, config: PagerConfig, chosen: AutoPlan
+    ) -> AdaptiveActivations:
         """Return what chooses where activations wait."""
         segments = tuple(split_modules(self.model, plan, config.micro_batch).values())
         keys, units = [unit.key for unit in self.units], self.units
         return AdaptiveActivations(
-            saved, segments, keys, lambda: sum(unit.states.update_seconds for unit in units), config.pool, config.plan
+            saved, segments, keys, lambda: sum(unit.states.update_seconds for unit in units), config.pool, chosen
         )
 
     def buffers(self) -> dict[str, torch.Tensor]:

@@ -16,6 +16,7 @@ from typing import Protocol
 from uuid import uuid4
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tiered.errors import CommitError, MisuseError, RankError, TieredError
@@ -31,7 +32,17 @@ from tiered.zero.rules.forms import StateForm
 __all__ = ["Partition", "Sharded", "Stage", "Stage1", "Stage2", "Stage3", "Unsharded"]
 
 class Stage(Protocol):
-    """What ranks divide beside the optimizer's states."""
+    """What ranks divide beside the optimizer's states, and which processes these are."""
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Return the processes that divide it; None: all."""
+        ...
+
+    @property
+    def timeout(self) -> float | None:
+        """Return the seconds that a rank waits for the others before all raise RankError; None: as ``group`` has it."""
+        ...
 
     @property
     def early(self) -> bool:
@@ -59,9 +70,13 @@ class Stage(Protocol):
 
 @dataclass(frozen=True)
 class Stage1:
-    """Optimizer states are divided. Each rank's store has all parameters, and its own gradients of all of them until
-    ``step()``: however many backward passes there are before it, they are reduced once."""
+    """Optimizer states are divided, among the processes of ``group`` (None: all). Each rank's store has all parameters, and its
+    own gradients of all of them until ``step()``: however many backward passes there are before it, they are reduced once.
 
+    ``timeout``: seconds that a rank waits for the others before all raise RankError (None: as ``group`` has it)."""
+
+    group: dist.ProcessGroup | None = None
+    timeout: float | None = None
     early, replicated = False, True
 
     def stored(
@@ -77,9 +92,11 @@ class Stage1:
 
 @dataclass(frozen=True)
 class Stage2:
-    """Optimizer states and gradients are divided: each backward pass reduces them, unless it is within ``zero.no_sync``. Each
-    rank's store has all parameters."""
+    """Optimizer states and gradients are divided, among ranks as with ``Stage1``: each backward pass reduces them, unless it is
+    within ``zero.no_sync``. Each rank's store has all parameters."""
 
+    group: dist.ProcessGroup | None = None
+    timeout: float | None = None
     early, replicated = True, True
 
     def stored(
@@ -99,8 +116,10 @@ FILLING = "fill the units of this model"
 
 @dataclass(frozen=True)
 class Stage3:
-    """Parameters are divided, too: those of a unit are gathered before it computes."""
+    """Parameters are divided, too, among ranks as with ``Stage1``: those of a unit are gathered before it computes."""
 
+    group: dist.ProcessGroup | None = None
+    timeout: float | None = None
     early, replicated = True, False
 
     def stored(

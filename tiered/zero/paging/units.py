@@ -329,7 +329,7 @@ class Slice(nn.Parameter):
 def _of_one_slice(name: str) -> MisuseError:
     return MisuseError(
         f"{name} of one expert of a parameter that is divided into slices: use a copy (parameter[i].clone()), or page the "
-        "model with zero.page(experts='whole')"
+        "model with zero.page(paging=zero.Paging(experts='whole'))"
     )
 
 

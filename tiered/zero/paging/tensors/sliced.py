@@ -156,7 +156,7 @@ class Divided(Source):
         name, args = call.name, call.args
         recorded = name == "grad_fn.__get__" and value.step is not None and value.geometry.grad_fn is not None
         if name in HOOKS or recorded:
-            whole = "page the model with zero.page(experts='whole')"
+            whole = "page the model with zero.page(paging=zero.Paging(experts='whole'))"
             if handle_of(self.parameter).rows is not None:
                 whole = "open the store with a larger dram=, in which it is not divided"
             raise MisuseError(
