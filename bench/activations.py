@@ -30,7 +30,7 @@ from tiered.measuring.meters import Spread, environment, turns
 from tiered.measuring.probes import measured_machine
 from tiered.planning.machine import Machine
 from tiered.planning.plan import Activations, Choice, Planner, Prediction
-from tiered.planning.sources import subject_of
+from tiered.planning.sources import Workload, subject_of
 from tiered.zero import Policy
 from tiered.zero.rules.exact import AdamWRule
 
@@ -89,7 +89,7 @@ def planned(case: Case, machine: Machine) -> dict[str, Prediction]:
     """Return what a plan says of each variant that it knows; operations of the model are timed now."""
     with torch.device("meta"):
         model = GPT(case.shape)
-    subject = subject_of(model, batch=case.batch, sequence=case.context)
+    subject = subject_of(model, Workload(case.batch, case.context))
     planner = Planner(subject, machine, AdamWRule(1e-4, (0.9, 0.999), 1e-8, 0.01, False), Policy(), 1, measure=True)
     return {way: planner.predict(Choice("on_fetch", way, case.dram)) for way in PLANNED}
 

@@ -36,7 +36,7 @@ from tiered.measuring.meters import environment, peak_memory, scratch_store
 from tiered.measuring.probes import measured_machine
 from tiered.planning.machine import Machine
 from tiered.planning.plan import Activations, Choice, Planner, Prediction
-from tiered.planning.sources import subject_of
+from tiered.planning.sources import Workload, subject_of
 from tiered.zero import Policy
 from tiered.zero.rules.exact import AdamWRule
 
@@ -144,7 +144,7 @@ def planner_of(name: str, machine: Machine) -> Planner:
     subject = MODELS[name]
     with torch.device("meta"):
         model = subject.make()
-    found = subject_of(model, batch=subject.batch, sequence=subject.tokens)
+    found = subject_of(model, Workload(subject.batch, subject.tokens))
     return Planner(found, machine, AdamWRule(1e-3, (0.9, 0.999), 1e-8, 0.01, False), Policy(), 1, measure=True)
 
 

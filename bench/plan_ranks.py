@@ -27,7 +27,7 @@ from tiered.measuring.meters import environment
 from tiered.measuring.probes import measured_machine
 from tiered.planning.machine import Machine
 from tiered.planning.plan import Choice, Planner, Ranks
-from tiered.planning.sources import subject_of
+from tiered.planning.sources import Workload, subject_of
 from tiered.types import parse_size
 from tiered.zero import Policy
 from tiered.zero.rules.exact import AdamWRule
@@ -67,7 +67,7 @@ def network(ranks: int) -> float:
 def simulated(ranks: int, machine: Machine, pool: int) -> Ranks:
     with torch.device("meta"):
         model = Model(LAYERS, WIDTH)
-    subject = subject_of(model, batch=BATCH // ranks, sequence=TOKENS)
+    subject = subject_of(model, Workload(BATCH // ranks, TOKENS))
     rule = AdamWRule(1e-3, (0.9, 0.999), 1e-8, 0.01, False)
     planner = Planner(subject, machine, rule, Policy(), 1, measure=ranks <= (os.cpu_count() or 1))
     return planner.with_ranks(Choice("on_fetch", "memory", pool // ranks), ranks, BATCH // ranks * TOKENS)

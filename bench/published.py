@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tiered.planning.machine import Machine
 from tiered.planning.plan import Choice, Planner, Ranks
-from tiered.planning.sources import Numbers, Subject, subject_of
+from tiered.planning.sources import Numbers, Subject, Workload, subject_of
 from tiered.planning.timing import Timing
 from tiered.zero import Policy
 from tiered.zero.rules.exact import AdamWRule
@@ -200,7 +200,7 @@ def checkpointed(subject: Subject) -> Subject:
 
 def plan_of(row: Row) -> Planned:
     """Return the plan of a row. Raises CapacityError where it does not fit the pool."""
-    subject = checkpointed(subject_of(row.shape, batch=row.batch, sequence=row.sequence))
+    subject = checkpointed(subject_of(row.shape, Workload(row.batch, row.sequence)))
     rule = AdamWRule(1e-3, (0.9, 0.999), 1e-8, 0.01, False)
     planner = Planner(subject, row.machine, rule, Policy(), 1, rehearsed=REHEARSED)
     choice = Choice("on_fetch", "memory", row.dram)

@@ -51,7 +51,7 @@ SECTIONS: list[tuple[str, str, list[str] | None, str]] = [
     ),
     ("A plan before the run", "tiered.planning.plan", None, ""),
     ("Machines", "tiered.planning.machine", None, ""),
-    ("Models by numbers", "tiered.planning.sources", ["Numbers"], ""),
+    ("Models by numbers", "tiered.planning.sources", ["Numbers", "Workload"], ""),
     ("Errors", "tiered.errors", None, ""),
     ("Warnings", "tiered.errors", ["UncommittedWarning", "SharedMemoryWarning"], ""),
     ("Training: tiered.zero", "tiered.zero", None, "zero."),

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     )
     from tiered.interfaces import EvictionPolicy, IOBackend
     from tiered.planning.machine import Machine
-    from tiered.planning.plan import Plan, plan
-    from tiered.planning.sources import Numbers
+    from tiered.planning.plan import Plan, Sweep, plan
+    from tiered.planning.sources import Numbers, Workload
     from tiered.small.tensors import SmallTensors
     from tiered.store.activations import offload_activations
     from tiered.store.importing import import_safetensors
@@ -121,6 +121,7 @@ __all__ = [
     "StoreLocked",
     "StoreReader",
     "StoreStatistics",
+    "Sweep",
     "Table",
     "TensorSpec",
     "TierStatistics",
@@ -136,6 +137,7 @@ __all__ = [
     "UncommittedWarning",
     "Use",
     "Verification",
+    "Workload",
     "WriteError",
     "import_safetensors",
     "offload_activations",
@@ -150,8 +152,8 @@ _HOME = {
         "engine.policy": ("LRU", "NextUse", "Touch"),
         "store.activations": ("offload_activations",),
         "planning.machine": ("Machine",),
-        "planning.plan": ("Plan", "plan"),
-        "planning.sources": ("Numbers",),
+        "planning.plan": ("Plan", "Sweep", "plan"),
+        "planning.sources": ("Numbers", "Workload"),
         "store.importing": ("import_safetensors",),
         "store.memory_watch": ("MemoryNotice", "MemoryWatch"),
         "interfaces": ("EvictionPolicy", "IOBackend"),

@@ -7,7 +7,7 @@ import pytest
 from bench.published import ROWS, Row, plan_of, seconds_of, table, tflops_of
 from tiered.planning.machine import Machine
 from tiered.planning.plan import Choice, Planner
-from tiered.planning.sources import Numbers, subject_of
+from tiered.planning.sources import Numbers, Workload, subject_of
 from tiered.zero import Policy
 from tiered.zero.rules.exact import AdamWRule
 
@@ -45,7 +45,7 @@ def test_seconds_follow_from_published_rates() -> None:
 
 def test_blocks_are_computed_again() -> None:
     row = small(seconds=1.0)
-    subject = subject_of(row.shape, batch=row.batch, sequence=row.sequence)
+    subject = subject_of(row.shape, Workload(row.batch, row.sequence))
     planner = Planner(subject, SLOW, AdamWRule(1e-3, (0.9, 0.999), 1e-8, 0.01, False), Policy(), 1)
     once = planner.with_ranks(Choice("on_fetch", "memory", row.dram), 2, 64)
     assert plan_of(row).ranks.seconds > once.seconds

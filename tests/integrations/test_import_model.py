@@ -398,7 +398,7 @@ def test_a_configuration_that_cannot_be_is_refused_before_anything_is_made(wrong
     save_file({}, folder / "model.safetensors")
     with opened(tmp_path) as store:
         calls: list[Callable[[], Any]] = [
-            lambda: tiered.plan(folder, dram="1MiB", sequence=4),
+            lambda: tiered.plan(folder, workload=tiered.Workload(sequence=4), dram="1MiB"),
             lambda: import_model(folder, store),
             lambda: from_pretrained(AutoModelForCausalLM, folder, store, existing="resume"),
         ]

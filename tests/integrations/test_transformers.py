@@ -720,7 +720,7 @@ def test_a_callback_writes_a_page_of_the_training(tmp_path: Path) -> None:
     with TieredStore.open(tmp_path / "store", dram="2MiB") as store:
         model = zero.page(llama(), store)
         machine = {"read": 1e9, "write": 1e9}
-        plan = tiered.plan(llama(), machine=machine, dram="2MiB", batch=4, sequence=8)
+        plan = tiered.plan(llama(), workload=tiered.Workload(4, 8), machine=machine, dram="2MiB")
         optimizer = zero.AdamW(model.parameters(), **KINDS)
         callback = TieredCallback(report=tmp_path / "run.html", plan=plan)
         more = {"optimizers": (optimizer, None), "callbacks": [callback]}

@@ -13,7 +13,7 @@ from torch import nn
 
 import tiered
 from tests.quick import quick
-from tiered import Machine, MisuseError, Numbers, TieredStore, zero
+from tiered import Machine, MisuseError, Numbers, Sweep, TieredStore, Workload, zero
 from tiered.planning.dry_run import dry_run
 from tiered.planning.plan import Choice, Planner
 from tiered.planning.sources import subject_of
@@ -27,7 +27,7 @@ SMALL = Numbers(layers=2, width=64, heads=4, vocabulary=256)
 """Parameters, gradients and states are twice the smallest budget."""
 ONE = Numbers(layers=1, width=64, heads=4, vocabulary=256)
 RATES: dict[str, Any] = {"read": 1e9, "write": 2e9, "dram": "1GiB"}
-ASKED: dict[str, Any] = {"batch": 2, "sequence": 32, "dram": "1MiB"}
+ASKED: dict[str, Any] = {"workload": Workload(2, 32), "dram": "1MiB"}
 
 
 def test_memory_by_kind_and_what_a_step_moves() -> None:
@@ -61,7 +61,7 @@ def test_no_plan_goes_below_the_optimum() -> None:
 
 @pytest.mark.parametrize("update", quick(["on_fetch", "in_backward"], ["in_backward"]))
 def test_larger_chunks_in_a_rehearsal_move_as_many_bytes_in_the_same_time(update: Update) -> None:
-    subject = subject_of(DEEP, batch=2, sequence=32)
+    subject = subject_of(DEEP, Workload(2, 32))
     machine = Machine.of(RATES).but(read=1e8, write=1e8, lease=1e-7, transfer=1e-7)  # what a lease takes is that of each chunk
     rule = AdamWRule(1e-3, (0.9, 0.999), 1e-8, 0.01, False)
     whole, coarse = (Planner(subject, machine, rule, Policy(), 1, rehearsed=touches) for touches in (3000, 100))
@@ -86,7 +86,7 @@ def test_a_plan_without_a_machine_has_bytes_and_no_seconds() -> None:
 
 def test_the_smallest_budget_is_the_one_that_paging_takes(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Conv1d(64, 600, 9), nn.Flatten(), nn.Tanh())  # a parameter that is not sliced
-    found = tiered.plan(model, inputs=torch.zeros(1, 64, 9), dram="1MiB")
+    found = tiered.plan(model, workload=Workload(inputs=torch.zeros(1, 64, 9)), dram="1MiB")
     assert found.chosen is None
     assert not found.fits
     assert "smallest budget" in (found.refused or "")
@@ -104,7 +104,7 @@ def test_the_smallest_budget_of_what_computes_again_is_larger(tmp_path: Path) ->
     def model() -> nn.Module:
         return nn.Sequential(nn.Conv1d(64, 600, 9), nn.Flatten(), nn.Tanh())
 
-    asked: dict[str, Any] = {"inputs": torch.zeros(1, 64, 9), "activations": "recompute"}
+    asked: dict[str, Any] = {"workload": Workload(inputs=torch.zeros(1, 64, 9)), "activations": "recompute"}
     found = tiered.plan(model(), dram="1MiB", **asked)
     assert not found.fits
     assert len(found.changes) == 2
@@ -114,22 +114,22 @@ def test_the_smallest_budget_of_what_computes_again_is_larger(tmp_path: Path) ->
     less = TieredStore.open(tmp_path / "less", dram=found.smallest - 4096, durability="none")
     with less as store, pytest.raises(tiered.CapacityError, match="smallest"):
         zero.page(model(), store, activations="recompute")
-    assert tiered.plan(model(), dram="1KiB", inputs=torch.zeros(1, 64, 9)).smallest < found.smallest
+    assert tiered.plan(model(), dram="1KiB", workload=Workload(inputs=torch.zeros(1, 64, 9))).smallest < found.smallest
 
 
 def test_what_updates_whole_parameters_is_planned_where_none_is_divided() -> None:
-    model, asked = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 8)), {"inputs": torch.zeros(1, 512)}
+    model, asked = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 8)), {"workload": Workload(inputs=torch.zeros(1, 512))}
     assert tiered.plan(model, dram="2MiB", **asked).fits
     found = tiered.plan(model, dram="2MiB", optimizer="adafactor", **asked)
     assert not found.fits
     assert found.smallest >= 3 << 20
     assert tiered.plan(model, dram=found.smallest, optimizer="adafactor", **asked).fits
     with pytest.raises(MisuseError, match="leave ranks out"):
-        tiered.plan(model, dram="8MiB", optimizer="adafactor", ranks=[2], machine=RATES, **asked)
+        tiered.plan(model, dram="8MiB", optimizer="adafactor", sweep=Sweep(ranks=[2]), machine=RATES, **asked)
 
 
 def test_what_does_not_fit_says_what_would() -> None:
-    asked = {**ASKED, "batch": 1, "sequence": 4096, "update": "on_fetch", "activations": "memory"}
+    asked = {**ASKED, "workload": Workload(1, 4096), "update": "on_fetch", "activations": "memory"}
     none = tiered.plan(DEEP, machine={**RATES, "dram": "64MiB", "base": 1 << 20}, **asked)
     assert [one for one in none.changes if one.startswith("more memory")], "no batch is small enough"
     found = tiered.plan(DEEP, machine={**RATES, "dram": "80MiB", "base": 1 << 20}, **asked)
@@ -141,7 +141,8 @@ def test_what_does_not_fit_says_what_would() -> None:
 
 @pytest.mark.parametrize(("room", "budget"), quick([(92 << 20, False), (169 << 19, True)], [(169 << 19, True)]))
 def test_a_change_that_is_said_to_fit_does(room: int, budget: bool) -> None:
-    machine, asked = {**RATES, "dram": room, "base": 1 << 20}, ASKED | {"batch": 64, "dram": "4MiB", "update": "on_fetch"}
+    machine: dict[str, Any] = {**RATES, "dram": room, "base": 1 << 20}
+    asked: dict[str, Any] = {"workload": Workload(64, 32), "dram": "4MiB", "update": "on_fetch"}
     found = tiered.plan(DEEP, machine=machine, activations="memory", **asked)
     assert not found.fits
     told = found.changes[0]
@@ -157,7 +158,9 @@ def test_a_change_that_is_said_to_fit_does(room: int, budget: bool) -> None:
 
 def test_recomputing_takes_less_memory_and_more_time() -> None:
     ways = {
-        way: tiered.plan(SMALL, machine=RATES, update="on_fetch", activations=way, batch=8, sequence=64, dram="8MiB").chosen
+        way: tiered.plan(
+            SMALL, workload=Workload(8, 64), machine=RATES, update="on_fetch", activations=way, dram="8MiB"
+        ).chosen
         for way in ("memory", "recompute")
     }
     kept, again = ways["memory"], ways["recompute"]
@@ -170,7 +173,7 @@ def test_recomputing_takes_less_memory_and_more_time() -> None:
 def test_other_budgets_and_ranks() -> None:
     machine = {**RATES, "network": 1e7, "latency": 1e-3}
     found = tiered.plan(
-        SMALL, machine=machine, update="on_fetch", activations="memory", budgets=["1MiB", 4 << 20], ranks=[1, 2, 1024], **ASKED
+        SMALL, machine=machine, update="on_fetch", activations="memory", sweep=Sweep(["1MiB", 4 << 20], [1, 2, 1024]), **ASKED
     )
     assert [one.choice.dram for one in found.curve] == [1 << 20, 4 << 20]
     assert found.curve[0].read + found.curve[0].written > found.curve[1].read + found.curve[1].written == 0
@@ -184,14 +187,14 @@ def test_other_budgets_and_ranks() -> None:
 
 
 def test_a_budget_that_does_not_work_is_said() -> None:
-    found = tiered.plan(SMALL, update="on_fetch", activations="memory", budgets=["1KiB", "1MiB"], **ASKED)
+    found = tiered.plan(SMALL, update="on_fetch", activations="memory", sweep=Sweep(["1KiB", "1MiB"]), **ASKED)
     assert [one.choice.dram for one in found.curve] == [1 << 20]
     assert [one for one in found.notes if "1.0 KiB is left out" in one and "1.0 MiB" in one]
 
 
 def test_a_plan_says_whether_the_drive_hides_activations() -> None:
     """On a drive that takes no time, and on one that takes longer than computing."""
-    asked: dict[str, Any] = {"update": "on_fetch", "activations": "store", "dram": "4MiB", "batch": 8, "sequence": 64}
+    asked: dict[str, Any] = {"update": "on_fetch", "activations": "store", "dram": "4MiB", "workload": Workload(8, 64)}
     machine = {**RATES, "lease": 0, "transfer": 0, "flops": 1e9}
     fast, slow = (tiered.plan(SMALL, machine={**machine, "read": rate, "write": rate}, **asked).chosen for rate in (1e12, 1e6))
     assert fast is not None
@@ -209,7 +212,7 @@ def test_a_plan_says_whether_the_drive_hides_activations() -> None:
 
 
 def test_the_fastest_number_of_parts_that_fits_is_chosen() -> None:
-    asked: dict[str, Any] = {"update": "on_fetch", "dram": "4MiB", "batch": 8, "sequence": 64, "machine": RATES}
+    asked: dict[str, Any] = {"update": "on_fetch", "dram": "4MiB", "workload": Workload(8, 64), "machine": RATES}
     found = tiered.plan(ONE, micro_batch=[4, 1], **asked)
     assert found.chosen is not None
     assert found.chosen.choice.micro_batch == 1, "nothing is computed twice"
@@ -225,7 +228,7 @@ def test_the_fastest_number_of_parts_that_fits_is_chosen() -> None:
 
 def test_attention_keeps_no_scores() -> None:
     """As on the CPU: what a step keeps grows with the length of a sequence, and not with its square."""
-    once, twice = (subject_of(SMALL, sequence=length).run().saved for length in (64, 128))
+    once, twice = (subject_of(SMALL, Workload(sequence=length)).run().saved for length in (64, 128))
     assert twice == pytest.approx(2 * once, rel=0.1)
 
 
@@ -239,7 +242,7 @@ def test_live_bytes_are_those_of_tensors_that_are_alive() -> None:
 
 
 def test_operations_are_timed_by_shape() -> None:
-    run, machine = subject_of(SMALL, sequence=16).run(), Machine.of(RATES)
+    run, machine = subject_of(SMALL, Workload(sequence=16)).run(), Machine.of(RATES)
     found = measure_operations(run, machine, seconds=2.0)
     assert found
     assert all(seconds > 0 for seconds in found.values())
@@ -256,15 +259,13 @@ def test_operations_are_timed_by_shape() -> None:
         ({"machine": {"read": 1e9, "write": 1e9, "speed": 1}}, "has no speed"),
         ({"machine": {"read": 1e9, "write": 0}}, "above 0"),
         ({"machine": "/nowhere/machine.json"}, "tiered info --machine"),
-        ({"accumulate": 2, "update": "in_backward"}, "on_fetch"),
-        ({"ranks": [2]}, "need machine="),
-        ({"batch": 0}, "from 1 on"),
+        ({"workload": Workload(accumulate=2), "update": "in_backward"}, "on_fetch"),
+        ({"sweep": Sweep(ranks=[2])}, "need machine="),
+        ({"workload": 2}, "workload is a tiered.Workload"),
+        ({"sweep": [2]}, "sweep is a tiered.Sweep"),
         ({"micro_batch": 0}, "number of parts"),
         ({"micro_batch": []}, "number of parts"),
         ({"micro_batch": 2, "activations": "store"}, "leave one of them out"),
-        ({"sequence": 1.5}, "whole number"),
-        ({"accumulate": 1.5}, "whole number"),
-        ({"machine": RATES, "ranks": [2, 0]}, "from 1 on, not 0"),
         ({"machine": {**RATES, "lease": -1}}, "lease is a number from 0 on"),
         ({"machine": {**RATES, "latency": float("nan")}}, "latency is a number from 0 on"),
         ({"machine": {**RATES, "read": float("inf")}}, "above 0"),
@@ -277,6 +278,23 @@ def test_what_cannot_be_planned(asked: dict[str, Any], told: str) -> None:
         tiered.plan(SMALL, **{**ASKED, **asked})
 
 
+@pytest.mark.parametrize(
+    ("kind", "asked", "told"),
+    [
+        (Workload, {"batch": 0}, "batch is a number of sequences, a whole number from 1 on, not 0"),
+        (Workload, {"sequence": 1.5}, "sequence is a number of tokens, a whole number"),
+        (Workload, {"accumulate": 1.5}, "accumulate is how many forwards and backwards a step has, a whole number"),
+        (Sweep, {"ranks": [2, 0]}, "from 1 on, not 0"),
+        (Sweep, {"ranks": 2}, "ranks are several, each a number of ranks"),
+        (Sweep, {"budgets": ["much"]}, "not a size"),
+        (Sweep, {"budgets": "1MiB"}, "budgets are several"),
+    ],
+)
+def test_values_that_cannot_be(kind: type, asked: dict[str, Any], told: str) -> None:
+    with pytest.raises(MisuseError, match=told):
+        kind(**asked)
+
+
 def test_models_that_cannot_be_planned(tmp_path: Path) -> None:
     class ByValue(nn.Module):
         def __init__(self) -> None:
@@ -287,7 +305,7 @@ def test_models_that_cannot_be_planned(tmp_path: Path) -> None:
             return self.layer(x) if x.sum().item() > 0 else x
 
     with pytest.raises(MisuseError, match="meta device"):
-        tiered.plan(ByValue(), inputs=torch.zeros(1, 4), dram="1MiB")
+        tiered.plan(ByValue(), workload=Workload(inputs=torch.zeros(1, 4)), dram="1MiB")
     with pytest.raises(MisuseError, match=r"config\.json"):
         tiered.plan(tmp_path)
     with pytest.raises(MisuseError, match="heads"):
@@ -298,7 +316,7 @@ def test_models_that_cannot_be_planned(tmp_path: Path) -> None:
     with TieredStore.open(tmp_path / "store", dram="1MiB", durability="none") as store:
         paged = zero.page(nn.Linear(4, 4), store)
         with pytest.raises(MisuseError, match="paged already"):
-            tiered.plan(paged, inputs=torch.zeros(1, 4))
+            tiered.plan(paged, workload=Workload(inputs=torch.zeros(1, 4)))
 
 
 def test_a_machine_is_kept_as_a_file(tmp_path: Path) -> None:
@@ -328,7 +346,7 @@ def test_a_model_stays_as_it_is() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    assert tiered.plan(model, inputs=torch.zeros(1, 4), dram="1MiB").parameters == 24
+    assert tiered.plan(model, workload=Workload(inputs=torch.zeros(1, 4)), dram="1MiB").parameters == 24
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert model[0].weight.grad is None
     assert not model[0]._forward_hooks
@@ -337,7 +355,7 @@ def test_a_model_stays_as_it_is() -> None:
 @pytest.mark.parametrize("update", ["on_fetch", "in_backward"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_update_once_gradients_are_reduced(ranks: int, update: Update) -> None:
-    subject = subject_of(SMALL, sequence=8)
+    subject = subject_of(SMALL, Workload(sequence=8))
     rule = AdamWRule(1e-3, (0.9, 0.999), 1e-8, 0.01, False)
     plan = Planner(subject, None, rule, Policy(), 1).divided(2 << 20, ranks)
     sizes = sizes_of(plan, "model", rule)

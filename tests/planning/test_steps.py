@@ -20,7 +20,7 @@ from tiered.cli.train.options import OPTIMIZERS
 from tiered.planning.plan import _RULES, Choice, Planner, uses_of
 from tiered.planning.rehearsal import rehearse
 from tiered.planning.simulated import DriveRates
-from tiered.planning.sources import subject_of
+from tiered.planning.sources import Workload, subject_of
 from tiered.planning.steps import Steps, Update, sizes_of
 from tiered.zero.paging.units import Policy
 from tiered.zero.rules.exact import AdamWRule, SGDRule
@@ -124,7 +124,7 @@ def real(
 
 
 def planned(model: nn.Module, update: Update, passes: int, policy: Policy, rule: UpdateRule = RULE) -> Steps:
-    subject = subject_of(model, batch=2, sequence=16)
+    subject = subject_of(model, Workload(2, 16))
     planner = Planner(subject, None, rule, policy, passes)
     plan = planner.divided(BUDGET)
     return Steps(subject.model, plan, sizes_of(plan, "model", rule), subject.run(), update, passes)
@@ -165,7 +165,7 @@ def test_the_touches_of_each_optimizer(tmp_path: Path, name: str) -> None:
 
 
 def test_a_rule_without_states_has_no_chunks() -> None:
-    plan = Planner(subject_of(Tied(), sequence=16), None, SGDRule(), Policy(), 1).divided(BUDGET)
+    plan = Planner(subject_of(Tied(), Workload(sequence=16)), None, SGDRule(), Policy(), 1).divided(BUDGET)
     assert all(not sizes for unit in sizes_of(plan, "model", SGDRule()) for _, sizes in unit.chunks)
 
 
@@ -176,7 +176,7 @@ def test_the_bytes_of_a_rehearsal_are_those_of_a_real_run(tmp_path: Path, update
     torch.manual_seed(0)
     tokens = torch.randint(0, 256, (2, 16))
     model = Tied(5)
-    subject = subject_of(model, batch=2, sequence=16)
+    subject = subject_of(model, Workload(2, 16))
     planner = Planner(subject, None, RULE, Policy(), 1)
     plan = planner.divided(BUDGET)
     sizes = sizes_of(plan, "model", RULE)
@@ -205,7 +205,7 @@ def test_the_bytes_of_a_rehearsal_are_those_of_a_real_run(tmp_path: Path, update
 def test_a_choice_that_does_not_fit_is_refused_with_the_number() -> None:
     from tiered import CapacityError
 
-    planner = Planner(subject_of(Wide(), sequence=8), None, RULE, Policy(), 1)
+    planner = Planner(subject_of(Wide(), Workload(sequence=8)), None, RULE, Policy(), 1)
     with pytest.raises(CapacityError, match="smallest"):
         planner.predict(Choice(dram=4096))
 
@@ -222,7 +222,7 @@ ROWS, LENGTH = 6, 64
 
 
 def waiting(model: nn.Module, choice: Choice, together: int = 1) -> Steps:
-    planner = Planner(subject_of(model, batch=ROWS, sequence=LENGTH), None, RULE, Policy(), 1)
+    planner = Planner(subject_of(model, Workload(ROWS, LENGTH)), None, RULE, Policy(), 1)
     plan = planner.divided(choice.dram)
     sizes, run = sizes_of(plan, "model", RULE), planner.run(choice, plan)
     return Steps(planner.subject.model, plan, sizes, run, choice.update, together=together)

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from tiered.engine.retention import bytes_moved, decide
-from tiered.errors import CapacityError, MisuseError, listed, one_of, whole_number
-from tiered.planning.dry_run import DryRun, Loss
+from tiered.errors import CapacityError, MisuseError, expect_type, listed, one_of, whole_number
+from tiered.planning.dry_run import DryRun
 from tiered.planning.machine import Machine
 from tiered.planning.optimum import lower_bound
 from tiered.planning.rehearsal import Offloading, Rehearsed, Seconds, no_time, rehearse
 from tiered.planning.simulated import DriveRates
-from tiered.planning.sources import Numbers, Subject, subject_of
+from tiered.planning.sources import Numbers, Subject, Workload, subject_of
 from tiered.planning.steps import Create, Lease, Reductions, Steps, UnitSizes, Update, Work, sizes_of
 from tiered.planning.timing import Timing, measure_operations
 from tiered.planning.waiting import Waiting
@@ -38,7 +38,7 @@ from tiered.zero.rules import exact, inexact
 from tiered.zero.rules.forms import forms_of
 from tiered.zero.rules.rule import WHOLE, UpdateRule
 
-__all__ = ["Choice", "Memory", "Offloading", "Plan", "Prediction", "Ranks", "plan"]
+__all__ = ["Choice", "Memory", "Offloading", "Plan", "Prediction", "Ranks", "Sweep", "plan"]
 
 Activations = Literal["memory", "recompute", "store"]
 Optimizer = Literal[
@@ -472,43 +472,58 @@ class Planner:
         )
 
 
+@dataclass(frozen=True)
+class Sweep:
+    """What ``tiered.plan`` predicts beside what was asked for.
+
+    ``budgets``: other budgets of DRAM, bytes or "2GiB" (``Plan.curve``, for both update modes). ``ranks``: numbers of ranks, up
+    to thousands, to simulate (``Plan.ranks``; they need a ``machine``, whose ``network``, ``latency`` and ``ranks_per_node``
+    they use). Raises MisuseError for what is no size, and no number of ranks.
+    """
+
+    budgets: Sequence[int | str] = ()
+    ranks: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        for name, what in (("budgets", "bytes, or a text such as '2GiB'"), ("ranks", "a number of ranks")):
+            object.__setattr__(self, name, tuple(listed(getattr(self, name), f"{name} are several, each {what}")))
+        for budget in self.budgets:
+            parse_size(budget)
+        for one in self.ranks:
+            whole_number("each of ranks is a number of ranks", one)
+
+
+USUAL, NOTHING = Workload(), Sweep()
+
+
 def plan(
     model: nn.Module | str | os.PathLike[str] | Numbers | Mapping[str, Any],
     *,
+    workload: Workload = USUAL,
     machine: Machine | str | os.PathLike[str] | Mapping[str, Any] | None = None,
     dram: int | str | None = None,
-    batch: int = 1,
-    sequence: int = 1024,
-    inputs: Any = None,
-    target: Any = None,
-    loss: Loss | None = None,
     optimizer: Optimizer = "adamw",
     update: Update | None = None,
     activations: Activations | None = None,
     micro_batch: int | Sequence[int] | None = None,
-    accumulate: int = 1,
     storage: torch.dtype | None = None,
     measure: bool = False,
-    budgets: Sequence[int | str] = (),
-    ranks: Sequence[int] = (),
+    sweep: Sweep = NOTHING,
     optimum: bool = False,
 ) -> Plan:
     """Plan a training: does ``model`` fit, what does a step move, and how long does it take?
 
     ``model``: an ``nn.Module`` (on any device; its values are not looked at), a folder with a ``config.json`` of transformers,
     or numbers (``tiered.Numbers``, or a mapping of them). It is run once on the meta device, without memory.
+    ``workload``: what a step computes, see ``tiered.Workload`` (default: one sequence of 1,024 tokens).
     ``machine``: a ``tiered.Machine``, the file of one (``tiered info --machine FILE`` measures it), or numbers by name
     (``read`` and ``write``, the drive's bytes per second, at least). Without it the plan has bytes and no seconds.
     ``dram``: the budget, bytes or "2GiB" (default: half of the machine's memory, or of what is available here).
-    ``batch``, ``sequence``: tokens of shape (batch, sequence), int64, that the model is given; ``inputs`` are other arguments
-    of its forward, and ``target`` what ``loss(output, target)`` compares with (default: cross-entropy with the tokens).
     ``update``, ``activations``: "on_fetch" or "in_backward", "memory", "recompute" or "store" (None: the fastest that fits is
     chosen). ``micro_batch``: into how many parts the batch is divided inside units; of several numbers the fastest that fits is
     chosen (None: 1).
-    ``accumulate``: forwards and backwards of a step. ``storage``: as in ``zero.Policy``. ``measure``: time the operations of
-    the model on this machine's CPU, some seconds, instead of computing with the machine's rates. ``budgets``: other budgets to
-    predict (``Plan.curve``, for both update modes). ``ranks``: numbers of ranks, up to thousands, to simulate (``Plan.ranks``;
-    they need a ``machine``, whose ``network``, ``latency`` and ``ranks_per_node`` they use).
+    ``storage``: as in ``zero.Policy``. ``measure``: time the operations of the model on this machine's CPU, some seconds,
+    instead of computing with the machine's rates. ``sweep``: other budgets, and numbers of ranks, to predict as well.
     ``optimum``: also say how few bytes any way to serve a step could move (``Prediction.optimum``); it needs scipy, and seconds
     to minutes.
 
@@ -518,16 +533,16 @@ def plan(
     one_of("optimizer", optimizer, _RULES)
     one_of("update", update, (*get_args(Update), None))
     one_of("activations", activations, (*get_args(Activations), None))
-    whole_number("accumulate is how many forwards and backwards a step has", accumulate)
-    for one in listed(ranks, "ranks are numbers of ranks"):
-        whole_number("each of ranks is a number of ranks", one)
+    expect_type(workload, Workload, "workload is a tiered.Workload")
+    expect_type(sweep, Sweep, "sweep is a tiered.Sweep")
+    accumulate = workload.accumulate
     parts = _parts(micro_batch, activations)
     if accumulate > 1 and update == "in_backward":
         raise MisuseError("update='in_backward' makes each backward a step: leave accumulate out, or use update='on_fetch'")
     found = None if machine is None else Machine.of(machine)
-    if ranks and found is None:
+    if sweep.ranks and found is None:
         raise MisuseError("ranks need machine=, with its network")
-    subject = subject_of(model, batch=batch, sequence=sequence, inputs=inputs, target=target, loss=loss)
+    subject = subject_of(model, workload)
     planner = Planner(subject, found, _RULES[optimizer], Policy(storage=storage), accumulate, measure)
     budget = parse_size(dram) if dram is not None else _half(found)
     tokens = _tokens(subject) * accumulate
@@ -564,8 +579,8 @@ def plan(
         changes = _to_fit(planner, chosen, room, _rows_of(subject))
     if optimum:
         chosen = replace(chosen, optimum=planner.optimum(chosen.choice))
-    curve = _curve(planner, chosen.choice, budgets, updates)
-    rows = _rows(planner, chosen.choice, ranks, tokens)
+    curve = _curve(planner, chosen.choice, sweep.budgets, updates)
+    rows = _rows(planner, chosen.choice, sweep.ranks, tokens)
     return Plan(
         model=subject.name, parameters=parameters, tokens=tokens, optimizer=optimizer, machine=found,
         smallest=planner.smallest(chosen.choice), chosen=chosen, others=others,

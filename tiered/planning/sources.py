@@ -19,7 +19,7 @@ from tiered.errors import MisuseError, one_of, path_of, whole_number
 from tiered.planning.dry_run import DryRun, Loss, dry_run, on_meta
 from tiered.planning.waiting import Waiting
 
-__all__ = ["Numbers", "Subject", "model_of_folder", "subject_of"]
+__all__ = ["Numbers", "Subject", "Workload", "model_of_folder", "subject_of"]
 
 
 @dataclass(frozen=True)
@@ -139,21 +139,36 @@ class Subject:
         return dry_run(self.model, self.args, self.kwargs, self.loss, self.target, waiting=waiting)
 
 
-def subject_of(
-    what: nn.Module | str | os.PathLike[str] | Numbers | Mapping[str, Any],
-    *,
-    batch: int = 1,
-    sequence: int = 1024,
-    inputs: Any = None,
-    target: Any = None,
-    loss: Loss | None = None,
-) -> Subject:
-    """Return what is planned for.
+@dataclass(frozen=True)
+class Workload:
+    """What a step of a training computes, for ``tiered.plan``.
 
-    ``inputs``: a tensor, or a tuple of positional or a mapping of keyword arguments, of any values and device; only shapes
-    count. Without it the forward is given tokens, int64 of shape (batch, sequence). Without ``loss`` it is the cross-entropy of
-    logits against tokens where there are tokens, and the mean of squares otherwise.
+    ``batch``, ``sequence``: the model is given tokens, int64 of shape (batch, sequence). ``inputs``: other arguments of its
+    forward, in place of these: a tensor, or a tuple of positional or a mapping of keyword arguments, of any values and device;
+    only shapes count. ``target``: what ``loss(output, target)`` compares with, by default the tokens. Without ``loss`` it is
+    the cross-entropy of logits against tokens where there are tokens, and the mean of squares otherwise. ``accumulate``:
+    forwards and backwards of a step, each of them with such a batch.
+
+    Raises MisuseError for a number below 1.
     """
+
+    batch: int = 1
+    sequence: int = 1024
+    inputs: Any = None
+    target: Any = None
+    loss: Loss | None = None
+    accumulate: int = 1
+
+    def __post_init__(self) -> None:
+        whole_number("batch is a number of sequences", self.batch)
+        whole_number("sequence is a number of tokens", self.sequence)
+        whole_number("accumulate is how many forwards and backwards a step has", self.accumulate)
+
+
+def subject_of(
+    what: nn.Module | str | os.PathLike[str] | Numbers | Mapping[str, Any], workload: Workload
+) -> Subject:
+    """Return what is planned for: a model, and what it is given."""
     if isinstance(what, Mapping):
         try:
             what = Numbers(**what)
@@ -166,20 +181,20 @@ def subject_of(
     else:
         folder = path_of(what, "what is planned for, if no torch.nn.Module and no numbers,")
         model, name = model_of_folder(folder), os.path.basename(os.path.abspath(folder))
-    args, kwargs = _arguments(inputs, batch, sequence)
+    args, kwargs = _arguments(workload)
     tokens = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)), None)
+    target = workload.target
     if target is not None:
         target = _on_meta(target)
     elif tokens is not None and not tokens.is_floating_point():
         target = tokens
-    return Subject(model, args, kwargs, _loss if loss is None else loss, target, name)
+    return Subject(model, args, kwargs, _loss if workload.loss is None else workload.loss, target, name)
 
 
-def _arguments(inputs: Any, batch: int, sequence: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(workload: Workload) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    inputs = workload.inputs
     if inputs is None:
-        whole_number("batch is a number of sequences", batch)
-        whole_number("sequence is a number of tokens", sequence)
-        return (torch.zeros(batch, sequence, dtype=torch.int64, device="meta"),), {}
+        return (torch.zeros(workload.batch, workload.sequence, dtype=torch.int64, device="meta"),), {}
     if isinstance(inputs, Mapping):
         return (), {name: _on_meta(value) for name, value in inputs.items()}
     if isinstance(inputs, tuple | list):

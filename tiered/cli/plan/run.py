@@ -46,18 +46,17 @@ def planned(parsed: argparse.Namespace) -> int:
     if parsed.ranks and machine is None:
         parser.error("--ranks needs a machine: leave out --no-measure, or give --machine")
     here = parsed.machine is None and machine is not None
+    batch, context = parsed.batch or default_of("batch"), parsed.context or default_of("context")
     asked: dict[str, Any] = {
-        "machine": machine, "dram": parsed.dram, "batch": parsed.batch or default_of("batch"),
-        "sequence": parsed.context or default_of("context"), "optimizer": parsed.optimizer, "update": parsed.update,
-        "activations": parsed.activations, "micro_batch": parsed.micro_batch, "accumulate": parsed.accumulate,
-        "measure": here, "ranks": parsed.ranks,
-        "optimum": parsed.optimum,
+        "workload": tiered.Workload(batch, context, accumulate=parsed.accumulate), "machine": machine, "dram": parsed.dram,
+        "optimizer": parsed.optimizer, "update": parsed.update, "activations": parsed.activations,
+        "micro_batch": parsed.micro_batch, "measure": here,
     }
-    plan = tiered.plan(model, **asked)
+    plan = tiered.plan(model, **asked, sweep=tiered.Sweep(ranks=parsed.ranks), optimum=parsed.optimum)
     if parsed.plot is not None and plan.chosen is not None:
         choice = plan.chosen.choice
-        mode = {"activations": choice.activations, "micro_batch": choice.micro_batch, "ranks": (), "optimum": False}
-        curve = tiered.plan(model, **{**asked, **mode, "budgets": _budgets(plan)}).curve
+        mode = {"activations": choice.activations, "micro_batch": choice.micro_batch}
+        curve = tiered.plan(model, **{**asked, **mode}, sweep=tiered.Sweep(_budgets(plan))).curve
         plan = replace(plan, curve=curve)
     if parsed.json != "-":
         print(describe(plan))

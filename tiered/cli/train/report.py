@@ -244,9 +244,9 @@ def predicted(summary: Summary) -> dict[str, Any] | None:
     optimizer: Any = options.optimizer
     model = build(Shape.of(options))
     plan = tiered.plan(
-        model, machine=machine, dram=options.dram, batch=options.batch, sequence=options.context, optimizer=optimizer,
-        update=options.update, activations=cast(Activations, options.activations), micro_batch=options.micro_batch,
-        accumulate=options.accumulate, measure=True,
+        model, workload=tiered.Workload(options.batch, options.context, accumulate=options.accumulate), machine=machine,
+        dram=options.dram, optimizer=optimizer, update=options.update, activations=cast(Activations, options.activations),
+        micro_batch=options.micro_batch, measure=True,
     )
     found = plan.of_step()
     by = "tiered.plan, with the rates of the drive that were measured when the training ended, and operations timed then."
