@@ -1,7 +1,7 @@
 """Makes docs/reference.md from the docstrings: ``python docs/make_reference.py``; ``--check`` says whether it is out of date.
 
 It reads the sources without importing them, so what it makes depends on no version of Python or torch. The site has a reference
-of its own, by mkdocstrings, with the sections of this file: docs/decisions/0046 says why there are both.
+of its own, by mkdocstrings, with the sections of this file: docs/decisions/0047 says why there are both.
 """
 
 from __future__ import annotations
