@@ -585,7 +585,7 @@ def test_the_check_finds_what_is_wrong(module: str, source: str, complaint: str)
         ("store.store", "import torch\nfrom tiered.engine import engine\nfrom tiered.tiers.dram import DramTier"),
         ("zero.paging.pager", "from tiered.store import TieredStore\nfrom tiered import errors\nfrom . import unit"),
         ("zero.checkpoint.checkpoint", "from tiered.zero.paging import units\nfrom tiered.zero.optimizers import optimizer"),
-        ("cli.main", "from tiered import TieredStore, zero\nfrom tiered.store.opening import StoreConfig"),
+        ("cli.main", "from tiered import TieredStore, zero\nfrom tiered.store.opening import OpenOptions"),
     ],
 )
 def test_the_check_lets_pass_what_is_right(module: str, source: str) -> None:

@@ -9,13 +9,12 @@ import contextlib
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 
 from tiered.engine.engine import Engine, EngineConfig
-from tiered.engine.policy import LRU
 from tiered.engine.residency import Copy
 from tiered.errors import CapacityError, MisuseError, TieredError, one_of, path_of, quoted, whole_number
 from tiered.format.folder import cannot_open, mend_of
@@ -39,7 +38,6 @@ __all__ = [
     "Newer",
     "OpenOptions",
     "Parts",
-    "StoreConfig",
     "access_of",
     "assemble",
     "build",
@@ -52,28 +50,8 @@ SMALLEST_DRAM = 1 << 20
 BESIDE_OPEN = 8 << 20
 TABLES_SHARE = 256
 """Bytes that a store takes beside its pool: BESIDE_OPEN, and one TABLES_SHAREth of the pool for the kernel's page tables."""
-
-
-@dataclass(frozen=True)
-class StoreConfig:
-    """The configuration of a store's parts. ``path``: the store's folder, None for no disk; ``paths``: folders for its data
-    files, none for that folder; ``disk`` has them already. ``dram``: bytes of the pool. ``hbm``: bytes
-    on ``device``, 0 for none. ``nvme``: most bytes of extents (None: what the disks have).
-
-    ``backend`` is a name, or makes another backend. ``eviction`` makes one policy per tier. ``depth``: requests in flight; it
-    bounds many small tensors, the bytes of large ones are bounded by ``DiskConfig``.
-    """
-
-    path: str | os.PathLike[str] | None
-    dram: int
-    nvme: int | None = None
-    hbm: int = 0
-    device: str = "cuda"
-    backend: BackendName | Callable[[], IOBackend] = "auto"
-    eviction: Callable[[], EvictionPolicy] = LRU
-    depth: int = 64
-    paths: Sequence[str | os.PathLike[str]] = ()
-    disk: DiskAtRest | None = None
+DEPTH = 64
+"""Requests in flight. It bounds many small tensors; the bytes of large ones are bounded by ``DiskConfig``."""
 
 
 @dataclass(frozen=True)
@@ -101,26 +79,27 @@ class Parts:
             memory.close()
 
 
-def build(config: StoreConfig) -> Parts:
-    """Open the parts. Raises MisuseError, CapacityError, StoreLocked, ManifestError; then nothing stays open."""
-    if config.dram < SMALLEST_DRAM:
-        raise CapacityError(
-            f"a DRAM budget of {config.dram:,} bytes is too small: the smallest is {SMALLEST_DRAM:,} bytes"
-        )
-    _refuse_beyond_cgroup(config.dram)
+def build(options: OpenOptions, at_rest: DiskAtRest | None = None) -> Parts:
+    """Open the parts; ``at_rest`` is a disk that is open for reading already. Raises MisuseError, CapacityError, StoreLocked,
+    ManifestError; then nothing stays open."""
+    size = default_dram() if options.dram is None else parse_size(options.dram)
+    if size < SMALLEST_DRAM:
+        raise CapacityError(f"a DRAM budget of {size:,} bytes is too small: the smallest is {SMALLEST_DRAM:,} bytes")
+    _refuse_beyond_cgroup(size)
     with contextlib.ExitStack() as undo:
         backend = hbm = None
         nvme: NvmeTier | DiskAtRest | None = None
-        if config.hbm:
-            hbm = HbmTier(HbmConfig(config.hbm, config.device))
+        if options.hbm is not None and parse_size(options.hbm):
+            hbm = HbmTier(HbmConfig(parse_size(options.hbm), str(options.device)))
             undo.callback(hbm.close)
-        if config.path is not None:  # the last part that may be refused, so that no folder is made in vain
-            backend = open_backend(config.backend, config.depth)
+        if options.path is not None:  # the last part that may be refused, so that no folder is made in vain
+            backend = open_backend(options.backend, DEPTH)
             undo.callback(backend.close)
-            opened = NvmeConfig(config.path, config.nvme, paths=config.paths)
-            nvme = config.disk or NvmeTier.open(opened)
+            folders = [os.path.expanduser(folder) for folder in options.paths or ()]
+            capacity = None if options.nvme is None else parse_size(options.nvme)
+            nvme = at_rest or NvmeTier.open(NvmeConfig(os.path.expanduser(options.path), capacity, paths=folders))
             undo.callback(nvme.close)
-        dram = DramTier(DramConfig(config.dram, alignment=nvme.alignment if nvme else 64))
+        dram = DramTier(DramConfig(size, alignment=nvme.alignment if nvme else 64))
         undo.callback(dram.close)
         memories: tuple[Memory, ...] = (dram,)
         links: tuple[Link, ...] = ()
@@ -140,7 +119,7 @@ def build(config: StoreConfig) -> Parts:
             links = (*links, disk)
         undo.pop_all()
     tiers: tuple[Tier, ...] = memories if nvme is None else (*memories, nvme)
-    return Parts(memories, nvme, backend, tiers, links, tuple(config.eviction() for _ in tiers))
+    return Parts(memories, nvme, backend, tiers, links, tuple(options.eviction() for _ in tiers))
 
 
 def _device_link(hbm: HbmTier, dram: DramTier) -> Link:
@@ -179,7 +158,7 @@ _ACCESS: dict[str | Access, Access] = {name: access for access in Access for nam
 
 @dataclass(frozen=True)
 class OpenOptions:
-    """The arguments of ``TieredStore.open``, as they were given."""
+    """The arguments of ``TieredStore.open``. Raises MisuseError for what has no meaning, or does not go together."""
 
     path: str | os.PathLike[str] | None
     dram: int | str | None
@@ -197,6 +176,43 @@ class OpenOptions:
     access: Access = Access.WRITE
     existing: Existing = "may"
 
+    def __post_init__(self) -> None:
+        one_of("durability", self.durability, get_args(Durability))
+        one_of("newer", self.newer, get_args(Newer))
+        one_of("existing", self.existing, get_args(Existing))
+        whole_number("keep is a number of generations", self.keep)
+        if isinstance(self.deadline, bool) or not isinstance(self.deadline, int | float) or not self.deadline >= 0:
+            raise MisuseError(f"a deadline is a number of seconds, not {quoted(self.deadline)}")
+        if not callable(self.eviction):
+            raise MisuseError(
+                f"eviction makes a tier's policy, as tiered.engine.policy.LRU does; {quoted(self.eviction)} cannot"
+            )
+        for size in (self.dram, self.hbm, self.nvme):
+            if size is not None:
+                parse_size(size)
+        if self.generation is not None:
+            if self.path is None or self.scratch:
+                raise MisuseError("there are no generations without a disk or with durability='none'")
+            whole_number("a generation is an int", self.generation, least=0)
+        if self.newer == "drop" and self.generation is None:
+            raise MisuseError("newer='drop' removes the generations after generation=: give that, too")
+        if self.path is None:
+            for name in ("nvme", "paths"):
+                if getattr(self, name) is not None:
+                    raise MisuseError(f"a store without a disk (path None) has no {name}=: leave it out, or name a folder")
+            if self.existing != "may":
+                raise MisuseError(
+                    f"a store without a disk (path None) does not exist before: leave existing={self.existing!r} out"
+                )
+            return
+        path_of(self.path, "the path of a store's folder, if not None,")
+        if self.paths is not None and (not isinstance(self.paths, list | tuple) or not self.paths):
+            raise MisuseError(f"paths is a list of folders, one on each drive, not {quoted(self.paths)}")
+        for one in self.paths or ():
+            path_of(one, "each of paths")
+        if self.access is Access.READ and (self.scratch or self.nvme is not None):
+            raise MisuseError("access='read' opens a commit, and changes nothing: leave durability= and nvme= out")
+
     @property
     def scratch(self) -> bool:
         return self.durability == "none"
@@ -207,10 +223,10 @@ def assemble(options: OpenOptions) -> tuple[Parts, Engine, Generations]:
 
     Raises as ``TieredStore.open`` says; nothing stays open then.
     """
-    _refuse(options)
+    _refuse_existing(options)
     if options.access is Access.READ:
         return _assemble_to_read(options)
-    parts, engine = _begin(options, _config_of(options))
+    parts, engine = _begin(options)
     try:
         commits = None
         if isinstance(parts.nvme, NvmeTier):
@@ -237,15 +253,15 @@ def assemble(options: OpenOptions) -> tuple[Parts, Engine, Generations]:
 def _assemble_to_read(options: OpenOptions) -> tuple[Parts, Engine, Generations]:
     """Open one generation of a store for reading, which a pin keeps, or a lock where no pin can be made. The manifest says what
     lies where."""
-    if options.path is None or options.scratch or options.nvme is not None:
-        raise MisuseError("access='read' opens a commit on a disk, and changes nothing: a folder, no durability, no nvme")
+    if options.path is None:
+        raise MisuseError("access='read' opens a commit on a disk: name its folder")
     try:
         rest = StoreAtRest(options.path, paths=options.paths, generation=options.generation)
     except OSError as error:
         raise _cannot_open(options, error) from error
     try:
         disk = DiskAtRest(rest)
-        parts, engine = _begin(options, replace(_config_of(options), disk=disk))
+        parts, engine = _begin(options, disk)
     except BaseException:
         rest.close()
         raise
@@ -260,10 +276,10 @@ def _assemble_to_read(options: OpenOptions) -> tuple[Parts, Engine, Generations]
     return parts, engine, known
 
 
-def _begin(options: OpenOptions, config: StoreConfig) -> tuple[Parts, Engine]:
+def _begin(options: OpenOptions, at_rest: DiskAtRest | None = None) -> tuple[Parts, Engine]:
     """Return the parts and the engine, not started. Raises as ``TieredStore.open`` says; then nothing stays open."""
     try:
-        parts = build(config)
+        parts = build(options, at_rest)
     except OSError as error:
         raise _cannot_open(options, error) from error
     try:
@@ -294,42 +310,10 @@ def _warn_buffered(folder: str, stacklevel: int = 5) -> None:
     )
 
 
-def _refuse(options: OpenOptions) -> None:
-    """Raise MisuseError for arguments without a meaning."""
-    path, keep, deadline, generation = options.path, options.keep, options.deadline, options.generation
-    whole_number("keep is a number of generations", keep)
-    if isinstance(deadline, bool) or not isinstance(deadline, int | float) or not deadline >= 0:
-        raise MisuseError(f"a deadline is a number of seconds, not {deadline!r}")
-    if not callable(options.eviction):
-        raise MisuseError(f"eviction makes a tier's policy, as tiered.engine.policy.LRU does; {options.eviction!r} cannot")
-    one_of("durability", options.durability, get_args(Durability))
-    if generation is not None and (path is None or options.scratch):
-        raise MisuseError("there are no generations without a disk or with durability='none'")
-    if generation is not None and type(generation) is not int:
-        raise MisuseError(f"a generation is an int, not {generation!r}")
-    one_of("newer", options.newer, get_args(Newer))
-    if options.newer == "drop" and generation is None:
-        raise MisuseError("newer='drop' removes the generations after generation=: give that, too")
-    if path is None and options.nvme is not None:
-        raise MisuseError("a store without a disk (path None) has no nvme=: leave it out, or name a folder")
-    if path is not None:
-        path_of(path, "the path of a store's folder, if not None,")
-    one_of("existing", options.existing, get_args(Existing))
-    if options.existing != "may":
-        _refuse_existing(options)
-    if options.paths is not None:
-        if path is None:
-            raise MisuseError("a store without a disk (path None) has no paths=: leave them out, or name a folder")
-        if not isinstance(options.paths, list | tuple) or not options.paths:
-            raise MisuseError(f"paths is a list of folders, one on each drive, not {quoted(options.paths)}")
-        for one in options.paths:
-            path_of(one, "each of paths")
-
-
 def _refuse_existing(options: OpenOptions) -> None:
     """Raise MisuseError where there is a store and should be none, or the other way round. Makes nothing."""
-    if options.path is None:
-        raise MisuseError(f"a store without a disk (path None) does not exist before: leave existing={options.existing!r} out")
+    if options.path is None or options.existing == "may":
+        return
     folder = os.path.abspath(options.path)
     found = generations(folder) if os.path.isdir(folder) else []
     if options.existing == "must" and not found:
@@ -345,19 +329,6 @@ def access_of(access: Access | str) -> Access:
     if found is None:
         raise MisuseError(f"access is 'read' or 'write', not {access!r}")
     return found
-
-
-def _config_of(options: OpenOptions) -> StoreConfig:
-    return StoreConfig(
-        options.path if options.path is None else os.path.expanduser(options.path),
-        default_dram() if options.dram is None else parse_size(options.dram),
-        None if options.nvme is None else parse_size(options.nvme),
-        0 if options.hbm is None else parse_size(options.hbm),
-        str(options.device),
-        options.backend,
-        options.eviction,
-        paths=[os.path.expanduser(folder) for folder in options.paths or ()],
-    )
 
 
 def _duplicator(parts: Parts, engine: Engine) -> Callable[[Copy, Slot, int], None]:
