@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import posixpath
 import re
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -101,6 +102,26 @@ def _reference() -> dict[str, str]:
     return {REFERENCE: f"# Reference\n\n{introduction}\n\n{table}\n", **pages}
 
 
+@cache
+def _entries() -> dict[str, str]:
+    """Return where the site has an entry of docs/reference.md, by its anchor there: ``class-zeroadamw`` and ``zeropage``."""
+    made = _make_reference()
+    exported = set(made.public(made.source_of("tiered")))
+    found = {}
+    for title, module, names, prefix in made.SECTIONS:
+        where = f"reference/{_slug(title)}.md"
+        found[_anchor(title)] = where
+        for name in made.public(made.source_of(module)) if names is None else names:
+            path = _defined(f"tiered.{name}" if name in exported else f"{module}.{name}")
+            found[_anchor(prefix + name)] = found[_anchor(f"class {prefix}{name}")] = f"{where}#{path}"
+    return found
+
+
+def _anchor(heading: str) -> str:
+    """Return the anchor that the repository's host gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-")
+
+
 def _titles(results: list[str]) -> list[str]:
     """Return the title of each page of results in the navigation: its name without the machine, and with the date where two
     have the same."""
@@ -157,7 +178,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         place = _in_site(path)
         if place is None or files.get_file_from_path(place) is None:
             raise PluginError(f"{_in_repository(uri)}: {target} is not in the site")
-        return found["open"] + posixpath.relpath(place, posixpath.dirname(uri) or ".") + (found["rest"] or "")
+        rest = found["rest"] or ""
+        if place == REFERENCE and rest:
+            if rest[1:] not in _entries():
+                raise PluginError(f"{_in_repository(uri)}: {target}{rest} is not in the site")
+            place, _, entry = _entries()[rest[1:]].partition("#")
+            rest = f"#{entry}" if entry else ""
+        return found["open"] + posixpath.relpath(place, posixpath.dirname(uri) or ".") + rest
 
     pieces, end = [], 0
     for code in CODE.finditer(markdown):
