@@ -12,6 +12,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -68,6 +69,39 @@ NAMED = (
 PARAMS = "an optimizer is given an iterable of parameters, or of param groups"
 
 
+@dataclass(frozen=True)
+class _Places:
+    """When an optimizer updates, and where the states are of parameters that stay in memory: arguments of ``AdamW``. Raises
+    MisuseError for those that contradict each other."""
+
+    update: str
+    store: TieredStore | None
+    name: str
+    existing: str
+    stage: Stage | None
+
+    def __post_init__(self) -> None:
+        one_of("update", self.update, ("on_fetch", "in_backward"))
+        one_of("existing", self.existing, ("refuse", "overwrite", "resume"))
+        if self.store is not None and self.update == "in_backward":
+            raise MisuseError("update='in_backward' is for paged parameters: leave it or store= out")
+        if self.store is None and (self.name, self.existing, self.stage) != ("optimizer", "refuse", None):
+            raise MisuseError("name, existing and stage go with store=; a paged model was given them by page")
+        if self.stage is not None and not isinstance(self.stage, Stage1):
+            raise MisuseError(
+                f"{type(self.stage).__name__} divides more than states, and these parameters and gradients stay whole: give "
+                "stage=zero.Stage1(), or page the model with zero.page"
+            )
+
+    def ranks(self) -> Ranks | None:
+        """Return who has a share of the states; None: this process has all."""
+        if self.stage is None:
+            return None
+        if not (dist.is_available() and dist.is_initialized()):
+            raise MisuseError("stage= is for several processes: call torch.distributed.init_process_group first")
+        return Ranks(self.stage.group, self.stage.timeout) if dist.get_world_size(self.stage.group) > 1 else None
+
+
 class Optimizer(TorchOptimizer):
     """Optimizer with any update rule, for a model that went through ``tiered.zero.page``, or with states in a store.
 
@@ -91,34 +125,23 @@ class Optimizer(TorchOptimizer):
         existing: str = "refuse",
         stage: Stage | None = None,
     ) -> None:
-        _refuse_places(update, store, (stage, name, existing))
-        self._begin(params, rule, self._hyper_parameters(rule), update, store, name, existing, stage)
+        self._begin(params, rule, self._hyper_parameters(rule), _Places(update, store, name, existing, stage))
 
-    def _begin(
-        self,
-        params: ParamsT,
-        rule: UpdateRule,
-        defaults: dict[str, Any],
-        update: str,
-        store: TieredStore | None,
-        name: str,
-        existing: str,
-        stage: Stage | None,
-    ) -> None:
+    def _begin(self, params: ParamsT, rule: UpdateRule, defaults: dict[str, Any], places: _Places) -> None:
         """Initialise. ``rule``: of param groups that have none; ``defaults``: hyper-parameters, and what else torch's class has
         in its param groups."""
-        self._in_backward = update == "in_backward"
+        self._in_backward, store = places.update == "in_backward", places.store
         self._default_rule = rule
         self._rules: list[UpdateRule] = []
         """By param group: its rule, with the hyper-parameters that it had when the group was added or loaded."""
         given: Any = _listed(params) if store is None else params
-        ranks = None if store is None else _ranks(stage)
+        ranks = places.ranks()
         self._updates: Updates
         if store is None:
             self._updates = PagedUpdates(self, given, in_backward=self._in_backward)
         with self._agreeing("make this optimizer", given if store is None else (), ranks):
             if store is not None:
-                self._updates = ResidentUpdates(self, store, name, existing, ranks)
+                self._updates = ResidentUpdates(self, store, places.name, places.existing, ranks)
             self._made = False
             super().__init__(_listed(given), defaults)
             self._made = True
@@ -539,7 +562,7 @@ class AdamW(Optimizer):
         existing: str = "refuse",
         stage: Stage | None = None,
     ) -> None:
-        _refuse_places(update, store, (stage, name, existing))
+        places = _Places(update, store, name, existing, stage)
         asked = {"fused": fused, "foreach": foreach, "amsgrad": amsgrad, "capturable": capturable}
         _refuse_kernels({**asked, "differentiable": differentiable})
         refuse_out_of_range(lr, betas, weight_decay, eps)
@@ -557,7 +580,7 @@ class AdamW(Optimizer):
                 )
             rule = AdamWBFloat16RoundedRule(float(lr), (numbers[0], numbers[1]), eps, weight_decay, maximize, seed)
             defaults["seed"] = seed
-        self._begin(params, rule, defaults, update, store, name, existing, stage)
+        self._begin(params, rule, defaults, places)
 
     def _refuse_group(self, group: Mapping[str, Any]) -> None:
         _refuse_kernels(group)
@@ -603,15 +626,6 @@ def stride_of(parameter: torch.Tensor) -> tuple[int, ...]:
     if placement.sliced is None:
         return placement.stride
     return torch.empty(parameter.shape, dtype=torch.uint8, device="meta").stride()
-
-
-def _refuse_places(update: str, store: TieredStore | None, divided: tuple[object, ...]) -> None:
-    """Raise MisuseError where ``update``, ``store`` and what goes with it contradict each other."""
-    one_of("update", update, ("on_fetch", "in_backward"))
-    if store is not None and update == "in_backward":
-        raise MisuseError("update='in_backward' is for paged parameters: leave it or store= out")
-    if store is None and divided != (None, "optimizer", "refuse"):
-        raise MisuseError("name, existing and stage go with store=; a paged model was given them by page")
 
 
 def _changed(before: UpdateRule, rule: UpdateRule) -> str:
@@ -686,20 +700,6 @@ def _listed(params: Any) -> list[Any]:
             one = {**one, "params": list(one["params"])}
         found.append(one)
     return found
-
-
-def _ranks(stage: Stage | None) -> Ranks | None:
-    """Return who has a share of the states of parameters that stay in memory."""
-    if stage is None:
-        return None
-    if not isinstance(stage, Stage1):
-        raise MisuseError(
-            f"{type(stage).__name__} divides more than states, and these parameters and gradients stay whole: give stage="
-            "zero.Stage1(), or page the model with zero.page"
-        )
-    if not (dist.is_available() and dist.is_initialized()):
-        raise MisuseError("stage= is for several processes: call torch.distributed.init_process_group first")
-    return Ranks(stage.group, stage.timeout) if dist.get_world_size(stage.group) > 1 else None
 
 
 class GradScaler(torch.amp.GradScaler):

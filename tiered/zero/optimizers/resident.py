@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 
-from tiered.errors import CapacityError, ManifestError, MisuseError, one_of
+from tiered.errors import CapacityError, ManifestError, MisuseError
 from tiered.store import TieredStore
 from tiered.types import Owner
 from tiered.zero.collectives import Ranks, Under
@@ -254,7 +254,6 @@ class ResidentUpdates(Updates):
         self, optimizer: Optimizing, store: TieredStore, name: str, existing: str, ranks: Ranks | None
     ) -> None:
         super().__init__(optimizer)
-        one_of("existing", existing, ("refuse", "overwrite", "resume"))
         self.store, self.name, self.ranks, self._resume = store, name, ranks, existing == "resume"
         going_on = "'resume'" if self._resume else "'refuse' or 'overwrite'"
         self.existing = f"{going_on}, as {name!r}"
