@@ -32,7 +32,7 @@ from tiered.store.opening import Existing, Newer, OpenOptions, Parts, access_of,
 from tiered.store.readers import StoreReader
 from tiered.system import memory_of_process
 from tiered.tables.cache import RowCache
-from tiered.tables.layout import Pattern
+from tiered.tables.layout import Pattern, TableOptions
 from tiered.tables.table import Table, open_table
 from tiered.telemetry import NO_SPAN, Offloaded, Span, StoreStatistics, Timeline
 from tiered.tensors.copies import Copies
@@ -1036,8 +1036,8 @@ class TieredStore(TensorMapping):
         """
         engine = self._running()
         budget = self._parts.tiers[self._parts.dram].capacity
-        arguments = {"dtype": dtype, "block": block, "pattern": pattern, "fill": fill, "budget": budget, "owner": owner}
-        found = open_table(self, name, rows, columns, cache=self._row_cache, **arguments)  # type: ignore[arg-type]
+        options = TableOptions(name, rows, columns, dtype, block, pattern, fill)
+        found = open_table(self, options, budget, self._row_cache, owner)
         with engine.lock:
             known = self._tables.get(name)
             if known is not None and known.layout == found.layout:

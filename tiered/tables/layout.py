@@ -15,15 +15,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import torch
 
-from tiered.errors import ManifestError, MisuseError, one_of, whole_number
+from tiered.errors import ManifestError, MisuseError, expect_type, one_of, quoted, whole_number
 from tiered.types import LARGEST, Key, Owner, format_size, parse_size
 
-__all__ = ["Layout", "Pattern", "Run", "appended_key", "block_prefix", "buffer_key", "described", "owner_of", "record_key"]
+__all__ = ["Layout", "Pattern", "Run", "TableOptions", "appended_key", "block_prefix", "buffer_key", "owner_of", "record_key"]
 
 Pattern = Literal["random", "sequential"]
 BLOCK_BYTES: dict[Pattern, int] = {"random": 32 << 10, "sequential": 1 << 20}
@@ -187,39 +187,70 @@ def buffer_key(name: str, segment: int | None = None) -> Key:
     return f"{record_key(name)}.buffer{'' if segment is None else segment}"
 
 
-def described(
-    name: str,
-    rows: int,
-    columns: int | Sequence[int] | None,
-    dtype: torch.dtype | None,
-    block: int | str | None,
-    pattern: Pattern,
-    fill: float,
-    budget: int,
-) -> Layout:
-    """Return the layout of a new table: arguments as ``TieredStore.table`` has them; ``budget``: bytes of the pool."""
-    shape = _shape(name, columns)
-    whole_number(f"table {name!r}: rows is a number of rows", rows)
-    kind: Any = torch.get_default_dtype() if dtype is None else dtype
-    if not isinstance(kind, torch.dtype):
-        raise MisuseError(f"table {name!r}: dtype is one of torch's, such as torch.float32, not {kind!r}")
-    one_of(f"table {name!r}: pattern", pattern, BLOCK_BYTES)
-    if type(fill) not in (int, float) or not -1e300 < fill < 1e300:
-        raise MisuseError(f"table {name!r}: fill is a finite number, not {fill!r}")
-    one = Layout(rows, shape, kind, 1, float(fill))
-    _refuse_fill(name, one)
-    if rows * one.row_nbytes > LARGEST:
-        raise MisuseError(f"table {name!r} would have {rows * one.row_nbytes:,} bytes, more than a store can have")
-    if block is None:
-        nbytes = max(BLOCK_BYTES[pattern], -(-rows * one.row_nbytes // MOST_BLOCKS))
-        nbytes = min(nbytes, budget // BLOCK_SHARE)
-    else:
-        nbytes = parse_size(block)
-        if nbytes < one.row_nbytes:
-            raise MisuseError(
-                f"table {name!r}: a block of {format_size(nbytes)} holds no row, which has {one.row_nbytes:,} bytes: give more"
-            )
-    return _with_buffer(Layout(rows, shape, kind, min(rows, max(1, nbytes // one.row_nbytes)), one.fill), budget)
+@dataclass(frozen=True)
+class TableOptions:
+    """The arguments of ``TieredStore.table``. Raises MisuseError for those that cannot be."""
+
+    name: str
+    rows: int | None
+    columns: int | Sequence[int] | None
+    dtype: torch.dtype | None
+    block: int | str | None
+    pattern: Pattern
+    fill: float
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise MisuseError(f"the name of a table is a text, not {quoted(self.name)}")
+        said = f"table {self.name!r}"
+        if self.rows is not None:
+            whole_number(f"{said}: rows is a number of rows", self.rows)
+        if not isinstance(self.shape, tuple | list) or not all(type(size) is int and size > 0 for size in self.shape):
+            raise MisuseError(f"{said}: columns is a number of columns, or the shape of a row, not {quoted(self.columns)}")
+        expect_type(self.dtype, torch.dtype | None, f"{said}: dtype is one of torch's, such as torch.float32")
+        if self.block is not None:
+            parse_size(self.block)
+        one_of(f"{said}: pattern", self.pattern, BLOCK_BYTES)
+        if type(self.fill) not in (int, float) or not -1e300 < self.fill < 1e300:
+            raise MisuseError(f"{said}: fill is a finite number, not {quoted(self.fill)}")
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """The shape of a row, of what ``columns`` says."""
+        return () if self.columns is None else (self.columns,) if isinstance(self.columns, int) else self.columns
+
+    def layout(self, budget: int) -> Layout:
+        """Return the layout of a new table, which has ``rows``; ``budget``: bytes of the pool."""
+        name, rows, shape = self.name, self.rows, tuple(self.shape)
+        assert rows is not None
+        dtype = torch.get_default_dtype() if self.dtype is None else self.dtype
+        one = Layout(rows, shape, dtype, 1, float(self.fill))
+        _refuse_fill(name, one)
+        if rows * one.row_nbytes > LARGEST:
+            raise MisuseError(f"table {name!r} would have {rows * one.row_nbytes:,} bytes, more than a store can have")
+        if self.block is None:
+            nbytes = max(BLOCK_BYTES[self.pattern], -(-rows * one.row_nbytes // MOST_BLOCKS))
+            nbytes = min(nbytes, budget // BLOCK_SHARE)
+        else:
+            nbytes = parse_size(self.block)
+            if nbytes < one.row_nbytes:
+                raise MisuseError(
+                    f"table {name!r}: a block of {format_size(nbytes)} holds no row, which has {one.row_nbytes:,} bytes: give "
+                    "more"
+                )
+        return _with_buffer(Layout(rows, shape, dtype, min(rows, max(1, nbytes // one.row_nbytes)), one.fill), budget)
+
+    def refuse_other(self, found: Layout) -> None:
+        """Raise MisuseError where the table that there is, is not as these say."""
+        for what, said, there in (
+            ("rows", self.rows, found.rows),
+            ("rows of shape", None if self.columns is None else tuple(self.shape), found.shape),
+            ("the type", self.dtype, found.dtype),
+        ):
+            if said is not None and said != there:
+                raise MisuseError(
+                    f"table {self.name!r} exists and has {what} {there}, not {said}: open it with its name alone"
+                )
 
 
 def _with_buffer(layout: Layout, budget: int) -> Layout:
@@ -232,13 +263,6 @@ def _with_buffer(layout: Layout, budget: int) -> Layout:
     if stays or layout.row_nbytes < LEAST_ROW or slots < GATHERED * layout.blocks or slots > layout.rows // 2:
         return layout
     return replace(layout, buffer_rows=slots, segment_rows=segment)
-
-
-def _shape(name: str, columns: object) -> tuple[int, ...]:
-    shape = () if columns is None else (columns,) if type(columns) is int else columns
-    if not isinstance(shape, tuple | list) or not all(type(size) is int and size > 0 for size in shape):
-        raise MisuseError(f"table {name!r}: columns is a number of columns, or the shape of a row, not {columns!r}")
-    return tuple(shape)
 
 
 def _refuse_fill(name: str, layout: Layout) -> None:

@@ -22,12 +22,11 @@ from tiered.tables.change import change
 from tiered.tables.kernel import copy
 from tiered.tables.layout import (
     Layout,
-    Pattern,
     Run,
+    TableOptions,
     appended_key,
     block_prefix,
     buffer_key,
-    described,
     owner_of,
     record_key,
 )
@@ -434,23 +433,11 @@ def _is_block(key: Key, prefix: str) -> bool:
 
 
 def open_table(
-    store: Store,
-    name: str,
-    rows: int | None,
-    columns: int | Sequence[int] | None,
-    *,
-    dtype: torch.dtype | None,
-    block: int | str | None,
-    pattern: Pattern,
-    fill: float,
-    budget: int,
-    cache: RowCache,
-    owner: Owner | None = None,
+    store: Store, options: TableOptions, budget: int, cache: RowCache, owner: Owner | None = None
 ) -> Table:
-    """Open table ``name`` of ``store``, or make it where there is none; ``budget``: bytes of the pool in host memory;
-    ``cache``: for copies of rows. The rest is as ``TieredStore.table`` has it."""
-    if not isinstance(name, str) or not name:
-        raise MisuseError(f"the name of a table is a text, not {name!r}")
+    """Open a table of ``store``, or make it where there is none; ``budget``: bytes of the pool in host memory; ``cache``: for
+    copies of rows."""
+    name = options.name
     if record_key(name) in store:
         found = store.owner_of(record_key(name))
         if found is None or found.kind != owner_of(name).kind:
@@ -458,11 +445,11 @@ def open_table(
                 f"tensor {record_key(name)!r} belongs to {found or 'the user'}, and is no record of a table: give another name"
             )
         layout = Layout.decoded(name, store.get(record_key(name)))
-        _refuse_difference(name, layout, rows, columns, dtype)
+        options.refuse_other(layout)
         return Table(store, name, found, layout, budget, cache)
-    if rows is None:
+    if options.rows is None:
         raise KeyNotFound(f"there is no table {name!r} in {store}: store.table(name, rows, columns) makes one")
-    layout = described(name, rows, columns, dtype, block, pattern, fill, budget)
+    layout = options.layout(budget)
     for prefix in (block_prefix(name), buffer_key(name)):
         if buffer_key(name) in store or any(_is_block(key, prefix) for key in store):
             raise MisuseError(f"{store} has tensors that begin with {prefix!r} and are of no table: delete them first")
@@ -470,17 +457,3 @@ def open_table(
     store.put(appended_key(name), int64([0]), owner=mine)
     store.put(record_key(name), layout.encoded(), owner=mine)
     return Table(store, name, mine, layout, budget, cache)
-
-
-def _refuse_difference(
-    name: str, layout: Layout, rows: int | None, columns: int | Sequence[int] | None, dtype: torch.dtype | None
-) -> None:
-    """Raise MisuseError where a table is not as a caller says."""
-    shape = None if columns is None else (columns,) if type(columns) is int else tuple(columns)  # type: ignore[arg-type]
-    for what, said, found in (
-        ("rows", rows, layout.rows),
-        ("rows of shape", shape, layout.shape),
-        ("the type", dtype, layout.dtype),
-    ):
-        if said is not None and said != found:
-            raise MisuseError(f"table {name!r} exists and has {what} {found}, not {said}: open it with its name alone")
