@@ -136,11 +136,12 @@ def one_of(name: str, value: object, allowed: Iterable[str | None]) -> None:
         raise MisuseError(f"{name} is {', '.join(others)} or {last}, not {quoted(value)}")
 
 
-def whole_number(what: str, value: object, least: int = 1) -> None:
-    """Raise MisuseError where an argument is no whole number from ``least`` on. The message is ``what``, which says what it
-    counts, and what is given."""
-    if type(value) is not int or value < least:
-        raise MisuseError(f"{what}, a whole number from {least} on, not {quoted(value)}")
+def whole_number(what: str, value: object, least: int = 1, most: int | None = None) -> None:
+    """Raise MisuseError where an argument is no whole number from ``least`` to ``most`` (None: to any). The message is
+    ``what``, which says what it counts, and what is given."""
+    if type(value) is not int or value < least or (most is not None and value > most):
+        span = f"from {least} on" if most is None else f"from {least} to {most:,}"
+        raise MisuseError(f"{what}, a whole number {span}, not {quoted(value)}")
 
 
 def listed(given: Iterable[_R], what: str) -> list[_R]:

@@ -81,8 +81,8 @@ class TestAiofilesWithoutPreadv(IOBackendContract):
 
 @pytest.mark.parametrize("depth", [0, -1, 1025])
 def test_a_depth_that_cannot_be_is_refused(depth: int) -> None:
-    with pytest.raises(MisuseError, match=f"depth {depth}"):
-        AiofilesBackend(AiofilesConfig(depth))
+    with pytest.raises(MisuseError, match=f"aiofiles: depth is .* a whole number from 1 to 1,024, not {depth}"):
+        AiofilesConfig(depth)
 
 
 def test_depth_requests_move_at_once(backend: AiofilesBackend, fd: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,5 +18,5 @@ class TestPosix(IOBackendContract):
 
 
 def test_a_depth_of_nothing_is_refused() -> None:
-    with pytest.raises(MisuseError, match="depth 0"):
-        PosixBackend(PosixConfig(depth=0))
+    with pytest.raises(MisuseError, match=r"posix: depth is .* a whole number from 1 on, not 0"):
+        PosixConfig(depth=0)

@@ -326,10 +326,10 @@ def test_a_block_smaller_than_the_alignment_becomes_one_alignment() -> None:
     assert [request.nbytes for request in fake.backend.submitted] == [8192, 8192]
 
 
-@pytest.mark.parametrize("config", [DiskConfig(block=0), DiskConfig(window=0), DiskConfig(block=-1)])
-def test_sizes_that_move_nothing_are_refused(config: DiskConfig) -> None:
-    with pytest.raises(MisuseError):
-        Fake(ManualBackend(), config)
+@pytest.mark.parametrize(("name", "size"), [("block", 0), ("window", 0), ("flight", 0), ("block", -1)])
+def test_sizes_that_move_nothing_are_refused(name: str, size: int) -> None:
+    with pytest.raises(MisuseError, match=f"{name} of a link to a disk is a number of bytes, .* not {size}"):
+        DiskConfig(**{name: size})
 
 
 def test_a_backend_that_needs_more_alignment_is_refused() -> None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from aiofiles.os import wrap
 
-from tiered.errors import ForkedStore, MisuseError, StoreClosed
+from tiered.errors import ForkedStore, StoreClosed, whole_number
 from tiered.io.posix import at_end_of_file
 from tiered.system import Wakeup
 from tiered.types import IOCompletion, IORequest, Operation
@@ -36,6 +36,9 @@ class AiofilesConfig:
 
     depth: int = 16
 
+    def __post_init__(self) -> None:
+        whole_number("aiofiles: depth is how many requests are in flight at once", self.depth, most=1024)
+
 
 class AiofilesBackend:
     """An ``IOBackend``. Its threads sleep while nothing is in flight, and end with ``close``.
@@ -48,8 +51,6 @@ class AiofilesBackend:
 
     def __init__(self, config: AiofilesConfig | None = None) -> None:
         self.depth = (config or AiofilesConfig()).depth
-        if not 1 <= self.depth <= 1024:
-            raise MisuseError(f"aiofiles: depth {self.depth} is not between 1 and 1024")
         self._owner = os.getpid()
         self._closed = False
         self._changed = threading.Condition()  # guards the next three

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tiered.errors import CapacityError, ForkedStore, MisuseError, StoreClosed, TieredError
+from tiered.errors import CapacityError, ForkedStore, StoreClosed, TieredError, whole_number
 from tiered.types import IOCompletion, IORequest, Operation
 
 __all__ = ["LibaioBackend", "LibaioConfig"]
@@ -38,6 +38,9 @@ class LibaioConfig:
 
     depth: int = 32
 
+    def __post_init__(self) -> None:
+        whole_number("libaio: depth is how many requests are in flight at once", self.depth, most=65536)
+
 
 class LibaioBackend:
     """An ``IOBackend``. Tags are signed 64-bit integers.
@@ -51,8 +54,6 @@ class LibaioBackend:
 
     def __init__(self, config: LibaioConfig | None = None) -> None:
         self.depth = (config or LibaioConfig()).depth
-        if not 1 <= self.depth <= 65536:
-            raise MisuseError(f"libaio: depth {self.depth} is not between 1 and 65536")
         opened = ffi.new("aio_ring **")
         code = lib.aio_ring_open(self.depth, opened)
         if code < 0:

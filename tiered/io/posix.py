@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tiered.errors import ForkedStore, MisuseError, StoreClosed
+from tiered.errors import ForkedStore, StoreClosed, whole_number
 from tiered.types import IOCompletion, IORequest, Operation
 
 __all__ = ["PosixBackend", "PosixConfig", "at_end_of_file"]
@@ -26,6 +26,9 @@ class PosixConfig:
 
     depth: int = 32
 
+    def __post_init__(self) -> None:
+        whole_number("posix: depth is how many requests may be queued", self.depth)
+
 
 class PosixBackend:
     """An ``IOBackend`` whose I/O happens within ``reap`` (and ``close``), in the order of submission."""
@@ -35,8 +38,6 @@ class PosixBackend:
 
     def __init__(self, config: PosixConfig | None = None) -> None:
         self.depth = (config or PosixConfig()).depth
-        if self.depth < 1:
-            raise MisuseError(f"posix: depth {self.depth} is less than 1")
         self._owner = os.getpid()
         self._closed = False
         self._queue: deque[IORequest] = deque()

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import cuda
 
-from tiered.errors import MisuseError, ReadError, TieredError, TransferError, WriteError
+from tiered.errors import MisuseError, ReadError, TieredError, TransferError, WriteError, whole_number
 from tiered.interfaces import Memory
 from tiered.system import Wakeup
 from tiered.types import Completion, Direction, Transfer, Urgency, format_size
@@ -37,6 +37,9 @@ class CudaConfig:
     """
 
     window: int = 64 << 20
+
+    def __post_init__(self) -> None:
+        whole_number("the window of a link to a device is a number of bytes", self.window)
 
 
 class DeviceMemory(Memory, Protocol):
@@ -79,8 +82,6 @@ class CudaLink:
         if not cuda.is_available():
             raise MisuseError("no CUDA device: torch finds none; leave HBM out, or install a torch with CUDA and its driver")
         self._window = (config or CudaConfig()).window
-        if self._window < 1:
-            raise MisuseError(f"a window of {self._window} bytes moves nothing")
         assert upper.streams is not None, "a device without streams"
         self.src = upper.name
         self.dst = lower.name

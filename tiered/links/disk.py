@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tiered.errors import CorruptionError, MisuseError, ReadError, ShortTransfer, TransferError, WriteError
+from tiered.errors import CorruptionError, MisuseError, ReadError, ShortTransfer, TransferError, WriteError, whole_number
 from tiered.format import stripes
 from tiered.format.data_file import digest
 from tiered.interfaces import IOBackend
@@ -63,6 +63,10 @@ class DiskConfig:
     flight: int = 24 << 20
     window: int = 64 << 20
     together: int = 512 << 10
+
+    def __post_init__(self) -> None:
+        for name in ("block", "flight", "window"):
+            whole_number(f"{name} of a link to a disk is a number of bytes", getattr(self, name))
 
 
 class _Job:
@@ -113,8 +117,6 @@ class DiskLink:
         alignment: int,
         config: DiskConfig,
     ) -> None:
-        if config.block < 1 or config.flight < 1 or config.window < 1:
-            raise MisuseError(f"{config} moves nothing: sizes are at least 1")
         if alignment % backend.alignment:
             raise MisuseError(
                 f"the {backend.name} backend needs alignment to {backend.alignment} bytes; the store has {alignment}"

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 
-from tiered.errors import MisuseError
+from tiered.errors import whole_number
 from tiered.interfaces import Memory
 from tiered.system import Wakeup
 from tiered.types import Completion, Direction, Fence, Transfer, Urgency
@@ -146,8 +146,7 @@ class MemoryLink:
     """
 
     def __init__(self, upper: Memory, lower: Memory, *, streams: StandInStreams | None = None, depth: int = 16) -> None:
-        if depth < 1:
-            raise MisuseError(f"a link of depth {depth} moves nothing")
+        whole_number("the depth of a link is a number of transfers", depth)
         self.src = upper.name
         self.dst = lower.name
         self._upper = upper

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
-from tiered.errors import CapacityError, ManifestError, MisuseError
+from tiered.errors import CapacityError, ManifestError, MisuseError, whole_number
 from tiered.format import stripes
 from tiered.format.data_file import MINIMUM_ALIGNMENT, DataFile
 from tiered.format.drives import DATA_FILE, IGNORED, LIST_FILE, MANIFEST, Drives, folders_of, open_drives
@@ -35,6 +35,9 @@ class NvmeConfig:
     capacity: int | None = None
     growth: int = 64 << 20
     paths: Sequence[str | os.PathLike[str]] = ()
+
+    def __post_init__(self) -> None:
+        whole_number("growth is by how many bytes a data file grows at a time", self.growth)
 
 
 class NvmeTier(Disk[DataFile]):
@@ -63,8 +66,6 @@ class NvmeTier(Disk[DataFile]):
         ManifestError when a data file is missing, damaged or foreign, CapacityError when the capacity is below one extent, or,
         for a new store, more than the filesystems have.
         """
-        if config.growth < 1:
-            raise MisuseError(f"the data file cannot grow by {config.growth} bytes at a time")
         if config.capacity is not None and config.capacity < MINIMUM_ALIGNMENT:
             raise CapacityError(
                 f"an NVMe capacity of {config.capacity} bytes holds nothing: the minimum is {MINIMUM_ALIGNMENT} bytes"
