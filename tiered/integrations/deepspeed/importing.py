@@ -60,7 +60,8 @@ def load_saved(
         rates = [float(group.settings.get("lr", math.nan)) for group in groups]
         record["scheduler"] = _schedule(scheduler, saved.scheduler, rates, saved.where)
     take_over(pager, saved, groups, record, alike="floats")
-    checkpoint.load_record(pager.model, pager, checkpoint.read_record(pager.store, pager.name), optimizer, scheduler)
+    record = checkpoint.read_record(pager.store, pager.name)
+    checkpoint.load_record(pager.model, pager, record, checkpoint.Training(optimizer, scheduler))
     return extra
 
 
@@ -88,7 +89,7 @@ def load_imported(
     record = {**checkpoint.read_record(pager.store, pager.name), "scheduler": schedule if scheduler is not None else None}
     if optimizer is None:
         record["optimizer"] = None
-    checkpoint.load_record(pager.model, pager, record, optimizer, scheduler)
+    checkpoint.load_record(pager.model, pager, record, checkpoint.Training(optimizer, scheduler))
     engine = {**extra["engine"], "micro_steps": extra["engine"]["global_steps"] * sizes["passes"]}
     return {**extra, "engine": engine, "sizes": _sizes(sizes)}
 

@@ -4,6 +4,7 @@ it."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -39,7 +40,7 @@ from tiered.zero.rules.rule import UpdateRule, settings_of
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["commit", "commit_async", "load_record", "resume", "rollback"]
+__all__ = ["Training", "commit", "commit_async", "load_record", "resume", "rollback"]
 
 Alike = Literal["none", "floats"]
 """Which types of a buffer count as the same: see ``other_buffer``."""
@@ -53,6 +54,42 @@ class Readable(Protocol):
     def get(self, key: str) -> torch.Tensor: ...
 
     def spec(self, key: str) -> TensorSpec: ...
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a training has beside its model, which a commit keeps. ``optimizer``: of paged parameters; MisuseError says what to
+    do with another one."""
+
+    optimizer: Optimizer | None = None
+    scheduler: Stateful | None = None
+    scaler: Stateful | None = None
+    data: Stateful | torch.Generator | None = None
+
+    def __post_init__(self) -> None:
+        optimizer: object = self.optimizer
+        name = type(optimizer).__name__
+        if isinstance(optimizer, Optimizer):
+            if optimizer.resident:
+                raise MisuseError(
+                    f"optimizer= is a {name} of parameters in memory, whose states a commit of its store has anyway: leave it "
+                    "out here"
+                )
+        elif optimizer is not None:
+            raise MisuseError(
+                f"optimizer= is a {name}, which is none of tiered.zero for paged parameters: of one for parameters in memory "
+                "give extra={'optimizer': optimizer.state_dict()}, and load what zero.resume returns of it"
+            )
+
+    def record(self, pager: Pager) -> dict[str, Any]:
+        """Return what a record has of it."""
+        optimizer, scheduler, scaler, data = self.optimizer, self.scheduler, self.scaler, self.data
+        return {
+            "optimizer": None if optimizer is None else _of_optimizer(optimizer, pager),
+            "scheduler": None if scheduler is None else scheduler.state_dict(),
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "data": data.get_state() if isinstance(data, torch.Generator) else None if data is None else data.state_dict(),
+        }
 
 
 def commit(
@@ -82,7 +119,7 @@ def commit(
     pager = pager_of(model)
 
     def prepare() -> None:
-        _prepare(model, optimizer, scheduler, scaler, data, extra)
+        _prepare(model, Training(optimizer, scheduler, scaler, data), extra)
 
     others = ("optimizer=", optimizer), ("scheduler=", scheduler), ("scaler=", scaler)
     with pager.partition.agreeing("commit") as agree:
@@ -108,7 +145,7 @@ def commit_async(
     partition = pager_of(model).partition
     if partition.shares > 1:
         raise MisuseError("ranks acknowledge a commit together, which commit_async does not: call zero.commit")
-    store = _prepare(model, optimizer, scheduler, scaler, data, extra)
+    store = _prepare(model, Training(optimizer, scheduler, scaler, data), extra)
     return store.commit_async(partition.noted(store, meta))
 
 
@@ -129,9 +166,8 @@ def resume(
     """
     pager = pager_of(model)
     with pager.partition.agreeing("go on from this commit"):  # also where one rank cannot
-        _refuse_other_kind(optimizer)
-        record = read_record(pager.store, pager.name, pager.checkpoint.before)
-        return load_record(model, pager, record, optimizer, scheduler, scaler, data)
+        training = Training(optimizer, scheduler, scaler, data)
+        return load_record(model, pager, read_record(pager.store, pager.name, pager.checkpoint.before), training)
 
 
 def rollback(
@@ -152,7 +188,7 @@ def rollback(
     whole store that goes back: call it for each model that is in it; until then the others raise InterruptedStep. Raises as
     that, with nothing changed where the last commit has no record of the model, and as ``resume``.
     """
-    _refuse_other_kind(optimizer)
+    training = Training(optimizer, scheduler, scaler, data)
     pager = pager_of(model)
     others = pagers_of(pager.store)
     for other in others:
@@ -177,7 +213,7 @@ def rollback(
         pager.splitter.activations.forget()
     pager.gradient_sync.paused = False
     recall(pager)
-    extra = load_record(model, pager, read_record(pager.store, pager.name), optimizer, scheduler, scaler, data)
+    extra = load_record(model, pager, read_record(pager.store, pager.name), training)
     getattr(scaler, "_per_optimizer_states", {}).clear()  # what torch does after each step, and load_state_dict does not
     pager.checkpoint.unchanged()
     pager.intent.forget()
@@ -215,21 +251,13 @@ def _update_together(pager: Pager) -> None:
         unit.apply_update()
 
 
-def _prepare(
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    scheduler: Stateful | None,
-    scaler: Stateful | None,
-    data: Stateful | torch.Generator | None,
-    extra: Mapping[str, Any] | None,
-) -> TieredStore:
+def _prepare(model: nn.Module, training: Training, extra: Mapping[str, Any] | None) -> TieredStore:
     """Put everything that a commit of ``model`` needs beside the model's tensors into the store."""
     pager = pager_of(model)
     store, name = pager.store, pager.name
-    stage = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer), {}).get("stage")
+    stage = getattr(training.scaler, "_per_optimizer_states", {}).get(id(training.optimizer), {}).get("stage")
     if getattr(stage, "name", None) == "UNSCALED":  # which torch's state_dict does not tell
         raise MisuseError("the gradients are unscaled and not used yet: commit before scaler.unscale_ or after scaler.step")
-    _refuse_other_kind(optimizer)
     pager.intent.refuse()
     pager.intent.refuse_half_updated()
     beside.refuse_forgotten(pager, "a commit")
@@ -249,10 +277,7 @@ def _prepare(
         "buffers": pager.buffers(),
         "persistent": persistent(pager.buffer_places),
         **{name: found for name, found in zip(("beside", "gone", "transient"), here, strict=True) if found},
-        "optimizer": None if optimizer is None else _of_optimizer(optimizer, pager),
-        "scheduler": None if scheduler is None else scheduler.state_dict(),
-        "scaler": None if scaler is None else scaler.state_dict(),
-        "data": data.get_state() if isinstance(data, torch.Generator) else None if data is None else data.state_dict(),
+        **training.record(pager),
         "random": random_states(),
         "extra": None if extra is None else dict(extra),
     }
@@ -332,21 +357,6 @@ def _rule_of(found: Any) -> UpdateRule:
         refuse_lacking(made)
         return made
     return AdamWRule(*found)
-
-
-def _refuse_other_kind(optimizer: object) -> None:
-    """Raise MisuseError for an optimizer of parameters that are in memory: a commit has an optimizer of paged ones."""
-    if optimizer is None or (isinstance(optimizer, Optimizer) and not optimizer.resident):
-        return
-    name = type(optimizer).__name__
-    if isinstance(optimizer, Optimizer):
-        raise MisuseError(
-            f"optimizer= is a {name} of parameters in memory, whose states a commit of its store has anyway: leave it out here"
-        )
-    raise MisuseError(
-        f"optimizer= is a {name}, which is none of tiered.zero for paged parameters: of one for parameters in memory give "
-        "extra={'optimizer': optimizer.state_dict()}, and load what zero.resume returns of it"
-    )
 
 
 def _of_optimizer(optimizer: Optimizer, pager: Pager) -> dict[str, Any]:
@@ -447,17 +457,10 @@ def pending_of(found: Mapping[str, Any], named: Mapping[str, Placement]) -> Pend
     return Pending(updates, found["chunks_done"], found["pieces_done"])
 
 
-def load_record(
-    model: nn.Module,
-    pager: Pager,
-    record: Mapping[str, Any],
-    optimizer: Optimizer | None,
-    scheduler: Stateful | None,
-    scaler: Stateful | None = None,
-    data: Stateful | torch.Generator | None = None,
-) -> Any:
-    """Load what a model has beside its paged parameters, optimizer, scheduler, scaler, data and random states from a record:
-    all of them, or, where it raises, none."""
+def load_record(model: nn.Module, pager: Pager, record: Mapping[str, Any], training: Training) -> Any:
+    """Load what a model has beside its paged parameters, what a training has, and random states from a record: all of them,
+    or, where it raises, none."""
+    optimizer, scheduler, scaler, data = training.optimizer, training.scheduler, training.scaler, training.data
     for what, given in (("optimizer", optimizer), ("scheduler", scheduler), ("scaler", scaler), ("data", data)):
         if (record[what] is None) is not (given is None):
             has = "has none" if record[what] is None else "has one"

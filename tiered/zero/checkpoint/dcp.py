@@ -147,7 +147,8 @@ def load_dcp(
         groups = [] if optimizer is None else _groups(optimizer, found)
         record = record_of(found, groups, {})
         take_over(pager, found, groups, record)
-    checkpoint.load_record(pager.model, pager, checkpoint.read_record(pager.store, pager.name), optimizer, None)
+    written = checkpoint.read_record(pager.store, pager.name)
+    checkpoint.load_record(pager.model, pager, written, checkpoint.Training(optimizer))
 
 
 def _groups(optimizer: Optimizer, found: Folder) -> list[ForeignGroup]:
