@@ -27,6 +27,7 @@ SECTIONS: list[tuple[str, str, list[str] | None, str]] = [
     ("Embeddings", "tiered.tables.embedding", ["TieredEmbedding"], ""),
     ("Optimizers of embeddings", "tiered.tables.sparse", None, ""),
     ("Several processes", "tiered.store.readers", None, ""),
+    ("How a store is opened", "tiered.store.opening", ["Eviction", "Generation"], ""),
     ("Leases", "tiered.store.lease", ["LeaseOfMany", "LeaseOfOne"], ""),
     ("Values", "tiered.types", ["Access", "Owner", "TensorSpec", "Use"], ""),
     ("An order to follow", "tiered.engine.policy", ["Touch"], ""),

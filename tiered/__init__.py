@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from tiered.store.activations import offload_activations
     from tiered.store.importing import import_safetensors
     from tiered.store.memory_watch import MemoryNotice, MemoryWatch
+    from tiered.store.opening import Eviction, Generation
     from tiered.store.readers import StoreReader, TieredDataset
     from tiered.store.store import TieredStore
     from tiered.store.verify import CheckedGeneration, Damage, Verification, verify
@@ -83,9 +84,11 @@ __all__ = [
     "CommitError",
     "CorruptionError",
     "Damage",
+    "Eviction",
     "EvictionPolicy",
     "FlowStatistics",
     "ForkedStore",
+    "Generation",
     "IOBackend",
     "InterruptedStep",
     "InterruptedStore",
@@ -156,6 +159,7 @@ _HOME = {
         "planning.sources": ("Numbers", "Workload"),
         "store.importing": ("import_safetensors",),
         "store.memory_watch": ("MemoryNotice", "MemoryWatch"),
+        "store.opening": ("Eviction", "Generation"),
         "interfaces": ("EvictionPolicy", "IOBackend"),
         "telemetry": (
             "ActivationStatistics",

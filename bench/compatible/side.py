@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tiered import CapacityError, TieredStore, zero
+from tiered import CapacityError, Eviction, TieredStore, zero
 
 __all__ = ["ROWS", "TIERS", "Dense", "Row", "Side", "Toy", "row"]
 
@@ -207,7 +207,7 @@ class Side:
     def _opened(self, budget: int, folder: str = "", **options: Any) -> TieredStore:
         store = TieredStore.open(
             self.folder / (folder or f"store{len(self._stores)}-{budget}"),
-            **{"durability": "none", "deadline": DEADLINE, **options, **self._memory(budget)},
+            **{"durability": "none", "eviction": Eviction(deadline=DEADLINE), **options, **self._memory(budget)},
         )
         self._stores.append(store)
         return store

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.store.chains import CHAINS, MIB, hurried, kib, nothing_is_held, push_out
-from tiered import CapacityError, KeyNotFound, StoreClosed, TensorSpec, TieredStore
+from tiered import CapacityError, Eviction, KeyNotFound, StoreClosed, TensorSpec, TieredStore
 
 DEADLINE = 0.05
 THREE = next(chain for chain in CHAINS if chain.name == "hbm-dram-nvme")
@@ -33,7 +33,7 @@ def _watchdog() -> Iterator[None]:
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[TieredStore]:
     """With a device of 512 KiB, a host of 1 MiB and a disk."""
-    opened = THREE.open(tmp_path / "state", deadline=60.0)  # the disk may be slow
+    opened = THREE.open(tmp_path / "state", eviction=Eviction(deadline=60.0))  # the disk may be slow
     yield opened
     opened.close()
 
@@ -219,7 +219,7 @@ def test_a_lease_below_what_somebody_still_refers_to_above(store: TieredStore) -
 
 
 def test_host_memory_alone_waits_for_what_is_still_referenced(tmp_path: Path) -> None:
-    with TieredStore.open(None, dram=MIB, deadline=DEADLINE) as store:
+    with TieredStore.open(None, dram=MIB, eviction=Eviction(deadline=DEADLINE)) as store:
         store.put("w", kib(600))
         with store.lease("w") as w:
             pass
@@ -355,7 +355,7 @@ def test_all_that_is_there_is_wanted_and_the_room_lies_apart(tmp_path: Path, wan
     with TieredStore.open(tmp_path / "state", dram=4 * MIB) as store:
         store.put("x", torch.full((4096,), 1.0))
         store.commit()
-    with TieredStore.open(tmp_path / "state", dram=4 * MIB, deadline=5) as store:
+    with TieredStore.open(tmp_path / "state", dram=4 * MIB, eviction=Eviction(deadline=5)) as store:
         for key, count in (("h1", 2048), ("k1", large), ("h2", 2048), ("k2", large)):
             store.put(key, torch.full((count,), 2.0))
         store.commit()

@@ -17,7 +17,17 @@ import torch
 
 from bench.rehearsal import MovablePlaces, Places
 from tests.rig import WRITE, Rig, evicted, fill, where
-from tiered import CapacityError, CommitError, CorruptionError, LeaseConflict, MisuseError, ReadError, TieredError, TieredStore
+from tiered import (
+    CapacityError,
+    CommitError,
+    CorruptionError,
+    Eviction,
+    LeaseConflict,
+    MisuseError,
+    ReadError,
+    TieredError,
+    TieredStore,
+)
 from tiered.allocator import Sliding
 from tiered.engine.background import ReadAhead
 from tiered.engine.policy import LRU, Candidate, FollowedOrder, NextUse, Plan, Touch
@@ -39,7 +49,7 @@ def filled(letter: str, nbytes: int = MIB) -> torch.Tensor:
 @pytest.mark.parametrize("writer", ["the reader itself", "an alias of an earlier lease"])
 def test_a_commit_is_whole_whoever_writes_under_a_read_lease(tmp_path: Path, writer: str) -> None:
     """That is not allowed: the commit has the bytes of before, or there is none."""
-    with TieredStore.open(tmp_path / "state", dram=64 * MIB, deadline=30) as store:
+    with TieredStore.open(tmp_path / "state", dram=64 * MIB, eviction=Eviction(deadline=30)) as store:
         store.put("w", filled("a", 12 * MIB))
         with store.lease("w", access="write") as alias:
             alias.add_(1)
@@ -85,9 +95,10 @@ def test_a_snapshot_is_given_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("chain", ["disk", "no disk"])
 def test_an_order_that_is_followed_changes_no_result_when_the_tier_below_is_full(tmp_path: Path, chain: str) -> None:
     if chain == "disk":
-        store = TieredStore.open(tmp_path / "state", dram=4 * MIB, nvme=6 * MIB, durability="none", deadline=30)
+        patient = Eviction(deadline=30)
+        store = TieredStore.open(tmp_path / "state", dram=4 * MIB, nvme=6 * MIB, durability="none", eviction=patient)
     else:
-        store = TieredStore.open(None, hbm=4 * MIB, device="cpu", dram=8 * MIB, deadline=30)
+        store = TieredStore.open(None, hbm=4 * MIB, device="cpu", dram=8 * MIB, eviction=Eviction(deadline=30))
     with store:
         for letter in "abcdefgh":
             store.put(letter, filled(letter))

@@ -11,7 +11,7 @@ import torch
 from tests.fakes import in_child
 from tests.gpu.conftest import Open
 from tests.gpu.device import KIB, MIB, NAME, Device, numbers, raw, require_device, same
-from tiered import CapacityError, ForkedStore, MisuseError, TieredStore
+from tiered import CapacityError, Eviction, ForkedStore, MisuseError, TieredStore
 
 require_device()
 REAL = pytest.mark.skipif(NAME == "cpu", reason="the stand-in has no device's memory")
@@ -171,7 +171,7 @@ def test_larger_than_the_device_budget(open_store: Open, path: Path | None, gpu:
 
 
 def test_a_full_device_says_who_holds_it(open_store: Open, path: Path | None) -> None:
-    store = open_store(path, deadline=0.2)
+    store = open_store(path, eviction=Eviction(deadline=0.2))
     for number in range(5):
         store.put(f"t{number}", numbers(64 * KIB, number))
     held = []

@@ -12,7 +12,7 @@ import torch
 
 from tests.gpu.conftest import Open
 from tests.gpu.device import KIB, MIB, Device, numbers, raw, require_device, same
-from tiered import TieredStore
+from tiered import Eviction, TieredStore
 
 require_device()
 
@@ -274,7 +274,7 @@ def test_a_commit_copies_what_an_alias_still_shows(open_store: Open, tmp_path: P
 
 
 def test_threads_with_streams_of_their_own(open_store: Open, path: Path | None, gpu: Device) -> None:
-    store = open_store(path, hbm=6 * 256 * KIB, deadline=60.0)
+    store = open_store(path, hbm=6 * 256 * KIB, eviction=Eviction(deadline=60.0))
     shared = filled(store, 6)
     failures: list[BaseException] = []
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.store.chains import MIB, nothing_is_held, numbers
-from tiered import MisuseError, TensorSpec, TieredStore
+from tiered import Eviction, Generation, MisuseError, TensorSpec, TieredStore
 from tiered.engine.policy import Touch
 
 
@@ -106,18 +106,31 @@ OPENED: dict[str, tuple[dict[str, Any], str]] = {
     "hbm bool": ({"hbm": True}, "a size is"),
     "nvme text": ({"nvme": "1GX"}, "not a size"),
     "device": ({"hbm": "1MiB", "device": "gpu"}, "not a device"),
-    "deadline text": ({"deadline": "x"}, "a deadline is a number of seconds, not 'x'"),
-    "deadline None": ({"deadline": None}, "a deadline is a number"),
-    "deadline negative": ({"deadline": -1}, "a deadline is a number"),
     "keep": ({"keep": "2"}, "keep is a number of generations, a whole number from 1 on"),
     "generation": ({"generation": "1"}, "a generation is an int"),
     "durability": ({"durability": "always"}, "'commit' or 'none'"),
     "scratch generation": ({"durability": "none", "generation": 1}, "no generations"),
     "backend": ({"backend": "spdk"}, "not 'spdk'"),
-    "eviction": ({"eviction": "lru"}, "LRU"),
+    "eviction": ({"eviction": "lru"}, r"eviction is a tiered.Eviction\(policy=, deadline=\), not 'lru'"),
     "path int": ({"path": 3}, "a str or a pathlib.Path"),
     "path bytes": ({"path": b"state"}, "a str or a pathlib.Path"),
 }
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Eviction(deadline="x"), "a deadline is a number of seconds, not 'x'"),  # type: ignore[arg-type]
+        (lambda: Eviction(deadline=None), "a deadline is a number"),  # type: ignore[arg-type]
+        (lambda: Eviction(deadline=-1), "a deadline is a number"),
+        (lambda: Eviction("lru"), "policy makes a tier's policy, as tiered.LRU does; 'lru' cannot"),  # type: ignore[arg-type]
+        (lambda: Generation("1"), "the number of a generation is an int"),  # type: ignore[arg-type]
+        (lambda: Generation(1, newer="lose"), "newer is 'keep' or 'drop', not 'lose'"),  # type: ignore[arg-type]
+    ],
+)
+def test_values_that_cannot_be_say_what_is_right(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(MisuseError, match=words):
+        make()
 
 
 @pytest.mark.parametrize("wrong", OPENED)

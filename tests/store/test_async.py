@@ -19,7 +19,7 @@ import torch
 import tiered.store.store
 import tiered.tensors.specs
 from tests.store.chains import CHAINS, MIB, Chain, GatedBackend, hurried, kib, nothing_is_held, numbers, push_out, same
-from tiered import CapacityError, CorruptionError, KeyNotFound, LeaseConflict, MisuseError, StoreClosed, TieredStore
+from tiered import CapacityError, CorruptionError, Eviction, KeyNotFound, LeaseConflict, MisuseError, StoreClosed, TieredStore
 from tiered.engine.state import EngineState
 from tiered.format.generations import load
 
@@ -404,7 +404,7 @@ def a_thousand_clients(folder: Path, seed: int, clients: int, wishes: int) -> tu
     """Clients that fetch, lease, put and are cancelled at random, over a pool that holds a tenth; returns how many wishes were
     granted, how many cancelled, and how many tensors came from the disk."""
     source, keys = random.Random(seed), 60
-    with TieredStore.open(folder, dram=MIB, deadline=float("inf")) as store:
+    with TieredStore.open(folder, dram=MIB, eviction=Eviction(deadline=float("inf"))) as store:
         for number in range(keys):
             store.put(f"t{number}", kib(160, number))
         store.commit()
@@ -471,7 +471,7 @@ def test_nothing_is_read_twice_for_one_wish(tmp_path: Path) -> None:
         looked += 1
         return wanted(self, *arguments, **options)
 
-    with TieredStore.open(tmp_path / "state", dram=MIB, deadline=float("inf")) as store:
+    with TieredStore.open(tmp_path / "state", dram=MIB, eviction=Eviction(deadline=float("inf"))) as store:
         for number in range(60):
             store.put(f"t{number}", kib(120, number))
         store.commit()
@@ -672,7 +672,7 @@ def test_the_deadline_names_who_holds_the_room(tmp_path: Path, ask: Ask) -> None
 
 
 def test_no_deadline_at_all(tmp_path: Path) -> None:
-    with TieredStore.open(tmp_path / "state", dram=MIB, deadline=float("inf")) as store:
+    with TieredStore.open(tmp_path / "state", dram=MIB, eviction=Eviction(deadline=float("inf"))) as store:
         store.put("w", kib(200, 7))
         push_out(store)
         assert run(store.fetch("w")).eq(7).all()

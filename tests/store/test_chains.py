@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from tests.store.chains import CHAINS, MIB, ON_DEVICE, Chain, hurried, kib, nothing_is_held, numbers, push_out, raw, same
-from tiered import CapacityError, KeyNotFound, LeaseConflict, MisuseError, TensorSpec, TieredStore
+from tiered import CapacityError, Eviction, KeyNotFound, LeaseConflict, MisuseError, TensorSpec, TieredStore
 from tiered.engine.policy import Touch
 from tiered.io.probe import libaio_unavailable
 from tiered.types import Use
@@ -32,7 +32,7 @@ HUGE = 700 << 10  # more than the device has, less than the host
 
 @pytest.fixture(params=[chain for chain in CHAINS if "hbm" in chain.memories], ids=lambda chain: chain.name)
 def with_device(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TieredStore]:
-    store = request.param.open(tmp_path / "state", deadline=60)
+    store = request.param.open(tmp_path / "state", eviction=Eviction(deadline=60))
     yield store
     store.close()
 
@@ -47,7 +47,7 @@ class AgainstADict(RuleBasedStateMachine):
     def open(self, chain: Chain, backend: Backend, keep: int) -> None:
         self.home = tempfile.TemporaryDirectory()
         self.chain = chain
-        self.options: dict[str, Any] = {"backend": backend, "keep": keep, "deadline": 60}
+        self.options: dict[str, Any] = {"backend": backend, "keep": keep, "eviction": Eviction(deadline=60)}
         self.committed: dict[str, torch.Tensor] = {}
         self.generation = self.seed = 0
         self.alias: tuple[torch.Tensor, bytes] | None = None

@@ -30,7 +30,7 @@ import tiered
 import tiered.errors
 import tiered.system
 from tests.store.chains import CHAINS, MIB, Chain, kib, nothing_is_held, numbers, push_out, same
-from tiered import CapacityError, KeyNotFound, LeaseConflict, MisuseError, TensorSpec, TieredError, TieredStore, zero
+from tiered import CapacityError, Eviction, KeyNotFound, LeaseConflict, MisuseError, TensorSpec, TieredError, TieredStore, zero
 from tiered.system import CgroupRoom
 
 WITH_DISK = [chain for chain in CHAINS if chain.disk]
@@ -519,12 +519,12 @@ def test_any_budget_that_is_large_enough_works(folder: Path, width: int) -> None
     expected = model(x)
     largest = 4 * (4 * width * width)
     wanted = max(MIB, 3 * largest)
-    with TieredStore.open(folder, dram=wanted, deadline=20) as store:
+    with TieredStore.open(folder, dram=wanted, eviction=Eviction(deadline=20)) as store:
         assert torch.equal(zero.page(model, store)(x), expected)
     if wanted > MIB:
         other = nn.Sequential(nn.Conv1d(width, 4 * width, 1))  # a linear layer would be divided into rows
         with (
-            TieredStore.open(folder, dram=wanted - 4096, deadline=20) as store,
+            TieredStore.open(folder, dram=wanted - 4096, eviction=Eviction(deadline=20)) as store,
             pytest.raises(CapacityError, match=rf"the smallest that works is {wanted:,} bytes"),
         ):
             zero.page(other, store, name="other")

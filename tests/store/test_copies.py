@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.rig import Rig, evicted, fill
-from tiered import KeyNotFound, MisuseError, TieredStore
+from tiered import Eviction, KeyNotFound, MisuseError, TieredStore
 from tiered.engine.requests import Prefetch
 from tiered.system import anonymous
 from tiered.tensors.copies import LEAST, UNUSED, Copies
@@ -216,7 +216,7 @@ def test_a_hint_keeps_nothing_of_its_caller() -> None:
 
 def test_two_threads_that_read_many_are_both_read_ahead(tmp_path: str) -> None:
     """They take turns, run by run; each run but the first ones has been asked for before it is waited for."""
-    with TieredStore.open(tmp_path / "store", dram="8MiB", deadline=20) as store:  # type: ignore[operator]
+    with TieredStore.open(tmp_path / "store", dram="8MiB", eviction=Eviction(deadline=20)) as store:  # type: ignore[operator]
         names = {which: [f"{which}{number}" for number in range(8)] for which in "xy"}
         for keys in names.values():
             for number, key in enumerate(keys):

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from tests import programs
 from tests.fakes import in_child
 from tests.stress.contents import content
-from tiered import ForkedStore, KeyNotFound, MisuseError, StoreClosed, TieredDataset, TieredStore
+from tiered import ForkedStore, Generation, KeyNotFound, MisuseError, StoreClosed, TieredDataset, TieredStore
 from tiered.format.generations import generations
 
 MIB = 1 << 20
@@ -252,7 +252,7 @@ def test_a_number_that_was_given_again(store: TieredStore) -> None:
     fill(store, 3)
     store.close()
     for _ in range(2):
-        TieredStore.open(folder, dram=MIB, generation=0, newer="drop").close()
+        TieredStore.open(folder, dram=MIB, generation=Generation(0, newer="drop")).close()
     with TieredStore.open(folder, dram=MIB) as again:
         fill(again, 8)
         fill(again, 9)

@@ -19,7 +19,7 @@ from tests.fakes import in_child
 from tests.filesystems import instead
 from tests.stress.contents import content, holds
 from tests.stress.fusefs import FaultyDisk, Rule, faulty_disk, why_not
-from tiered import CapacityError, CommitError, MisuseError, StoreLocked, TieredError, TieredStore, verify
+from tiered import CapacityError, CommitError, Generation, MisuseError, StoreLocked, TieredError, TieredStore, verify
 from tiered.cli.info.machine import filesystem
 from tiered.format import generations
 from tiered.types import BackendName
@@ -263,7 +263,7 @@ def test_a_commit_keeps_it_also_one_that_failed(tmp_path: Path, monkeypatch: pyt
     assert (tmp_path / "state" / "data.0").exists()
     with TieredStore.open(tmp_path / "state", dram=MIB) as store:
         store.commit()
-    with TieredStore.open(tmp_path / "state", dram=MIB, generation=0, newer="drop"):
+    with TieredStore.open(tmp_path / "state", dram=MIB, generation=Generation(0, newer="drop")):
         pass
     assert (tmp_path / "state" / "data.0").exists(), "it was made long ago"
 

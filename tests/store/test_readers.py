@@ -15,7 +15,17 @@ from tests.filesystems import fill, mounted, root, small_ext4
 from tests.stress.children import forked
 from tests.stress.contents import content, evict_all, holds
 from tests.stress.syscalls import Child
-from tiered import CapacityError, CommitError, LeaseConflict, MisuseError, StoreLocked, TieredError, TieredStore, verify
+from tiered import (
+    CapacityError,
+    CommitError,
+    Generation,
+    LeaseConflict,
+    MisuseError,
+    StoreLocked,
+    TieredError,
+    TieredStore,
+    verify,
+)
 from tiered.format import generations as protocol
 from tiered.format.folder import OpenFolder
 from tiered.format.generations import dropped, generations
@@ -351,7 +361,7 @@ def test_the_newest_ones_are_dropped_while_readers_have_them(folder: Path) -> No
         commit(store, 2)
     reader = read(folder)
     for _ in range(2):
-        with TieredStore.open(folder, dram=MIB, generation=1, newer="drop", keep=1) as store:
+        with TieredStore.open(folder, dram=MIB, generation=Generation(1, newer="drop"), keep=1) as store:
             assert (store.generation, generations(folder), dropped(folder)) == (1, [1], [2])
             is_at(store, 1)
             store.close()
@@ -371,7 +381,7 @@ def test_the_newest_ones_are_dropped_while_readers_have_them(folder: Path) -> No
 
 def test_all_are_dropped_while_readers_have_them(folder: Path) -> None:
     with read(folder) as reader:
-        with TieredStore.open(folder, dram=MIB, generation=0, newer="drop") as store:
+        with TieredStore.open(folder, dram=MIB, generation=Generation(0, newer="drop")) as store:
             assert (len(store), generations(folder), dropped(folder)) == (0, [], [1])
             assert commit(store, 5) == 2
             is_at(reader, 1)
@@ -416,7 +426,7 @@ def test_a_commit_that_fails_after_a_reader_took_it(folder: Path, pinned: bool, 
 
 def test_a_dropped_manifest_that_is_damaged_is_not_in_the_way(folder: Path) -> None:
     with read(folder):
-        with TieredStore.open(folder, dram=MIB, generation=0, newer="drop") as store:
+        with TieredStore.open(folder, dram=MIB, generation=Generation(0, newer="drop")) as store:
             commit(store, 2)
         os.truncate(folder / "manifest.1.dropped", 50)
         with pytest.warns(UserWarning, match="generation 1 is damaged"):

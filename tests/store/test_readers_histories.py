@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.store.opened import BACKENDS, Backend
 from tests.stress.contents import content
-from tiered import LeaseConflict, ManifestError, MisuseError, TieredStore, verify
+from tiered import Generation, LeaseConflict, ManifestError, MisuseError, TieredStore, verify
 from tiered.format import generations as protocol
 from tiered.format.generations import dropped, generations
 from tiered.store.at_rest import StoreAtRest
@@ -145,7 +145,7 @@ class BesideAWriter(RuleBasedStateMachine):
         """To an older generation, without the newer ones."""
         self.writer.close()
         there = generations(self.folder)
-        self.open_writer(generation=there[0], newer="drop")
+        self.open_writer(generation=Generation(there[0], newer="drop"))
         assert generations(self.folder) == there[:1]
 
     @precondition(lambda self: len(self.readers) < 4)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiered import LRU, CapacityError, KeyNotFound, MisuseError, TieredError, TieredStore
+from tiered import LRU, CapacityError, Eviction, KeyNotFound, MisuseError, TieredError, TieredStore
 
 
 def held(store: TieredStore) -> None:
@@ -70,7 +70,7 @@ def test_frames_of_the_callers_own_functions_stay(tmp_path: Path) -> None:
         raise MisuseError("no policy")
 
     with pytest.raises(MisuseError) as caught:
-        TieredStore.open(None, dram="4MiB", eviction=policy)
+        TieredStore.open(None, dram="4MiB", eviction=Eviction(policy))
     assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "policy"
 
 
@@ -126,7 +126,7 @@ def within_a_group(error: BaseException) -> None:
 @pytest.fixture
 def one(tmp_path: Path) -> Iterator[TieredStore]:
     """Two tensors, of which one is in memory at a time."""
-    with TieredStore.open(tmp_path / "store", dram="1MiB", deadline=0.1) as store:
+    with TieredStore.open(tmp_path / "store", dram="1MiB", eviction=Eviction(deadline=0.1)) as store:
         for key in "ab":
             store.put(key, torch.full((150_000,), float(ord(key))))
         store.commit()

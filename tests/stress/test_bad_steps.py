@@ -31,7 +31,7 @@ from tests.zero.harness import equal
 from tests.zero.models import Tied, parameter_groups
 from tests.zero.narrow import MasterAdamW, Narrow
 from tests.zero.paging.splitting import Language, split_in_memory
-from tiered import MisuseError, TieredError, TieredStore, zero
+from tiered import Eviction, MisuseError, TieredError, TieredStore, zero
 from tiered.io.posix import PosixBackend
 from tiered.types import IOCompletion, IORequest, Operation
 
@@ -136,7 +136,7 @@ class Trial:
         reference = make.get(kind, partial(Tied, width=64, mode=kind if kind in ("checkpoint", "reentrant") else "plain"))()
         model, storage = copy.deepcopy(reference), torch.bfloat16 if kind == "stored as bf16" else None
         self.disk = Disk()
-        self.store = TieredStore.open(folder, dram="1.25MiB", backend=lambda: self.disk, deadline=20)
+        self.store = TieredStore.open(folder, dram="1.25MiB", backend=lambda: self.disk, eviction=Eviction(deadline=20))
         policy = zero.Policy() if storage is None else zero.Policy(storage)
         zero.page(model, self.store, policy=policy, micro_batch=2 if kind == "split" else 1)
         if kind == "split":

@@ -19,7 +19,7 @@ from tests.store.chains import GatedBackend
 from tests.stress.contents import content
 from tests.stress.fusefs import FaultyDisk, Rule
 from tests.stress.tally import Tally, counts
-from tiered import CapacityError, LeaseConflict, TieredStore
+from tiered import CapacityError, Eviction, LeaseConflict, TieredStore
 from tiered.engine.engine import EngineConfig
 
 PROMISE = "13 (a full pool)"
@@ -43,7 +43,7 @@ class Pool:
     def __init__(self, folder: Path, buffers: int, seed: str) -> None:
         self.disk, self.source, self.buffers = GatedBackend(), random.Random(seed), buffers
         self.size = MIB // buffers // 4096 * 4096
-        self.store = TieredStore.open(folder, dram=MIB, backend=lambda: self.disk, deadline=DEADLINE)
+        self.store = TieredStore.open(folder, dram=MIB, backend=lambda: self.disk, eviction=Eviction(deadline=DEADLINE))
         self.clock = Clock()
         engine = self.store._engine
         engine.config = EngineConfig(deadline=DEADLINE, clock=self.clock)

@@ -23,7 +23,7 @@ from tests.stress.contents import content
 from tests.stress.strikes import Strike, armed, interrupted_at, lines_of, struck_after_call, struck_at, struck_or_raise
 from tests.stress.tally import Tally, counts
 from tests.striping import lower_stripes
-from tiered import InterruptedStore, MisuseError, StoreClosed, TieredStore
+from tiered import Eviction, InterruptedStore, MisuseError, StoreClosed, TieredStore
 
 PROMISE = "20 (exceptions that strike a call)"
 MIB = 1 << 20
@@ -62,7 +62,7 @@ class Struck:
 
     def open(self) -> TieredStore:
         paths = [self.folder / name for name in DRIVES] or None
-        return TieredStore.open(self.folder, dram=MIB, deadline=30.0, paths=paths)
+        return TieredStore.open(self.folder, dram=MIB, eviction=Eviction(deadline=30.0), paths=paths)
 
     # -- calls: each returns what the store may hold after it was struck, besides what it held -----------------------------
 

@@ -23,7 +23,7 @@ import torch
 from tests.store.chains import GatedBackend
 from tests.stress.contents import content
 from tests.stress.tally import Tally, counts
-from tiered import CapacityError, CorruptionError, LeaseConflict, MisuseError, TieredStore
+from tiered import CapacityError, CorruptionError, Eviction, LeaseConflict, MisuseError, TieredStore
 from tiered.engine.residency import State
 from tiered.types import IORequest
 
@@ -59,7 +59,7 @@ class Interleaving:
         self.source = random.Random(seed)
         self.disk = OneByOne(random.Random(seed))  # one of its own: how often it is asked is a matter of time
         self.folder = folder
-        self.store = TieredStore.open(folder, dram=MIB, backend=lambda: self.disk, deadline=20)
+        self.store = TieredStore.open(folder, dram=MIB, backend=lambda: self.disk, eviction=Eviction(deadline=20))
         self.expected: dict[str, list[torch.Tensor]] = {}
         self.aliases: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # key, alias, what the alias has to show
         self.version = 0
@@ -263,7 +263,7 @@ class Interleaving:
         self.store.close()
         again = OneByOne(random.Random())
         again.files, again.shut = self.disk.files, False
-        with TieredStore.open(self.folder, dram=MIB, backend=lambda: again, deadline=20) as store:
+        with TieredStore.open(self.folder, dram=MIB, backend=lambda: again, eviction=Eviction(deadline=20)) as store:
             for key in KEYS:
                 self.same(key, store.get(key))
 

@@ -21,6 +21,7 @@ from tests.store.chains import CHAINS, MIB, Chain, nothing_is_held, same
 from tiered import (
     CapacityError,
     CorruptionError,
+    Eviction,
     KeyNotFound,
     LeaseConflict,
     ManifestError,
@@ -701,7 +702,7 @@ def test_a_pool_smaller_than_that_for_which_the_buffer_was_made(tmp_path: Path, 
     expected = as_larger_than_the_pool(20_000)
     with TieredStore.open(tmp_path / "state", dram=dram, access="read") as reader:
         same(reader.table("v")[:], expected)
-    with TieredStore.open(tmp_path / "state", dram=dram, deadline=10) as store:
+    with TieredStore.open(tmp_path / "state", dram=dram, eviction=Eviction(deadline=10)) as store:
         table = store.table("v")
         same(table.look_up(torch.arange(20_000)), expected)
         ids = torch.arange(7, 20_000, 41)

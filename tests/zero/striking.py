@@ -25,7 +25,7 @@ import torch
 import tiered
 from tests.zero.models import Tied, parameter_groups
 from tests.zero.paging.splitting import Language
-from tiered import TieredError, TieredStore, zero
+from tiered import Eviction, TieredError, TieredStore, zero
 from tiered.store.activations import hooks_active
 
 __all__ = [
@@ -101,7 +101,7 @@ class Trainer:
 
     def _make(self, existing: str) -> None:
         kind = self.kind
-        self.store = TieredStore.open(self.folder, dram="1MiB" if kind in TIGHT else "1.25MiB", deadline=20)
+        self.store = TieredStore.open(self.folder, dram="1MiB" if kind in TIGHT else "1.25MiB", eviction=Eviction(deadline=20))
         torch.manual_seed(7)
         mode = next((mode for mode in ("checkpoint", "reentrant") if kind.endswith(mode)), "plain")
         self.model: Any = Language(layers=2) if kind == "micro batch" else Tied(128 if kind in TIGHT else 48, 2, mode)

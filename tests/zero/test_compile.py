@@ -22,7 +22,7 @@ from torch._dynamo.utils import counters
 from tests.versions import COMPILES
 from tests.zero.harness import equal
 from tests.zero.models import Tied
-from tiered import MisuseError, TieredStore, zero
+from tiered import Eviction, MisuseError, TieredStore, zero
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), COMPILES]
 AOT: dict[str, Any] = {"backend": "aot_eager"}
@@ -330,7 +330,7 @@ def test_options_of_paging(tmp_path: Path, what: str) -> None:
     """Beside a paged model that is not compiled. The modules that are split are not compiled."""
     models = []
     for number in range(2):
-        with TieredStore.open(tmp_path / str(number), dram="1MiB", deadline=20) as store:
+        with TieredStore.open(tmp_path / str(number), dram="1MiB", eviction=Eviction(deadline=20)) as store:
             model: Any = zero.page(small(), store, micro_batch=2 if what == "micro_batch" else 1)
             optimizer = zero.AdamW(model.parameters(), update="in_backward" if what == "in_backward" else "on_fetch")
             called = torch.compile(each_block(model), **AOT) if number else model
@@ -345,7 +345,7 @@ def test_options_of_paging(tmp_path: Path, what: str) -> None:
 @pytest.mark.soak
 def test_two_models_in_one_function(tmp_path: Path, store: TieredStore) -> None:
     references: list[Any] = [small(), small()]
-    with TieredStore.open(tmp_path / "another", dram="1MiB", deadline=20) as another:
+    with TieredStore.open(tmp_path / "another", dram="1MiB", eviction=Eviction(deadline=20)) as another:
         paged = [zero.page(copy.deepcopy(one), into) for one, into in zip(references, (store, another), strict=True)]
         for models in (references, paged):
             called = torch.compile(lambda tokens, models=models: models[0](tokens) * models[1](tokens), **AOT)

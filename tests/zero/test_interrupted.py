@@ -19,7 +19,7 @@ from tests.quick import quick
 from tests.zero.harness import equal
 from tests.zero.models import Tied
 from tests.zero.striking import KINDS, Result, Struck, StruckError, Trainer, described, outcome, shuffled, struck_at
-from tiered import InterruptedStep, MisuseError, TieredStore, zero
+from tiered import Eviction, InterruptedStep, MisuseError, TieredStore, zero
 from tiered.store.activations import hooks_active
 from tiered.zero.paging.pager import placement_of
 
@@ -179,7 +179,7 @@ def test_other_models_do_not_notice(trainer: Trainer, kind: str, count: int, tmp
     """Neither one in memory, nor a paged one that was never touched, before anybody has cleaned up after the strike."""
     reference: Any = Tied()
     adam = torch.optim.AdamW(reference.parameters(), lr=1e-3, fused=True)
-    with TieredStore.open(tmp_path / "other", dram="1.25MiB", deadline=20) as store:
+    with TieredStore.open(tmp_path / "other", dram="1.25MiB", eviction=Eviction(deadline=20)) as store:
         model: Any = zero.page(copy.deepcopy(reference), store)
         optimizer = zero.AdamW(model.parameters(), lr=1e-3)
         for number, place in enumerate(lines_of(trainer, lambda: trainer.step(Trainer.WARM), count)):
@@ -513,7 +513,7 @@ def test_a_model_that_is_traced_refuses_and_leaves_nothing(tmp_path: Path, store
         TRACERS[what](model, tokens)
     assert hooks_active() is None
     assert store.statistics().tiers[0].held == 0
-    with TieredStore.open(tmp_path / "another", dram="1.25MiB", deadline=20) as another:
+    with TieredStore.open(tmp_path / "another", dram="1.25MiB", eviction=Eviction(deadline=20)) as another:
         models = [model, zero.page(copy.deepcopy(reference), store, name="other"), zero.page(copy.deepcopy(reference), another)]
         optimizers = [zero.AdamW(one.parameters()) for one in models]
         adam = torch.optim.AdamW(reference.parameters(), fused=True)

@@ -15,8 +15,9 @@ from typing import Literal, get_args
 import torch
 
 from tiered.engine.engine import Engine, EngineConfig
+from tiered.engine.policy import LRU
 from tiered.engine.residency import Copy
-from tiered.errors import CapacityError, MisuseError, TieredError, one_of, path_of, quoted, whole_number
+from tiered.errors import CapacityError, MisuseError, TieredError, expect_type, one_of, path_of, quoted, whole_number
 from tiered.format.folder import cannot_open, mend_of
 from tiered.format.generations import generations
 from tiered.interfaces import EvictionPolicy, IOBackend, Link, Memory, Tier
@@ -35,6 +36,8 @@ __all__ = [
     "SMALLEST_DRAM",
     "BackendName",
     "Durability",
+    "Eviction",
+    "Generation",
     "Newer",
     "OpenOptions",
     "Parts",
@@ -119,7 +122,7 @@ def build(options: OpenOptions, at_rest: DiskAtRest | None = None) -> Parts:
             links = (*links, disk)
         undo.pop_all()
     tiers: tuple[Tier, ...] = memories if nvme is None else (*memories, nvme)
-    return Parts(memories, nvme, backend, tiers, links, tuple(options.eviction() for _ in tiers))
+    return Parts(memories, nvme, backend, tiers, links, tuple(options.eviction.policy() for _ in tiers))
 
 
 def _device_link(hbm: HbmTier, dram: DramTier) -> Link:
@@ -157,6 +160,36 @@ _ACCESS: dict[str | Access, Access] = {name: access for access in Access for nam
 
 
 @dataclass(frozen=True)
+class Eviction:
+    """How room is made in each tier of a store: ``policy`` makes the ``EvictionPolicy`` of a tier, and is called once for each.
+    ``deadline``: seconds that a call waits for room before it raises CapacityError and names the holders. Raises MisuseError
+    for values that cannot be."""
+
+    policy: Callable[[], EvictionPolicy] = LRU
+    deadline: float = 60.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.deadline, bool) or not isinstance(self.deadline, int | float) or not self.deadline >= 0:
+            raise MisuseError(f"a deadline is a number of seconds, not {quoted(self.deadline)}")
+        if not callable(self.policy):
+            raise MisuseError(f"policy makes a tier's policy, as tiered.LRU does; {quoted(self.policy)} cannot")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A generation to open a store at: its ``number``, and what becomes of ``newer`` ones: "keep", or "drop" to remove them
+    (all generations, with number 0). Raises MisuseError for values that cannot be."""
+
+    number: int | None
+    newer: Newer = "keep"
+
+    def __post_init__(self) -> None:
+        one_of("newer", self.newer, get_args(Newer))
+        if self.number is not None:
+            whole_number("the number of a generation is an int", self.number, least=0)
+
+
+@dataclass(frozen=True)
 class OpenOptions:
     """The arguments of ``TieredStore.open``. Raises MisuseError for what has no meaning, or does not go together."""
 
@@ -165,37 +198,27 @@ class OpenOptions:
     hbm: int | str | None
     device: str | torch.device
     nvme: int | str | None
-    generation: int | None
+    generation: int | Generation | None
     durability: Durability
     backend: BackendName | Callable[[], IOBackend]
-    eviction: Callable[[], EvictionPolicy]
+    eviction: Eviction
     keep: int
-    deadline: float
     paths: Sequence[str | os.PathLike[str]] | None
-    newer: Newer = "keep"
-    access: Access = Access.WRITE
-    existing: Existing = "may"
+    access: Access
+    existing: Existing
 
     def __post_init__(self) -> None:
         one_of("durability", self.durability, get_args(Durability))
-        one_of("newer", self.newer, get_args(Newer))
         one_of("existing", self.existing, get_args(Existing))
         whole_number("keep is a number of generations", self.keep)
-        if isinstance(self.deadline, bool) or not isinstance(self.deadline, int | float) or not self.deadline >= 0:
-            raise MisuseError(f"a deadline is a number of seconds, not {quoted(self.deadline)}")
-        if not callable(self.eviction):
-            raise MisuseError(
-                f"eviction makes a tier's policy, as tiered.engine.policy.LRU does; {quoted(self.eviction)} cannot"
-            )
+        expect_type(self.eviction, Eviction, "eviction is a tiered.Eviction(policy=, deadline=)")
         for size in (self.dram, self.hbm, self.nvme):
             if size is not None:
                 parse_size(size)
         if self.generation is not None:
             if self.path is None or self.scratch:
                 raise MisuseError("there are no generations without a disk or with durability='none'")
-            whole_number("a generation is an int", self.generation, least=0)
-        if self.newer == "drop" and self.generation is None:
-            raise MisuseError("newer='drop' removes the generations after generation=: give that, too")
+            whole_number("a generation is an int, or a tiered.Generation", self.opened.number, least=0)
         if self.path is None:
             for name in ("nvme", "paths"):
                 if getattr(self, name) is not None:
@@ -212,6 +235,11 @@ class OpenOptions:
             path_of(one, "each of paths")
         if self.access is Access.READ and (self.scratch or self.nvme is not None):
             raise MisuseError("access='read' opens a commit, and changes nothing: leave durability= and nvme= out")
+
+    @property
+    def opened(self) -> Generation:
+        """The generation that is asked for."""
+        return self.generation if isinstance(self.generation, Generation) else Generation(self.generation)
 
     @property
     def scratch(self) -> bool:
@@ -231,7 +259,7 @@ def assemble(options: OpenOptions) -> tuple[Parts, Engine, Generations]:
         commits = None
         if isinstance(parts.nvme, NvmeTier):
             commits = Commits(engine, parts.nvme, options.keep, _duplicator(parts, engine))
-            commits.restore(options.generation, drop_newer=options.newer == "drop")
+            commits.restore(options.opened.number, drop_newer=options.opened.newer == "drop")
             if options.scratch and commits.newest is not None:
                 raise MisuseError(
                     f"{parts.nvme.folder} holds a store with commits, which durability='none' would write over: "
@@ -256,7 +284,7 @@ def _assemble_to_read(options: OpenOptions) -> tuple[Parts, Engine, Generations]
     if options.path is None:
         raise MisuseError("access='read' opens a commit on a disk: name its folder")
     try:
-        rest = StoreAtRest(options.path, paths=options.paths, generation=options.generation)
+        rest = StoreAtRest(options.path, paths=options.paths, generation=options.opened.number)
     except OSError as error:
         raise _cannot_open(options, error) from error
     try:
@@ -283,7 +311,7 @@ def _begin(options: OpenOptions, at_rest: DiskAtRest | None = None) -> tuple[Par
     except OSError as error:
         raise _cannot_open(options, error) from error
     try:
-        limits = EngineConfig(deadline=options.deadline, eviction=options.eviction)
+        limits = EngineConfig(deadline=options.eviction.deadline, eviction=options.eviction.policy)
         return parts, Engine(parts.tiers, parts.links, parts.policies, limits)
     except BaseException as error:
         for link in parts.links:

@@ -18,17 +18,17 @@ import torch
 
 from tiered.engine.claims import Token
 from tiered.engine.engine import Engine
-from tiered.engine.policy import LRU, NextUse, Plan, Record, Touch, touch_of
+from tiered.engine.policy import NextUse, Plan, Record, Touch, touch_of
 from tiered.engine.requests import Delete, Install, Rename, Room, Work
 from tiered.engine.residency import Entry
 from tiered.engine.retention import affordable, decide, largest_streamed, room_for
 from tiered.errors import ForkedStore, KeyNotFound, MisuseError, StoreClosed, UncommittedWarning, expect_type, from_here, one_of
 from tiered.errors import listed as items_of
-from tiered.interfaces import EvictionPolicy, IOBackend, Returnable
+from tiered.interfaces import IOBackend, Returnable
 from tiered.small.tensors import SmallTensors, open_small
 from tiered.store.commit import Commits, Generations
 from tiered.store.lease import Holder, LeaseOfAddresses, LeaseOfMany, LeaseOfOne, Made, clear_ended, end_struck, without_ended
-from tiered.store.opening import Existing, Newer, OpenOptions, Parts, access_of, assemble
+from tiered.store.opening import Eviction, Existing, Generation, OpenOptions, Parts, access_of, assemble
 from tiered.store.readers import StoreReader
 from tiered.system import memory_of_process
 from tiered.tables.cache import RowCache
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TieredStore", "is_stored"]
 
+USUAL = Eviction()
 COPIED_TOGETHER = 32 << 20
 """Bytes of tensors that are leased together to be copied."""
 RUN = 1024
@@ -140,14 +141,12 @@ class TieredStore(TensorMapping):
         hbm: int | str | None = None,
         device: str | torch.device = "cuda",
         nvme: int | str | None = None,
-        generation: int | None = None,
-        newer: Newer = "keep",
+        generation: int | Generation | None = None,
         access: Access | str = Access.WRITE,
         durability: Literal["commit", "none"] = "commit",
         backend: BackendName | Callable[[], IOBackend] = "auto",
-        eviction: Callable[[], EvictionPolicy] = LRU,
+        eviction: Eviction = USUAL,
         keep: int = 2,
-        deadline: float = 60.0,
         paths: Sequence[str | os.PathLike[str]] | None = None,
         existing: Existing = "may",
     ) -> TieredStore:
@@ -156,10 +155,10 @@ class TieredStore(TensorMapping):
         Sizes are bytes or "256MiB". ``dram`` is the hard budget of the pool (default: half of what is available), ``hbm`` that
         on ``device`` (default: no such tier; device="cpu" is a stand-in), ``nvme`` that of the disk (default: its free space).
         ``path`` None is a store without a disk. ``durability="none"`` is scratch: nothing can be committed, and the files are
-        removed at close. ``keep`` is the number of generations that stay on disk; ``newer="drop"`` removes the generations
-        after ``generation`` (all, with 0). ``existing`` is "must" where a folder without a commit is an error, and
-        "must-not" where one with a commit is. ``deadline`` is the number of seconds that a call waits for room before it raises
-        and names the holders. ``access="read"`` opens a commit for reading, in any number of processes, beside one that has the
+        removed at close. ``keep`` is the number of generations that stay on disk; a ``tiered.Generation`` also says whether
+        those after it are removed. ``existing`` is "must" where a folder without a commit is an error, and "must-not" where one
+        with a commit is. ``eviction`` says who leaves a tier that is full, and how long a call waits for room, see
+        ``tiered.Eviction``. ``access="read"`` opens a commit for reading, in any number of processes, beside one that has the
         store open for writing. The commit stays as it is until ``refresh`` or ``close``; calls that would change a tensor
         raise. In a folder that cannot be written to, nothing is created, and readers and a writer exclude each other.
 
@@ -168,17 +167,15 @@ class TieredStore(TensorMapping):
         over all of them. To reopen, give the same folders, in any order; the data files identify themselves, so the drives may
         be mounted elsewhere. Without ``paths`` the error names the folders: no folder is opened because a file names it.
 
-        ``backend`` is "auto" (libaio, else posix), "libaio", "aiofiles", "posix", or makes an ``IOBackend``; ``eviction`` makes
-        an ``EvictionPolicy`` and is called once for each tier. Warns where the filesystem has no O_DIRECT.
+        ``backend`` is "auto" (libaio, else posix), "libaio", "aiofiles", "posix", or makes an ``IOBackend``. Warns where the
+        filesystem has no O_DIRECT.
 
         Raises MisuseError (an argument, not a folder, foreign, not writable, no such device or backend), StoreLocked,
         CapacityError (a budget too small, or more than there is), ManifestError (damaged, no such generation, a drive that is
         missing or another store's).
         """
         options = OpenOptions(
-            *(path, dram, hbm, device, nvme, generation, durability, backend, eviction, keep, deadline, paths, newer),
-            access=access_of(access),
-            existing=existing,
+            path, dram, hbm, device, nvme, generation, durability, backend, eviction, keep, paths, access_of(access), existing
         )
         parts, engine, known = assemble(options)
         store = cls(parts, engine, known, scratch=options.scratch)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from tiered.errors import ManifestError, MisuseError, RankError, shown
-from tiered.store import TieredStore
+from tiered.store import Generation, TieredStore
 from tiered.store.at_rest import ListedGeneration, listing
 from tiered.zero.collectives import Ranks
 
@@ -220,8 +220,8 @@ def open_store(path: str | os.PathLike[str], *, group: dist.ProcessGroup | None 
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
     if not several:
         return TieredStore.open(path, **options)
-    if "generation" in options or "newer" in options or options.get("paths") is not None:
-        raise MisuseError("open_store finds the generation that all ranks have: leave generation=, newer= and paths= out")
+    if "generation" in options or options.get("paths") is not None:
+        raise MisuseError("open_store finds the generation that all ranks have: leave generation= and paths= out")
     if options.get("durability", "commit") != "commit":
         raise MisuseError("ranks' stores are for commits: for scratch, give each rank a TieredStore.open of its own")
     if options.get("keep", 2) < 2:
@@ -255,7 +255,7 @@ def open_store(path: str | os.PathLike[str], *, group: dist.ProcessGroup | None 
             f"{_described(everybody)}"
         )
     generation = 0 if common is None else common[ranks.rank].generation
-    return TieredStore.open(folder, generation=generation, newer="drop", **options)
+    return TieredStore.open(folder, generation=Generation(generation, newer="drop"), **options)
 
 
 def _were_beginning(everybody: Sequence[Mapping[str, Any]]) -> bool:

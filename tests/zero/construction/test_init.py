@@ -17,7 +17,7 @@ from torch import nn
 
 from tests.zero.builders import BUILDERS, NAMES, Pretrained
 from tests.zero.models import Mixed, Tied
-from tiered import CapacityError, MisuseError, Owner, TieredStore, zero
+from tiered import CapacityError, Eviction, MisuseError, Owner, TieredStore, zero
 from tiered.zero.construction.staging import PREFIX
 
 TINY = 2048
@@ -403,7 +403,7 @@ def test_other_threads_build_in_memory(store: TieredStore) -> None:
 
 
 def test_building_64_mib_in_a_pool_of_4_keeps_the_window(tmp_path: Path) -> None:
-    with TieredStore.open(tmp_path / "store", dram="4MiB", deadline=60) as store:
+    with TieredStore.open(tmp_path / "store", dram="4MiB", eviction=Eviction(deadline=60)) as store:
         with zero.init(store) as construction:
             model = nn.Sequential(*(nn.Linear(192, 192) for _ in range(455)))
         statistics = construction.statistics()
@@ -429,7 +429,7 @@ def test_what_needs_no_values_fetches_none(store: TieredStore) -> None:
 
 
 def test_building_without_looking_back_writes_each_parameter_once(tmp_path: Path) -> None:
-    with TieredStore.open(tmp_path / "store", dram="4MiB", deadline=60) as store:
+    with TieredStore.open(tmp_path / "store", dram="4MiB", eviction=Eviction(deadline=60)) as store:
         with zero.init(store) as construction:
             model = nn.Sequential(*(nn.TransformerEncoderLayer(64, 2, 128) for _ in range(8)))
         statistics = construction.statistics()

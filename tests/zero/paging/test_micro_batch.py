@@ -15,7 +15,7 @@ from tests.quick import quick
 from tests.zero.harness import clipping, equal, train
 from tests.zero.models import parameter_groups
 from tests.zero.paging.splitting import Language, split_in_memory
-from tiered import MisuseError, TieredStore, zero
+from tiered import Eviction, MisuseError, TieredStore, zero
 from tiered.zero.paging.pager import placement_of
 
 STEPS = 6
@@ -267,7 +267,7 @@ def test_updates_within_backward_give_the_same_numbers(tmp_path: Path, dtype: to
     outcomes = []
     for update in ("on_fetch", "in_backward"):
         model = copy.deepcopy(start)
-        with TieredStore.open(tmp_path / update, dram="1.5MiB", deadline=20) as store:
+        with TieredStore.open(tmp_path / update, dram="1.5MiB", eviction=Eviction(deadline=20)) as store:
             zero.page(model, store, micro_batch=3)
             optimizer = zero.AdamW(model.parameters(), lr=1e-3, update=update)
             torch.manual_seed(1)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.quick import quick
 from tests.zero.models import Mixed, Tied, parameter_groups
-from tiered import CapacityError, InterruptedStep, MisuseError, SharedMemoryWarning, TieredStore, WriteError, zero
+from tiered import CapacityError, Eviction, InterruptedStep, MisuseError, SharedMemoryWarning, TieredStore, WriteError, zero
 from tiered.zero.paging.tensors.stored import StoredTensor
 
 
@@ -733,7 +733,7 @@ def test_too_small_a_budget_names_the_smallest_which_then_works(tmp_path: Path, 
         zero.page(wide, small)
     assert not torch.isnan(wide[0].weight).any(), "nothing was changed"
     number = int(str(caught.value).split("smallest that works is ")[1].split(" ")[0].replace(",", ""))
-    with TieredStore.open(tmp_path / "enough", dram=number, deadline=20) as enough:
+    with TieredStore.open(tmp_path / "enough", dram=number, eviction=Eviction(deadline=20)) as enough:
         zero.page(wide, enough)
         optimizer = zero.AdamW(wide.parameters())
         for _ in range(3):
@@ -892,7 +892,7 @@ def test_a_checkpointed_block_may_be_larger_than_the_memory(tmp_path: Path, upda
 
     torch.manual_seed(0)
     reference = Blocks()
-    with TieredStore.open(tmp_path / "s", dram="1MiB", deadline=10.0) as store:
+    with TieredStore.open(tmp_path / "s", dram="1MiB", eviction=Eviction(deadline=10.0)) as store:
         model = zero.page(copy.deepcopy(reference), store)
         assert sum(p.nbytes for p in reference.blocks[0].parameters()) > store.statistics().tier("dram").capacity
         sides: list[tuple[nn.Module, torch.optim.Optimizer]] = [
@@ -976,7 +976,7 @@ class _Positions(nn.Module):
 @pytest.mark.parametrize("steps", quick([4, 12], [4]))
 def test_a_unit_and_its_gradient_have_room_beside_what_stays_in_use(tmp_path: Path, steps: int) -> None:
     """Leased one after the other, the gradient came to lie where neither side of it had room for the unit."""
-    with TieredStore.open(tmp_path / "store", dram="1MiB", durability="none", deadline=30) as store:
+    with TieredStore.open(tmp_path / "store", dram="1MiB", durability="none", eviction=Eviction(deadline=30)) as store:
         found = []
         for paged in (True, False):
             torch.manual_seed(0)
@@ -1025,7 +1025,7 @@ class ReadsOthers(nn.Module):
     [("as needed", "2MiB"), *product(["as needed", "kept", "written to"], ["1280KiB"]), ("with a penalty", "1800KiB")],
 )
 def test_a_forward_may_read_more_parameters_of_other_modules_than_fit(tmp_path: Path, way: str, dram: str) -> None:
-    with TieredStore.open(tmp_path, dram=dram, deadline=10) as store:
+    with TieredStore.open(tmp_path, dram=dram, eviction=Eviction(deadline=10)) as store:
         theirs, ours = ReadsOthers(way), ReadsOthers(way)
         zero.page(ours, store)
         fused = torch.optim.AdamW(theirs.parameters(), fused=True)

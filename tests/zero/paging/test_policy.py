@@ -14,7 +14,7 @@ from tests.zero.harness import clipping, equal, train
 from tests.zero.models import SIZES, Mixed, Tied, parameter_groups
 from tests.zero.narrow import MasterAdamW
 from tests.zero.paging.test_in_backward import Stack, traffic
-from tiered import CapacityError, MisuseError, TieredStore, zero
+from tiered import CapacityError, Eviction, MisuseError, TieredStore, zero
 
 BF16 = zero.Policy(storage=torch.bfloat16, compute=torch.float32)
 
@@ -101,7 +101,7 @@ def test_the_smallest_budget_that_it_names_works(tmp_path: Path) -> None:
     ):
         zero.page(wide, small, policy=BF16)
     number = int(str(caught.value).split("smallest that works is ")[1].split(" ")[0].replace(",", ""))
-    with TieredStore.open(tmp_path / "enough", dram=number, deadline=20) as enough:
+    with TieredStore.open(tmp_path / "enough", dram=number, eviction=Eviction(deadline=20)) as enough:
         zero.page(wide, enough, policy=BF16)
         optimizer = zero.AdamW(wide.parameters())
         for _ in range(3):

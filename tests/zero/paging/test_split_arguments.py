@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.quick import quick
-from tiered import MisuseError, TieredStore, zero
+from tiered import Eviction, MisuseError, TieredStore, zero
 
 DRAM = "16MiB"
 
@@ -286,7 +286,7 @@ def test_the_smallest_budget_that_is_named_works(tmp_path: Path, widths: tuple[i
     with TieredStore.open(tmp_path / "small", dram="1MiB") as small, pytest.raises(Exception, match="smallest") as caught:
         zero.page(wide(), small, micro_batch=4)
     number = int(str(caught.value).split("smallest that works is ")[1].split(" ")[0].replace(",", ""))
-    with TieredStore.open(tmp_path / "enough", dram=number, deadline=20) as enough:
+    with TieredStore.open(tmp_path / "enough", dram=number, eviction=Eviction(deadline=20)) as enough:
         model = zero.page(wide(), enough, micro_batch=4)
         optimizer = zero.AdamW(model.parameters())
         for _ in range(6):

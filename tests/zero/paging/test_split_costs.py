@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tiered import TieredStore, zero
+from tiered import Eviction, TieredStore, zero
 from tiered.engine.transfers import TransferQueues
 from tiered.types import Direction, Use
 
@@ -39,7 +39,7 @@ class Reads:
 def test_parameters_are_read_twice_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
     """Forward, where the update happens on the way, and backward. Fetching ahead is off: it may read in vain."""
     reads = Reads(monkeypatch)
-    with TieredStore.open(tmp_path / "store", dram="1MiB", deadline=20) as store:
+    with TieredStore.open(tmp_path / "store", dram="1MiB", eviction=Eviction(deadline=20)) as store:
         layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
         model = zero.page(layers, store, micro_batch=parts, paging=zero.Paging(prefetch="off"))
         optimizer = zero.AdamW(model.parameters())
@@ -104,7 +104,7 @@ def storage(value: Any) -> torch.UntypedStorage | None:
 
 def peak(folder: Path, samples: int, parts: int, loss: Callable[[torch.Tensor], torch.Tensor]) -> int:
     torch.manual_seed(0)
-    with TieredStore.open(folder, dram="1.5MiB", deadline=20) as store:
+    with TieredStore.open(folder, dram="1.5MiB", eviction=Eviction(deadline=20)) as store:
         blocks = [nn.Sequential(nn.Linear(8, 512), nn.GELU(), nn.Linear(512, 8)) for _ in range(8)]
         model = zero.page(nn.Sequential(*blocks), store, micro_batch=parts)
         x = torch.randn(samples, 32, 8)
