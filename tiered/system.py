@@ -318,9 +318,10 @@ class Trimmer:
     Trimmed memory must be faulted in anew: a step that trims after every few gradients takes a third longer, one that trims its
     activations a tenth. So memory that a step takes again is left with the process: the heap may be as large as its highest use
     at any one time, unless headroom is scarce. That use may lie between two looks: where the heap is again as large as before
-    the last trim, the step has taken again what was returned, and it is left. (Blocks of 32 MiB and more are mappings of their
-    own, which return when they are freed.) Measuring the use walks over all free blocks, so it is done only when the process is
-    larger than the last measurement explains.
+    the last trim, the step has taken again what was returned, and it is left, as far as that is ``OFTEN`` bytes more than is kept in
+    any case: beyond, it may be what fragments leave over, which nobody takes. (Blocks of 32 MiB and more are mappings of
+    their own, which return when they are freed.) Measuring the use walks over all free blocks, so it is done only when the
+    process is larger than the last measurement explains.
     """
 
     def __init__(self, pool: int, largest: int = 0) -> None:
@@ -333,6 +334,7 @@ class Trimmer:
             self._info.restype = _InUse
         self._most = 0  # most bytes of the heap that were in use at once
         self._before = 0  # of the heap, before the last trim
+        self._left = 0  # bytes beyond the highest use that are left, because a step takes them again
         self._others = 0  # bytes of the process that were neither heap nor mapped by malloc at the last trim
         self._measure()
 
@@ -343,14 +345,15 @@ class Trimmer:
             return
         self._passed = 0
         size = self._size()
-        if size > self._others + self._most + self._kept:
+        if size > self._others + self._most + self._left + self._kept:
             heap, mapped = self._in_use()
             self._most = max(self._most, heap)
-            free = size - mapped - self._others
-            if self._most + self._kept < free <= self._before:
-                self._most = free
-            elif free > self._most + self._kept:
-                self._before = free
+            kept = size - mapped - self._others
+            more = kept - self._most - self._kept
+            if self._left < more <= OFTEN and kept <= self._before:
+                self._left = more
+            elif more > self._left:
+                self._before = kept
                 self.trim()
                 return
         if size > self._trimmed + self._every and headroom() < SCARCE:

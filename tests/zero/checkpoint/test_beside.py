@@ -17,7 +17,7 @@ from torch import nn
 from tests.quick import quick
 from tests.zero.models import Tied
 from tests.zero.ranks import on_ranks
-from tiered import MisuseError, TieredStore, zero
+from tiered import MisuseError, RankError, TieredStore, zero
 from tiered.store.at_rest import StoreAtRest
 from tiered.zero.checkpoint.exports import Exported
 from tiered.zero.checkpoint.safetensors import export_at_rest
@@ -300,7 +300,7 @@ def test_what_cannot_be_committed_is_named(tmp_path: Path) -> None:
 
 
 def heads(rank: int, folder: Path) -> float:
-    """Two ranks that add a head, with values of their own; committed, and resumed."""
+    """Two ranks that add a head; committed, and resumed. Values of their own are refused."""
     found = []
     for existing in ("refuse", "resume"):
         with zero.open_store(folder, dram="2MiB") as store:
@@ -310,6 +310,9 @@ def heads(rank: int, folder: Path) -> float:
                 training.resume()
             else:
                 nn.init.constant_(bias, rank + 1.0)
+                with pytest.raises(RankError, match=r"the values of 'blocks.2.bias', which was added or replaced"):
+                    training.commit()
+                nn.init.constant_(bias, 3.0)
                 training.commit()
             found.append(float(bias[0]))
             store.close()
@@ -318,12 +321,12 @@ def heads(rank: int, folder: Path) -> float:
 
 
 @pytest.mark.soak
-def test_ranks_have_their_own_and_one_process_takes_over_that_of_the_first(tmp_path: Path) -> None:
-    assert on_ranks(2, heads, tmp_path / "ranks") == [1.0, 2.0]
+def test_ranks_commit_what_was_added_and_one_process_takes_it_over(tmp_path: Path) -> None:
+    assert on_ranks(2, heads, tmp_path / "ranks") == [3.0, 3.0]
     with TieredStore.open(tmp_path / "store", dram="2MiB") as store:
         torch.manual_seed(0)
         model: Any = zero.page(Tied(layers=2), store, existing="resume", source=tmp_path / "ranks")
         model.blocks.append(nn.Linear(32, 32))
         zero.resume(model, zero.AdamW([one for one in model.parameters() if hasattr(one, "_tiered")], LR))
-        assert model.blocks[-1].bias.eq(1).all()
+        assert model.blocks[-1].bias.eq(3).all()
         store.close()

@@ -48,7 +48,6 @@ __all__ = [
 ]
 
 _MODES = torch._C._TorchDispatchModeKey
-_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 
 
 def graph_task() -> int:
@@ -167,6 +166,13 @@ def restore_recording() -> None:
     if _unrecorded:
         torch._C._set_grad_enabled(True)
         _unrecorded.clear()
+
+
+def _is_exporting() -> bool:
+    """Return whether torch.export runs this."""
+    if hasattr(torch.compiler, "is_exporting"):
+        return torch.compiler.is_exporting()
+    return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()  # torch 2.6
 
 
 def refuse_tracing() -> None:
