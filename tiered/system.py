@@ -318,9 +318,9 @@ class Trimmer:
     Trimmed memory must be faulted in anew: a step that trims after every few gradients takes a third longer, one that trims its
     activations a tenth. So memory that a step takes again is left with the process: the heap may be as large as its highest use
     at any one time, unless headroom is scarce. That use may lie between two looks: where the heap is again as large as before
-    the last trim, the step has taken again what was returned, and it is left, as far as that is ``OFTEN`` bytes more than is kept in
-    any case: beyond, it may be what fragments leave over, which nobody takes. (Blocks of 32 MiB and more are mappings of
-    their own, which return when they are freed.) Measuring the use walks over all free blocks, so it is done only when the
+    the last trim, the step has taken again what was returned, and it is left, as far as that is ``OFTEN`` bytes more than is
+    kept in any case: beyond, it may be what fragments leave over, which nobody takes. (Blocks of 32 MiB and more are mappings
+    of their own, which return when they are freed.) Measuring the use walks over all free blocks, so it is done only when the
     process is larger than the last measurement explains.
     """
 
