@@ -83,13 +83,13 @@ class Training:
 
     def record(self, pager: Pager) -> dict[str, Any]:
         """Return what a record has of it."""
-        optimizer, scheduler, scaler, data = self.optimizer, self.scheduler, self.scaler, self.data
-        return {
-            "optimizer": None if optimizer is None else _of_optimizer(optimizer, pager),
-            "scheduler": None if scheduler is None else scheduler.state_dict(),
-            "scaler": None if scaler is None else scaler.state_dict(),
-            "data": data.get_state() if isinstance(data, torch.Generator) else None if data is None else data.state_dict(),
-        }
+        data = self.data.get_state() if isinstance(self.data, torch.Generator) else _state_of(self.data)
+        optimizer = None if self.optimizer is None else _of_optimizer(self.optimizer, pager)
+        return {"optimizer": optimizer, "scheduler": _state_of(self.scheduler), "scaler": _state_of(self.scaler), "data": data}
+
+
+def _state_of(one: Stateful | None) -> Mapping[str, Any] | None:
+    return None if one is None else one.state_dict()
 
 
 def commit(
@@ -460,24 +460,23 @@ def pending_of(found: Mapping[str, Any], named: Mapping[str, Placement]) -> Pend
 def load_record(model: nn.Module, pager: Pager, record: Mapping[str, Any], training: Training) -> Any:
     """Load what a model has beside its paged parameters, what a training has, and random states from a record: all of them,
     or, where it raises, none."""
-    optimizer, scheduler, scaler, data = training.optimizer, training.scheduler, training.scaler, training.data
-    for what, given in (("optimizer", optimizer), ("scheduler", scheduler), ("scaler", scaler), ("data", data)):
+    for what in ("optimizer", "scheduler", "scaler", "data"):
+        given = getattr(training, what)
         if (record[what] is None) is not (given is None):
             has = "has none" if record[what] is None else "has one"
             raise MisuseError(f"{what}= {'was given' if given is not None else 'is missing'}, and the checkpoint {has}")
     loading: list[Loader] = [beside.loader_of(model, pager, record)]
-    if optimizer is not None:
-        here = [_names(group["params"], pager) for group in optimizer.param_groups]
+    if training.optimizer is not None:
+        here = [_names(group["params"], pager) for group in training.optimizer.param_groups]
         named = {placement.name: placement for placement in pager.placements}
-        loading.append(loaders.of_optimizer(optimizer, here, named, record["optimizer"]))
-    if scheduler is not None:
-        loading.append(loaders.of_stateful(scheduler, record["scheduler"], "scheduler="))
-    if scaler is not None:
-        loading.append(loaders.of_stateful(scaler, record["scaler"], "scaler="))
-    if isinstance(data, torch.Generator):
-        loading.append(loaders.of_generator(data, record["data"]))
-    elif data is not None:
-        loading.append(loaders.of_data(data, record["data"]))
+        loading.append(loaders.of_optimizer(training.optimizer, here, named, record["optimizer"]))
+    for what, one in (("scheduler", training.scheduler), ("scaler", training.scaler)):
+        if one is not None:
+            loading.append(loaders.of_stateful(one, record[what], f"{what}="))
+    if isinstance(training.data, torch.Generator):
+        loading.append(loaders.of_generator(training.data, record["data"]))
+    elif training.data is not None:
+        loading.append(loaders.of_data(training.data, record["data"]))
     loaders.load_all([*loading, loaders.of_random(record["random"])])
     pager.checkpoint.resumed()
     return record["extra"]
