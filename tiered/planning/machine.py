@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from tiered.errors import MisuseError, quoted, shown, whole_number
+from tiered.errors import MisuseError, expect_type, quoted, shown, whole_number
 from tiered.format.foreign.documents import json_of
 from tiered.planning.simulated import DriveRates
 from tiered.types import parse_size
@@ -71,8 +71,7 @@ class Machine:
                 raise MisuseError(f"a machine's {name} is a number from 0 on, not {quoted(getattr(self, name))}")
         for name in ("cores", "threads", "ranks_per_node"):
             whole_number(f"a machine's {name} is a count", getattr(self, name))
-        if not isinstance(self.name, str):
-            raise MisuseError(f"a machine's name is text, not {quoted(self.name)}")
+        expect_type(self.name, str, "a machine's name is text")
 
     @property
     def drive(self) -> DriveRates:
@@ -88,8 +87,7 @@ class Machine:
             return what
         if isinstance(what, Mapping):
             return cls._from(what, "these numbers")
-        if not isinstance(what, str | os.PathLike):
-            raise MisuseError(f"a machine is a tiered.Machine, a file, or numbers by name, not {quoted(what)}")
+        expect_type(what, str | os.PathLike, "a machine is a tiered.Machine, a file, or numbers by name")
         told = shown(str(what), 1000)
         try:
             found = json_of(what, MOST_BYTES)

@@ -73,8 +73,7 @@ class MemoryWatch:
     def __init__(
         self, store: TieredStore, tell: Callable[[MemoryNotice], object] | None = None, *, reserve: int | str | None = None
     ) -> None:
-        if not isinstance(store, TieredStore):
-            raise MisuseError(f"MemoryWatch watches the process of a store, not {store!r}: give it the TieredStore")
+        expect_type(store, TieredStore, "MemoryWatch watches the process of a TieredStore")
         if tell is not None and not callable(tell):
             raise MisuseError(
                 f"MemoryWatch: tell is a function that is called with a MemoryNotice, not {tell!r}; bytes that are to stay "

@@ -1000,8 +1000,7 @@ class TieredStore(TensorMapping):
     def _committing(self, meta: object) -> Commits:
         self._running()
         commits = self._generations.committing(self)
-        if meta is not None and not isinstance(meta, Mapping):
-            raise MisuseError(f"meta is a dict of JSON values, not {meta!r}")
+        expect_type(meta, Mapping | None, "meta is a dict of JSON values")
         return commits
 
     # -- tables, and small tensors ----------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, overload
 
 import torch
 
-from tiered.errors import KeyNotFound, MisuseError
+from tiered.errors import KeyNotFound, MisuseError, expect_type
 from tiered.types import Key
 
 if TYPE_CHECKING:
@@ -157,8 +157,8 @@ def pairs_of(tensors: Pairs, more: Mapping[str, torch.Tensor]) -> Iterator[tuple
         pairs = tensors.items()
     elif hasattr(tensors, "keys"):
         pairs = ((key, given[key]) for key in given.keys())  # noqa: SIM118 (it need not be iterable)
-    elif not isinstance(tensors, Iterable):
-        raise MisuseError(f"update is given a mapping, or pairs of a key and a tensor, not {tensors!r:.100}")
+    else:
+        expect_type(tensors, Iterable, "update is given a mapping, or pairs of a key and a tensor")
     for pair in chain(pairs, more.items()):
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise MisuseError(f"update is given a mapping, or pairs of a key and a tensor, not {pair!r:.100}")
@@ -189,8 +189,7 @@ class _View:
     _mapping: TensorMapping
 
     def __init__(self, mapping: TensorMapping, pattern: str | None) -> None:
-        if pattern is not None and not isinstance(pattern, str):
-            raise MisuseError(f"a pattern is a text such as 'layer.*', not {pattern!r}")
+        expect_type(pattern, str | None, "a pattern is a text such as 'layer.*'")
         super().__init__(cast("Any", mapping))  # type: ignore[call-arg]
         self._pattern = pattern
 

@@ -196,8 +196,7 @@ def _components(
 ) -> tuple[Pager, dict[str, list[str]]]:
     """Return the pager of ``model`` and the keys of each component."""
     pager = pager_of(model)
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise MisuseError(f"the second argument is the model's zero.AdamW, not {optimizer!r:.100}: give components=")
+    expect_type(optimizer, Optimizer | None, "the second argument is the model's zero.AdamW, and components are components=")
     if optimizer is not None and (optimizer.resident or set(optimizer.pagers()) != {pager}):
         raise MisuseError("this optimizer updates parameters of another model: give the one of this model, or leave it out")
     for name in listed(components, f"components are several of {', '.join(map(repr, COMPONENTS))}"):

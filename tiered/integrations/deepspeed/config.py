@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tiered.errors import MisuseError, shown
+from tiered.errors import MisuseError, expect_type, shown
 from tiered.format.foreign.documents import text_of
 from tiered.integrations.deepspeed.table import (
     AUTO,
@@ -183,8 +183,7 @@ def read(config: Any) -> dict[str, Any]:
     """
     if isinstance(config, Mapping):
         return _converted(copy.deepcopy(dict(config)), "")
-    if not isinstance(config, str | os.PathLike):
-        raise MisuseError(f"a configuration is a dict or the path of a JSON file, not {config!r:.60}")
+    expect_type(config, str | os.PathLike, "a configuration is a dict or the path of a JSON file")
     where = os.fspath(config)
     try:
         text = text_of(Path(where).expanduser()).removeprefix("\ufeff")  # which editors on Windows write

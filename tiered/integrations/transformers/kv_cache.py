@@ -133,8 +133,7 @@ class TieredCache(WatchingCache):
 
     def _prepare(self, model: Any, store: TieredStore, name: str, block: int) -> None:
         """Check what was given, and make the layers."""
-        if not isinstance(store, TieredStore):
-            raise MisuseError(f"TieredCache(model, store): the store is a TieredStore, not {store!r}")
+        expect_type(store, TieredStore, "TieredCache(model, store): the store is a TieredStore")
         expect_type(model, nn.Module, "TieredCache(model, store): the model is one of transformers")
         if not isinstance(name, str) or not name:
             raise MisuseError(f"the name of a cache is a text, not {name!r}")
