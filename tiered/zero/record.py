@@ -102,13 +102,17 @@ def _plain(value: Any, way: tuple[object, ...], store: Store) -> Any:
     if len(way) > DEEPEST + 1:
         raise MisuseError(f"{_where(way)} is nested deeper than {DEEPEST} levels")
     if type(value) is list or isinstance(value, tuple):
-        # A state of random numbers has thousands of values that are written down as they are.
-        each = [one if type(one) in _SIMPLE else _plain(one, (*way, index), store) for index, one in enumerate(value)]
+        each = list(value)
+        if not _SIMPLE.issuperset(map(type, each)):  # a state of random numbers has thousands of values, all of them simple
+            each = [one if type(one) in _SIMPLE else _plain(one, (*way, index), store) for index, one in enumerate(each)]
         return each if type(value) is list else {"tuple": each}
     if isinstance(value, Mapping):
         kind = "counter" if isinstance(value, Counter) else "dict"
-        keys = [key if type(key) in _SIMPLE else _plain(key, (*way, "key"), store) for key in value]
-        each = [one if type(one) in _SIMPLE else _plain(one, (*way, key), store) for key, one in value.items()]
+        keys, each = list(value), list(value.values())
+        if not _SIMPLE.issuperset(map(type, each)):
+            each = [one if type(one) in _SIMPLE else _plain(one, (*way, key), store) for key, one in value.items()]
+        if not _SIMPLE.issuperset(map(type, keys)):
+            keys = [key if type(key) in _SIMPLE else _plain(key, (*way, "key"), store) for key in keys]
         return {kind: list(map(list, zip(keys, each, strict=True)))}
     where = _where(way)
     if isinstance(value, torch.Tensor):

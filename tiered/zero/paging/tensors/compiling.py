@@ -38,6 +38,18 @@ _dynamo: Any = torch._C._dynamo.eval_frame
 SUPPORTED = all(hasattr(_dynamo, name) for name in ("_FrameAction", "_FrameExecStrategy", "set_code_exec_strategy"))
 """Older versions of torch have no way to say which functions dynamo leaves alone."""
 _SKIP, _DEFAULT = (_dynamo._FrameAction.SKIP, _dynamo._FrameAction.DEFAULT) if SUPPORTED else (None, None)
+
+
+def _is_borrowed() -> bool:
+    """Return whether dynamo gives a reference away that it does not have, each time it is asked what compiles: torch 2.6 does.
+    Before Python 3.12 some ten thousand forwards of a unit would then free None itself, which ends the process."""
+    before = sys.getrefcount(None)
+    for _ in range(64):
+        _dynamo.get_eval_frame_callback()
+    return sys.getrefcount(None) < before - 32  # other threads may use None meanwhile
+
+
+_IS_BORROWED = _is_borrowed()
 ENTERED = "tiered moves parameters between memory and store here, which is not compiled: leave out fullgraph=True"
 KEY = -1
 """Of a hook, among the numbers that torch gives to hooks."""
@@ -196,10 +208,20 @@ def break_graph(caller: str) -> None:
         )
 
 
+def _compiler() -> object:
+    """Return what compiles the functions that this thread calls; nothing that can be called where none are."""
+    if not _IS_BORROWED:
+        found: object = _dynamo.get_eval_frame_callback()
+        return found
+    found = _dynamo.set_eval_frame(None)
+    _dynamo.set_eval_frame(found)
+    return found
+
+
 def refuse_constants() -> None:
     """Raise MisuseError where inductor would keep the values of parameters in what it makes of a model, and where a version of
     torch is compiling that cannot be told what to leave alone."""
-    if not SUPPORTED and callable(_dynamo.get_eval_frame_callback()):
+    if not SUPPORTED and callable(_compiler()):
         raise MisuseError(
             f"torch.compile of a paged model needs a newer torch than {torch.__version__}: leave torch.compile out, or install "
             "the newest torch"
@@ -214,7 +236,7 @@ def refuse_constants() -> None:
 
 def is_compiled() -> bool:
     """Return whether torch.compile sees to what this thread computes: also in a hook of paging, which it leaves alone."""
-    return callable(_dynamo.get_eval_frame_callback()) or _is_within("torch._dynamo.eval_frame")
+    return callable(_compiler()) or _is_within("torch._dynamo.eval_frame")
 
 
 def _is_within(module: str) -> bool:
