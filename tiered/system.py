@@ -421,6 +421,9 @@ class _InUse(ctypes.Structure):
 class Watched(Protocol):
     """The part of a store whose pool is compared with the headroom."""
 
+    @property
+    def device(self) -> Any: ...
+
     def statistics(self) -> StoreStatistics: ...
 
 
@@ -429,8 +432,10 @@ def refuse_little_room(store: Watched, what: str, *, largest: int = 0, more: int
 
     The first call for a store requires all of ``beside_pool``, later ones only what ``what`` itself needs. ``largest``: bytes
     of the largest parameter, or gradient, that will be whole in ordinary memory. ``more``: further bytes that the caller knows
-    of.
+    of. A store on the meta device takes no memory.
     """
+    if store.device.type == "meta":
+        return
     pool = store.statistics().tier("dram")
     beside = largest + WORKING if store in _known else beside_pool(pool.capacity, largest)
     refuse_without_room(what, pool.capacity - pool.peak + beside + more, "open the store with a smaller dram=")

@@ -463,7 +463,12 @@ class SavedTensors:
         self._in_store += region.nbytes
         region.keys, region.lifetime = keys, lifetime
         region.alias = None
-        self._books.trimmer.passed(region.nbytes)
+        self._passed(region)
+
+    def _passed(self, region: _Region) -> None:
+        """Count the bytes of a region as allocated and freed. On the meta device it has none."""
+        if region.device.type != "meta":
+            self._books.trimmer.passed(region.nbytes)
 
     def _is_shared(self, region: _Region) -> bool:
         """Return whether somebody else keeps the memory of a region."""
@@ -516,7 +521,7 @@ class SavedTensors:
         self._counts["restored"] += region.nbytes
         region.hinted, region.stream = False, _stream(region.device)
         memory = memory.data  # whose version counter begins at 0
-        self._books.trimmer.passed(region.nbytes)  # as many will be freed soon
+        self._passed(region)  # as many will be freed soon
         self._forget_restored(region.trace)
         region.restored, region.trace.cached = memory, region.nbytes
         self._cached_bytes += region.nbytes

@@ -100,7 +100,7 @@ class MemoryWatch:
     def look(self) -> MemoryNotice | None:
         """Look at memory, at most four times a second, and tell where it gets tight; return what was told."""
         now, store = time.monotonic(), self._store()
-        if store is None or now - self._looked < SELDOM:
+        if store is None or now - self._looked < SELDOM or store.device.type == "meta":  # where nothing takes memory
             return None
         self._looked = now
         found = store.statistics().memory

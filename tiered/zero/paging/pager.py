@@ -1141,7 +1141,8 @@ class Pager:
         grad = placement.grad
         assert grad is not None, "torch has accumulated it"
         unit.arriving.add(placement, grad)
-        self._trimmer.passed(placement.nbytes)
+        if not grad.is_meta:
+            self._trimmer.passed(placement.nbytes)
         unit.gradients.arrived.add(placement)
         if self._reduce_scatter is None:  # else once all ranks' are there
             self._updates.arrived(unit, placement)

@@ -41,6 +41,7 @@ __all__ = [
     "memory_of",
     "of_checkpoint",
     "outside_inference",
+    "place_of",
     "refuse_tracing",
     "refuse_transforms",
     "restore_recording",
@@ -73,11 +74,17 @@ def of_checkpoint(hooks: Hooks | None) -> bool:
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """Return the address of the memory that ``tensor`` shows; -1 for a subclass, or within a transform, that has none."""
+    """Return the ``place_of`` the memory that ``tensor`` shows; -1 for a subclass, or within a transform, that has none."""
     try:
-        return tensor.untyped_storage().data_ptr()
+        return place_of(tensor.untyped_storage())
     except RuntimeError:
         return -1
+
+
+def place_of(storage: torch.UntypedStorage) -> int:
+    """Return the number that tells memory from all other: its address; where there are no bytes, as on the meta device, that of
+    the object that stands for it."""
+    return storage.data_ptr() or storage._cdata
 
 
 class Saving(Protocol):

@@ -37,7 +37,7 @@ from tiered.zero.collectives import Term
 from tiered.zero.digests import digests
 from tiered.zero.intent import Intent, decide
 from tiered.zero.paging.gradients import UnitGradients
-from tiered.zero.paging.saved_tensors import refuse_tracing, refuse_transforms
+from tiered.zero.paging.saved_tensors import place_of, refuse_tracing, refuse_transforms
 from tiered.zero.paging.sharding import Partition
 from tiered.zero.paging.storage import Cast, CheckpointRecord, ParameterStorage, TensorStore, host
 from tiered.zero.paging.tensors.compiling import traced
@@ -96,15 +96,16 @@ class Placeholder:
 
 class DevicePlaceholder:
     """Placeholder in a device's memory. Whether it was written to is checked only where it has one element, because that waits
-    for the device; torch itself refuses writes to a tensor whose elements share their memory."""
+    for the device; torch itself refuses writes to a tensor whose elements share their memory. On the meta device there is
+    nothing to write to."""
 
     def __init__(self, device: torch.device, shape: torch.Size, dtype: torch.dtype) -> None:
         with torch.inference_mode(False):
             empty = not (dtype.is_floating_point or dtype.is_complex)
             one = torch.full((), 0 if empty else float("nan"), dtype=dtype, device=device)
-            self.address = one.untyped_storage().data_ptr()
+            self.address = place_of(one.untyped_storage())
             self.tensor = one.expand(shape)
-            self._first = None if empty else one  # of whole numbers any could be meant
+            self._first = None if empty or one.is_meta else one  # of whole numbers any could be meant
 
     @property
     def intact(self) -> bool:
@@ -852,7 +853,7 @@ def _storage_of_its_own(memory: torch.Tensor) -> torch.Tensor:
 
 def _address(tensor: torch.Tensor) -> int:
     with torch._C.DisableTorchFunctionSubclass():  # of a parameter that nobody holds: the placeholder's
-        return tensor.untyped_storage().data_ptr()
+        return place_of(tensor.untyped_storage())
 
 
 class BackwardUpdates:

@@ -356,7 +356,7 @@ class Sliced:
         else:
             shapes = [torch.Size((min(self.rows, count - at), *inside)) for at in range(0, count, self.rows)]
         with torch.inference_mode(False):
-            nothing = torch.zeros((), dtype=whole.dtype, device="cpu")
+            nothing = torch.zeros((), dtype=whole.dtype, device="meta" if whole.is_meta else "cpu")
             self.slices = [Slice(nothing.data.expand(shape), whole.requires_grad) for shape in shapes]  # each its own version
 
     def at(self, number: int) -> int | slice:

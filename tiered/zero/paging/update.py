@@ -54,15 +54,17 @@ def split(master: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> None:
 
 
 def all_finite(values: torch.Tensor) -> bool:
-    """Return whether ``values`` have neither NaN nor infinity, in one pass and without a temporary tensor."""
-    if not values.numel():
+    """Return whether ``values`` have neither NaN nor infinity, in one pass and without a temporary tensor. On the meta device
+    there are no values."""
+    if values.is_meta or not values.numel():
         return True
     smallest, largest = torch.aminmax(values)
     return math.isfinite(smallest.item()) and math.isfinite(largest.item())
 
 
-UPDATED_AT_ONCE = 1 << 18
-"""Elements that are updated at a time: all buffers of one piece stay in the processor's cache."""
+UPDATED_AT_ONCE, PIECES = 1 << 18, 4
+"""Elements that are updated at a time: all buffers of one piece stay in the processor's cache. A chunk has no more pieces than
+the second, which is what the largest has that ``Limits.of`` makes."""
 
 
 _MASTER = StateForm(torch.float32)
@@ -517,9 +519,10 @@ class States:
         if self.gather is not None:  # all ranks gather in one order
             of_whole = {p: any(form.block == WHOLE for form in self.states_of(p).values()) for p in placements}
             placements = sorted(of_whole, key=lambda placement: placement.element if of_whole[placement] else -1)
+        at_once = max(UPDATED_AT_ONCE, self.chunk_elements // PIECES)
         for placement in placements:
             block = self._block(placement)
-            whole, step = self._within(placement, index, block), max(1, UPDATED_AT_ONCE // block) * block
+            whole, step = self._within(placement, index, block), max(1, at_once // block) * block
             pieces += [
                 (placement, range(start, min(whole.stop, start + step))) for start in range(whole.start, whole.stop, step)
             ]
@@ -534,7 +537,10 @@ class States:
         state: dict[str, torch.Tensor],
         scratch: _Scratch,
     ) -> None:
-        """Update one piece. All tensors are flat, and those that are not of blocks of one length. ``grad``: None is zero."""
+        """Update one piece. All tensors are flat, and those that are not of blocks of one length. ``grad``: None is zero. There
+        is nothing to compute on the meta device."""
+        if param.is_meta:
+            return
         placement, forms, size = piece.placement, piece.forms, param.numel()
         if grad is None:
             grad = scratch.take("scaled", placement.dtype, size).zero_()

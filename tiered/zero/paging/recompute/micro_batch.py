@@ -32,6 +32,7 @@ from tiered.zero.paging.saved_tensors import (
     ParameterReferences,
     SavedActivation,
     in_backward,
+    memory_of,
     unexpanded,
 )
 from tiered.zero.paging.tensors.compiling import unentered
@@ -141,7 +142,8 @@ class Splitter:
         self.references, self.parts, self.split = references, parts, tuple(modules.values())
         self._model = model
         piece = min(LARGEST_PART, pool // SAVED_SHARE) // 4096 * 4096
-        self.anywhere = torch.empty(0, dtype=torch.float32, device=store.device)
+        draws = "cpu" if store.device.type == "meta" else store.device  # which has no generator
+        self.anywhere = torch.empty(0, dtype=torch.float32, device=draws)
         """Of an argument like this checkpoint learns on which device random numbers are drawn, and draws the same again."""
         self.activations = ActivationStore(store, name, max(4096, piece))
         self.computed_again = 0
@@ -322,12 +324,8 @@ class Splitter:
     def _is_buffer(self, tensor: torch.Tensor) -> bool:
         if tensor.requires_grad:
             return False
-        address = tensor.untyped_storage().data_ptr()
-        return any(
-            address == buffer.untyped_storage().data_ptr()
-            for buffer in self._model.buffers()
-            if buffer.layout is torch.strided
-        )
+        memory = memory_of(tensor)
+        return any(memory == memory_of(buffer) for buffer in self._model.buffers() if buffer.layout is torch.strided)
 
     def undivided(self, compute: Callable[[list[Any]], Any], leaves: list[Any]) -> Any:
         """Compute a part, within which nothing is split."""

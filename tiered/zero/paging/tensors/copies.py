@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from tiered.errors import MisuseError, StoreClosed
-from tiered.zero.paging.saved_tensors import memory_of
+from tiered.zero.paging.saved_tensors import memory_of, place_of
 from tiered.zero.paging.tensors.functions import name_of, written_by
 from tiered.zero.paging.tensors.sources import ParameterOwner
 
@@ -190,7 +190,7 @@ def _version(tensor: torch.Tensor) -> int:
 def _is_on_its_memory(one: CopiedValues) -> bool:
     """Return whether ``one`` still shows the copy: it may have been given other ``.data``."""
     storage: torch.UntypedStorage = _without_us(torch.Tensor.untyped_storage, (), (one,), {})
-    return storage.data_ptr() == memory_of(one.whole)
+    return place_of(storage) == memory_of(one.whole)
 
 
 def _refuse_apart(name: str, given: Sequence[CopiedValues], values: Any) -> None:

@@ -288,7 +288,7 @@ def _grouped(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     others = given.get("bias"), given.get("out_dtype")
     if _is_divided(rows) or rows.dim() != 2 or ends is None or others != (None, None) or _part(matrices, 0) is None:
         return NotImplemented
-    limits = [0, *ends.tolist()]
+    limits = [0, *_limits(ends, rows.shape[0])]
     sizes = [stop - start for start, stop in itertools.pairwise(limits)]
     left = rows.shape[0] - limits[-1]
     used = [index for index, size in enumerate(sizes) if size]
@@ -332,12 +332,12 @@ def _embedding(
     flat = index.reshape(-1)
     if handle.rows is None or not flat.numel():
         return torch.nn.functional.embedding(index, weight.source.whole(), padding_idx, None, 2.0, scale_grad_by_freq)
-    if int(flat.min()) < 0 or int(flat.max()) >= count:
+    if not flat.is_meta and (int(flat.min()) < 0 or int(flat.max()) >= count):
         raise IndexError("index out of range in self")  # as torch says it
     padding = None if padding_idx is None else padding_idx % count
     number = flat // handle.rows
     order = number.argsort(stable=True)
-    asked = torch.bincount(number).tolist()
+    asked = _evenly(flat.numel(), -(-count // handle.rows)) if flat.is_meta else torch.bincount(number).tolist()
     made: list[torch.Tensor] = []
     for which, mine in enumerate(torch.split(order, asked)):
         if asked[which]:
@@ -345,6 +345,20 @@ def _embedding(
             here = None if padding is None or not begin <= padding < begin + handle.rows else padding - begin
             made.append(torch.nn.functional.embedding(flat[mine] - begin, one, here, None, 2.0, scale_grad_by_freq))
     return torch.cat(made)[order.argsort()].view(*index.shape, weight.shape[1])
+
+
+def _limits(ends: torch.Tensor, rows: int) -> list[int]:
+    """Return where groups of so many rows end."""
+    if ends.is_meta:
+        return list(itertools.accumulate(_evenly(rows, ends.numel())))
+    found: list[int] = ends.tolist()
+    return found
+
+
+def _evenly(count: int, parts: int) -> list[int]:
+    """Return how many of ``count`` each part gets where there are no values that say so, as on the meta device: as many as the
+    others, or one more."""
+    return [count // parts + (part < count % parts) for part in range(parts)]
 
 
 def _products(groups: Sequence[torch.Tensor], matrices: StoredTensor, used: Sequence[int]) -> list[torch.Tensor]:
