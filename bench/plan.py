@@ -34,8 +34,9 @@ from tiered.cli.output import told_environment
 from tiered.cli.train.model import GPT, Shape
 from tiered.measuring.meters import environment, peak_memory, scratch_store
 from tiered.measuring.probes import measured_machine
+from tiered.planning.dry_run import Activations
 from tiered.planning.machine import Machine
-from tiered.planning.plan import Activations, Choice, Planner, Prediction
+from tiered.planning.plan import Choice, Planner, Prediction
 from tiered.planning.sources import Workload, subject_of
 from tiered.zero import Policy
 from tiered.zero.rules.exact import AdamWRule

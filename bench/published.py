@@ -13,8 +13,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -182,11 +183,13 @@ ROWS = {
 }
 
 
-def _again(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def checkpointed(*args: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)
+@cache
+def _again(kind: Any) -> Any:
+    class Again(kind):  # a class, so that copies of a block compute with their own parameters
+        def forward(self, *args: Any) -> Any:
+            return checkpoint(super().forward, *args, use_reentrant=False, preserve_rng_state=False)
 
-    return checkpointed
+    return Again
 
 
 def checkpointed(subject: Subject) -> Subject:
@@ -194,7 +197,7 @@ def checkpointed(subject: Subject) -> Subject:
     blocks = subject.model.get_submodule("blocks")
     assert isinstance(blocks, nn.ModuleList)
     for block in blocks:
-        block.forward = _again(block.forward)
+        block.__class__ = _again(type(block))
     return subject
 
 
@@ -205,8 +208,7 @@ def plan_of(row: Row) -> Planned:
     planner = Planner(subject, row.machine, rule, Policy(), 1, rehearsed=REHEARSED)
     choice = Choice("on_fetch", "memory", row.dram)
     found = planner.with_ranks(choice, row.ranks, row.tokens)
-    run = planner.run(choice, planner.divided(row.dram, row.ranks))
-    return Planned(row, found, subject.parameters, sum(Timing(row.machine).compute(run)))
+    return Planned(row, found, subject.parameters, sum(Timing(row.machine).compute(planner.step(choice, row.ranks))))
 
 
 def table(rows: Sequence[Planned]) -> list[str]:

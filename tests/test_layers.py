@@ -72,7 +72,7 @@ TREE: dict[str, tuple[str, ...]] = {
         *("shapes", "experts", "pretrained", "training", "kv_layer", "kv_record", "kv_model", "kv_cache"),
     ),
     "reporting": ("timeline", "record", "page"),
-    "planning": ("simulated", "optimum", "waiting", "dry_run", "machine", "sources", "steps", "timing", "rehearsal", "plan"),
+    "planning": ("simulated", "optimum", "machine", "sizes", "notes", "dry_run", "sources", "timing", "rehearsal", "plan"),
     "measuring": ("meters", "fio", "drive", "probes"),
     "cli": (
         *("arguments", "stop", "output", "info", "stores", "train", "generate", "bench", "plan", "completion"),
@@ -145,6 +145,7 @@ LONG_OR_SHORT: dict[str, str] = {
     "engine.engine": "the engine's thread and lock, and what callers do under them",
     "small.pages": "the pages of small tensors, and what is known of them as of a stamp",
     "tables.kernel": "copies of rows, in C or without it",
+    "planning.sizes": "the tensors of a model and its optimizer, as far as units say",
     "planning.plan": "what a plan says: predictions of choices, and which changes are better or fit",
     "io.backends": "which backend a name means, and what is tried for \"auto\"",
     "io.probe": "whether libaio works here, asked without importing it",

@@ -14,12 +14,14 @@ from torch import nn
 import tiered
 from tests.quick import quick
 from tiered import Machine, MisuseError, Numbers, Sweep, TieredStore, Workload, zero
-from tiered.planning.dry_run import dry_run
+from tiered.planning.dry_run import Training, Update
+from tiered.planning.notes import Create, Delete, Lease, Step
 from tiered.planning.plan import Choice, Planner
-from tiered.planning.sources import subject_of
-from tiered.planning.steps import Create, Delete, Lease, Steps, Update, sizes_of
+from tiered.planning.sizes import sizes_of
+from tiered.planning.sources import Subject, subject_of
 from tiered.planning.timing import Timing, measure_operations
 from tiered.zero import Policy
+from tiered.zero.paging.units import Limits
 from tiered.zero.rules.exact import AdamWRule
 
 DEEP = Numbers(layers=3, width=64, heads=4, vocabulary=256)
@@ -28,6 +30,12 @@ SMALL = Numbers(layers=2, width=64, heads=4, vocabulary=256)
 ONE = Numbers(layers=1, width=64, heads=4, vocabulary=256)
 RATES: dict[str, Any] = {"read": 1e9, "write": 2e9, "dram": "1GiB"}
 ASKED: dict[str, Any] = {"workload": Workload(2, 32), "dram": "1MiB"}
+
+
+def trained(subject: Subject) -> Step:
+    """A step in a budget in which all fits."""
+    rule = AdamWRule(1e-3, (0.9, 0.999), 1e-8, 0.01, False)
+    return subject.train(Training(16 << 20, Limits.of(16 << 20), rule))
 
 
 def test_memory_by_kind_and_what_a_step_moves() -> None:
@@ -228,13 +236,13 @@ def test_the_fastest_number_of_parts_that_fits_is_chosen() -> None:
 
 def test_attention_keeps_no_scores() -> None:
     """As on the CPU: what a step keeps grows with the length of a sequence, and not with its square."""
-    once, twice = (subject_of(SMALL, Workload(sequence=length)).run().saved for length in (64, 128))
+    once, twice = (trained(subject_of(SMALL, Workload(sequence=length))).saved for length in (64, 128))
     assert twice == pytest.approx(2 * once, rel=0.1)
 
 
 def test_live_bytes_are_those_of_tensors_that_are_alive() -> None:
-    model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 8, bias=False)).to("meta")
-    found = dry_run(model, (torch.empty(4, 8, device="meta"),), {}, lambda out, _: out.sum())
+    model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 8, bias=False))
+    found = trained(subject_of(model, Workload(inputs=torch.zeros(4, 8), loss=lambda out, _: out.sum())))
     after_relu, output, loss = 4 * 16 * 4, 4 * 8 * 4, 4
     assert found.saved == after_relu + loss  # the output is gone: a sum keeps its shape
     assert found.peak >= found.saved + output
@@ -242,12 +250,12 @@ def test_live_bytes_are_those_of_tensors_that_are_alive() -> None:
 
 
 def test_operations_are_timed_by_shape() -> None:
-    run, machine = subject_of(SMALL, Workload(sequence=16)).run(), Machine.of(RATES)
-    found = measure_operations(run, machine, seconds=2.0)
+    step, machine = trained(subject_of(SMALL, Workload(sequence=16))), Machine.of(RATES)
+    found = measure_operations(step, machine, seconds=2.0)
     assert found
     assert all(seconds > 0 for seconds in found.values())
     slow = dict.fromkeys(found, 1.0)
-    assert sum(Timing(machine, slow).compute(run)) > len(found) > sum(Timing(machine).compute(run))
+    assert sum(Timing(machine, slow).compute(step)) > len(found) > sum(Timing(machine).compute(step))
 
 
 @pytest.mark.parametrize(
@@ -355,22 +363,20 @@ def test_a_model_stays_as_it_is() -> None:
 @pytest.mark.parametrize("update", ["on_fetch", "in_backward"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_update_once_gradients_are_reduced(ranks: int, update: Update) -> None:
-    subject = subject_of(SMALL, Workload(sequence=8))
     rule = AdamWRule(1e-3, (0.9, 0.999), 1e-8, 0.01, False)
-    plan = Planner(subject, None, rule, Policy(), 1).divided(2 << 20, ranks)
-    sizes = sizes_of(plan, "model", rule)
-    steps = Steps(subject.model, plan, sizes, subject.run(), update)
-    for _ in range(3):
-        there, updated = set(steps.initial()), set[str]()
-        for one in steps.step():
-            if isinstance(one, Create):
-                there.add(one.key)
-            elif isinstance(one, Delete):
-                there.remove(one.key)
-            elif isinstance(one, Lease):
-                assert there.issuperset(one.keys)
-                updated.update(key for key in one.keys if key.endswith("/grad"))
-        assert updated == {f"{unit.key}/grad" for unit in sizes if unit.gradient}
+    planner = Planner(subject_of(SMALL, Workload(sequence=8)), None, rule, Policy(), 1)
+    sizes, step = sizes_of(planner.divided(2 << 20, ranks), "model", rule), planner.step(Choice(update, dram=2 << 20), ranks)
+    there, updated = set(step.initial), set[str]()
+    for one in step.operations:
+        if isinstance(one, Create):
+            there.add(one.key)
+        elif isinstance(one, Delete):
+            there.remove(one.key)
+        elif isinstance(one, Lease):
+            assert there.issuperset(one.keys)
+            updated.update(key for key in one.keys if key.endswith("/grad"))
+    assert there == set(step.initial), "the next step is the same"
+    assert updated == {f"{unit.key}/grad" for unit in sizes if unit.gradient}
 
 
 @pytest.mark.parametrize("family", quick(["Llama", "GPT2"], ["Llama"]))

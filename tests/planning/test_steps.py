@@ -17,11 +17,13 @@ from tiered import TieredStore, Touch, zero
 from tiered.cli.train.model import GPT, Shape
 from tiered.cli.train.optimizers import kind_named
 from tiered.cli.train.options import OPTIMIZERS
+from tiered.planning.dry_run import Update
+from tiered.planning.notes import Step, in_groups
 from tiered.planning.plan import _RULES, Choice, Planner, uses_of
 from tiered.planning.rehearsal import rehearse
 from tiered.planning.simulated import DriveRates
+from tiered.planning.sizes import sizes_of
 from tiered.planning.sources import Workload, subject_of
-from tiered.planning.steps import Steps, Update, sizes_of
 from tiered.zero.paging.units import Policy
 from tiered.zero.rules.exact import AdamWRule, SGDRule
 from tiered.zero.rules.rule import UpdateRule
@@ -123,11 +125,9 @@ def real(
         return touches
 
 
-def planned(model: nn.Module, update: Update, passes: int, policy: Policy, rule: UpdateRule = RULE) -> Steps:
-    subject = subject_of(model, Workload(2, 16))
-    planner = Planner(subject, None, rule, policy, passes)
-    plan = planner.divided(BUDGET)
-    return Steps(subject.model, plan, sizes_of(plan, "model", rule), subject.run(), update, passes)
+def planned(model: nn.Module, update: Update, passes: int, policy: Policy, rule: UpdateRule = RULE) -> Step:
+    planner = Planner(subject_of(model, Workload(2, 16)), None, rule, policy, passes)
+    return planner.step(Choice(update, dram=BUDGET))
 
 
 @pytest.mark.parametrize(
@@ -139,11 +139,9 @@ def planned(model: nn.Module, update: Update, passes: int, policy: Policy, rule:
 )
 def test_the_touches_of_a_step_are_those_of_a_real_one(tmp_path: Path, name: str, update: Update) -> None:
     make: Any = MODELS[name]
-    steps = planned(make(), update, 1, Policy())
+    keys, uses, sizes = uses_of(planned(make(), update, 1, Policy()))
     found = real(tmp_path / "store", make(), update, 1, Policy())
-    for _ in range(2):  # each step is as the first
-        keys, uses, sizes = uses_of(steps)
-        assert list(zip(keys, uses, strict=True)) == [(touch.key, touch.use) for touch in found]
+    assert list(zip(keys, uses, strict=True)) == [(touch.key, touch.use) for touch in found]
     assert sizes == [-(-touch.nbytes // 4096) * 4096 for touch in found]
 
 
@@ -166,7 +164,7 @@ def test_the_touches_of_each_optimizer(tmp_path: Path, name: str) -> None:
 
 def test_a_rule_without_states_has_no_chunks() -> None:
     plan = Planner(subject_of(Tied(), Workload(sequence=16)), None, SGDRule(), Policy(), 1).divided(BUDGET)
-    assert all(not sizes for unit in sizes_of(plan, "model", SGDRule()) for _, sizes in unit.chunks)
+    assert all(not sizes for unit in sizes_of(plan, "model", SGDRule()) for sizes in unit.chunks)
 
 
 @pytest.mark.parametrize("update", ["on_fetch", pytest.param("in_backward", marks=pytest.mark.soak)])
@@ -176,12 +174,8 @@ def test_the_bytes_of_a_rehearsal_are_those_of_a_real_run(tmp_path: Path, update
     torch.manual_seed(0)
     tokens = torch.randint(0, 256, (2, 16))
     model = Tied(5)
-    subject = subject_of(model, Workload(2, 16))
-    planner = Planner(subject, None, RULE, Policy(), 1)
-    plan = planner.divided(BUDGET)
-    sizes = sizes_of(plan, "model", RULE)
-    steps = Steps(subject.model, plan, sizes, subject.run(), update)
-    predicted = rehearse(steps, BUDGET, DriveRates(1e9, 1e9), prefetch="off", warm_up=4, counted=4)
+    step_planned = planned(model, update, 1, Policy())
+    predicted = rehearse(step_planned, BUDGET, DriveRates(1e9, 1e9), prefetch="off", warm_up=4, counted=4)
     with TieredStore.open(tmp_path / "store", dram=BUDGET, durability="none") as store:
         zero.page(model, store, paging=zero.Paging(prefetch="off"))
         optimizer = zero.AdamW(model.parameters(), update=update)
@@ -199,7 +193,7 @@ def test_the_bytes_of_a_rehearsal_are_those_of_a_real_run(tmp_path: Path, update
         after = store.statistics().links[-1]
     moved = (after.up.bytes + after.down.bytes - before.up.bytes - before.down.bytes) / 4
     assert predicted.read + predicted.written == pytest.approx(moved, rel=0.05)
-    assert predicted.touches == len(uses_of(steps)[0])
+    assert predicted.touches == len(uses_of(step_planned)[0])
 
 
 def test_a_choice_that_does_not_fit_is_refused_with_the_number() -> None:
@@ -221,11 +215,9 @@ WAYS: dict[str, dict[str, Any]] = {
 ROWS, LENGTH = 6, 64
 
 
-def waiting(model: nn.Module, choice: Choice, together: int = 1) -> Steps:
+def waiting(model: nn.Module, choice: Choice, together: int = 1) -> Step:
     planner = Planner(subject_of(model, Workload(ROWS, LENGTH)), None, RULE, Policy(), 1)
-    plan = planner.divided(choice.dram)
-    sizes, run = sizes_of(plan, "model", RULE), planner.run(choice, plan)
-    return Steps(planner.subject.model, plan, sizes, run, choice.update, together=together)
+    return in_groups(planner.step(choice), together)
 
 
 def tokens_of(model: nn.Module) -> torch.Tensor:
@@ -247,7 +239,7 @@ def test_the_touches_of_activations_in_the_store(tmp_path: Path, name: str, way:
     update: Update = "in_backward" if way == "thirds" else "on_fetch"
     model = MODELS[name]()
     choice = Choice(update, dram={"wide": 5, "vocabulary": 4}.get(name, 2) << 20, **WAYS[way])
-    steps, tokens = waiting(model, choice), tokens_of(model)
+    step, tokens = waiting(model, choice), tokens_of(model)
     with TieredStore.open(tmp_path / "store", dram=choice.dram, durability="none") as store:
         zero.page(model, store, **WAYS[way])
         optimizer = zero.AdamW(model.parameters(), update=update)
@@ -257,11 +249,10 @@ def test_the_touches_of_activations_in_the_store(tmp_path: Path, name: str, way:
                 loss_of(model(tokens), tokens).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 optimizer.zero_grad()
-    for _ in range(2):
-        keys, uses, sizes = uses_of(steps)
-        assert list(zip(keys, uses, strict=True)) == [(touch.key, touch.use) for touch in found]
+    keys, uses, sizes = uses_of(step)
+    assert list(zip(keys, uses, strict=True)) == [(touch.key, touch.use) for touch in found]
     assert sizes == [-(-touch.nbytes // 4096) * 4096 for touch in found]
-    assert steps.activations
+    assert step.activations
 
 
 def gpt() -> nn.Module:

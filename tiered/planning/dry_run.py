@@ -1,26 +1,24 @@
-"""A model's forward and backward without memory: on the meta device, with what paging would see of it written down.
+"""A training step without memory: a model on the meta device is paged, and trained, over a store that takes notes.
 
-torch runs the operations, autograd included, on tensors that have shapes and no values. Hooks as those of ``zero.paging.pager``
-write down when modules run, which parameters autograd saves and asks for, and when gradients arrive; a dispatch mode counts
-floating point operations and the bytes of operands, and follows the memory of all tensors that are alive. Takes milliseconds
-for a layer, whatever its size.
+torch runs the operations, autograd included, on tensors that have shapes and no values, and the model's own pager holds its
+units, stores its gradients and updates it. A dispatch mode counts floating point operations and the bytes of operands, and
+follows the memory of all tensors that are alive. Takes milliseconds for a layer, whatever its size.
 """
 
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from enum import Enum, auto
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,101 +26,65 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from tiered.errors import MisuseError
-from tiered.planning.waiting import DrySplitter, NotingStore, Waiting, saved_tensors
-from tiered.store.activations import Hooks, Left, SavedTensors, hooks_active, pop_hooks, push_hooks
-from tiered.zero.paging.saved_tensors import SavedActivation, of_checkpoint
-from tiered.zero.paging.units import is_called
+from tiered.planning.notes import Described, NotingRanks, NotingStore, OperationKind, Step, Work
+from tiered.types import TensorSpec
+from tiered.zero.optimizers.paged import PagedUpdates
+from tiered.zero.optimizers.updates import Group
+from tiered.zero.paging.pager import Pager, PagerConfig, Paging
+from tiered.zero.paging.sharding import Partition, Sharded, Stage3, Unsharded
+from tiered.zero.paging.units import Limits, Policy, divide
+from tiered.zero.rules.rule import UpdateRule
 
-__all__ = ["Cost", "Described", "DryRun", "Happening", "Kind", "OperationKind", "dry_run", "on_meta"]
+__all__ = ["Activations", "Loss", "Training", "Update", "dry_run", "on_meta"]
 
+Activations = Literal["memory", "recompute", "store"]
 Loss = Callable[[Any, Any], torch.Tensor]
-
-
-class Kind(Enum):
-    """What happened. ENTER, EXIT and AGAIN are of modules, the next five of parameters, COST is of operations between two
-    others, and those after BACKWARD are of activations in a store."""
-
-    ENTER = auto()
-    EXIT = auto()
-    AGAIN = auto()
-    """Backward begins to compute a module again, which EXIT ends."""
-    READ = auto()
-    """A parameter was read by its name from a module."""
-    SAVED = auto()
-    """Autograd saved memory of a parameter for backward."""
-    WANTED = auto()
-    """Backward asks for what was saved."""
-    FREED = auto()
-    """Nothing saved refers to it any more."""
-    ARRIVES = auto()
-    """Autograd is about to accumulate a gradient."""
-    COST = auto()
-    BACKWARD = auto()
-    """The backward pass begins, or ends."""
-    MADE = auto()
-    """An activation, or a piece of one, is put into the store."""
-    ASKED = auto()
-    """It is copied out of the store."""
-    ENDED = auto()
-    """Nobody needs it any more."""
-    AHEAD = auto()
-    """The store is told that some are needed soon."""
+Update = Literal["on_fetch", "in_backward"]
+BEFORE = 2
+"""Steps that are made before the one that is written down: in the first no unit has an update that waits, in the second states
+are made."""
 
 
 @dataclass(frozen=True)
-class OperationKind:
-    """An operation of torch on tensors of given shapes: all that are equal take the same time.
+class Training:
+    """How a model is trained in a store of ``pool`` bytes: divided into units by ``limits`` and ``policy``, and updated by
+    ``rule``; ``passes`` forwards and backwards make a step. ``update`` is as in ``zero.AdamW``, ``activations`` and
+    ``micro_batch`` are as in ``zero.page``; ``ranks``: of so many, with ZeRO stage 3, one."""
 
-    ``signature`` says what is equal; ``call`` has what is called and its arguments, on the meta device. ``flops``: floating
-    point operations, ``nbytes``: bytes of operands and results.
-    """
-
-    signature: str
-    flops: float = field(compare=False)
-    nbytes: float = field(compare=False)
-    call: tuple[Any, Any, Any] = field(compare=False, repr=False)
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Operations that follow one another. ``backward``: they are of a backward pass."""
-
-    operations: tuple[OperationKind, ...]
-    backward: bool = False
-
-    @property
-    def flops(self) -> float:
-        return sum(one.flops for one in self.operations)
-
-    @property
-    def nbytes(self) -> float:
-        return sum(one.nbytes for one in self.operations)
+    pool: int
+    limits: Limits
+    rule: UpdateRule
+    policy: Policy = field(default_factory=Policy)
+    update: Update = "on_fetch"
+    passes: int = 1
+    activations: Activations = "memory"
+    micro_batch: int = 1
+    ranks: int = 1
+    name: str = "model"
 
 
-@dataclass(frozen=True)
-class Happening:
-    """One event: of a module (its name), of a parameter (its number in ``model.parameters()``), a cost, or of activations in a
-    store (their keys, and bytes)."""
+class _Optimizer:
+    """Optimizer of all parameters of a model, which is paged, with one rule."""
 
-    kind: Kind
-    module: str = ""
-    parameter: int = -1
-    cost: Cost | None = None
-    keys: tuple[str, ...] = ()
-    nbytes: int = 0
+    def __init__(self, model: nn.Module, rule: UpdateRule, update: Update) -> None:
+        parameters = list(model.parameters())
+        self.param_groups: list[Group] = [{"params": parameters}]
+        self._rule = rule
+        self._updates = PagedUpdates(self, parameters, in_backward=update == "in_backward")
+        self._updates.add([], rule)
 
+    def step(self) -> None:
+        """Make a step, and take the gradients away."""
+        self._updates.step()
+        self._updates.zero_grad(True)
 
-@dataclass
-class DryRun:
-    """What a forward and a backward pass did. ``saved``: bytes that are alive when backward begins; ``peak``: at most at any
-    time; both of tensors that the passes made, without parameters and with one gradient at a time."""
+    def rule(self, index: int) -> UpdateRule:
+        return self._rule
 
-    events: list[Happening] = field(default_factory=list)
-    saved: int = 0
-    peak: int = 0
-    flops: float = 0.0
-    inputs: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    """By module name, what its forward was given: positional and keyword arguments, on the meta device."""
+    rule_of = rule
+
+    def follow(self, index: int, rule: UpdateRule) -> None:
+        """Do nothing: the rule stays."""
 
 
 def on_meta(model: nn.Module) -> nn.Module:
@@ -140,33 +102,55 @@ def on_meta(model: nn.Module) -> nn.Module:
 
 
 def dry_run(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Loss, target: Any = None, *,
-    waiting: Waiting | None = None,
-) -> DryRun:
-    """Run forward and backward of ``model``, which is on the meta device, with these arguments; ``loss(output, target)``.
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Loss, target: Any, training: Training
+) -> Step:
+    """Train a copy of ``model``, which is on the meta device, with these arguments and ``loss(output, target)``, and return
+    what a step asks of its store.
 
-    ``waiting``: how activations wait for backward; None: in memory.
-
-    Raises MisuseError where the model cannot run without values, with the reason, and where it cannot be split.
+    Raises MisuseError where the model cannot run without values, with the reason, and what paging it raises.
     """
-    recorder = _Recorder(model, waiting)
+    paged = on_meta(model)
     try:
-        with _whole_sequences(), recorder.recording():
-            value = loss(model(*args, **kwargs), target)
-            recorder.backward_begins()
-            _backward(value)
-            del value
-        recorder.finished()
+        with closing(NotingStore(training.pool)) as store:
+            optimizer, live = _paged(paged, store, training), _Live(store)
+            store.put_away = live.watch
+            for number in range(BEFORE + 1):
+                store.step_begins()
+                for _ in range(training.passes):
+                    with _whole_sequences(), _Attention(), live if number == BEFORE else nullcontext():
+                        value = loss(paged(*args, **kwargs), target)
+                        store.step.saved = live.look()
+                        store.turn(backward=True)
+                        _backward(value)
+                        store.turn(backward=False)
+                        del value
+                optimizer.step()
+            store.step.peak = live.peak
+            return store.step
     except (RuntimeError, NotImplementedError) as error:
         raise MisuseError(
             f"{type(model).__name__} cannot run on the meta device, without values: {str(error).splitlines()[0]}; give the "
             "plan numbers (tiered.Numbers), or a model whose forward does not depend on values"
         ) from error
     finally:
-        recorder.close()
-        for parameter in model.parameters():
-            parameter.grad = None
-    return recorder.found
+        del paged
+        gc.collect()  # a model and its pager refer to one another; what paging changes in torch ends with the last of them
+
+
+def _paged(model: nn.Module, store: NotingStore, training: Training) -> _Optimizer:
+    """Page a model, as ``zero.page`` does, and return its optimizer."""
+    partition: Partition = Unsharded()
+    if training.ranks > 1:
+        partition = Sharded(NotingRanks(store, training.ranks), Stage3())
+    plan = divide(model, training.limits, {}, training.policy, training.ranks)
+    for unit in plan.units:
+        store.have(f"{training.name}/param/{unit.name}", TensorSpec("uint8", (unit.stored_nbytes // unit.shares,), 1))
+    config = PagerConfig(
+        *(training.name, training.pool, partition, training.micro_batch, training.activations), Paging(prefetch="off")
+    )
+    pager = Pager(model, store, plan, config)
+    store.units = {unit.key: unit for unit in pager.units}
+    return _Optimizer(model, training.rule, training.update)
 
 
 @contextmanager
@@ -192,277 +176,20 @@ def _backward(value: torch.Tensor) -> None:
     engine.run_backward((value,), (torch.ones_like(value),), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-class _Saved:
-    """What autograd keeps instead of a tensor that shows memory of a parameter."""
-
-    __slots__ = ("__weakref__", "tensor")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-
-class _Watched(dict[str, Any]):
-    """Parameters of a module, in a dict that tells when one is read by name."""
-
-    def __init__(self, parameters: Mapping[str, Any], tell: Callable[[nn.Parameter], None]) -> None:
-        super().__init__(parameters)
-        self._tell = tell
-
-    def __getitem__(self, name: str) -> Any:
-        parameter = super().__getitem__(name)
-        if parameter is not None:
-            self._tell(parameter)
-        return parameter
-
-
-class _Recorder:
-    """Writes down what happens. It is also what ``waiting`` notes to, and the paged model of which modules are split."""
-
-    def __init__(self, model: nn.Module, waiting: Waiting | None) -> None:
-        self.found = DryRun()
-        self._model, self._waiting = model, waiting
-        self._store = None if waiting is None else NotingStore(waiting.pool, self)
-        self._saved: SavedTensors | None = None
-        self._splitter: DrySplitter | None = None
-        self._waits: dict[str, None] = {}
-        """Keys of activations that are in the store."""
-        self._over: list[tuple[str, _OverCheckpoint]] = []
-        self._number = {parameter: number for number, parameter in enumerate(model.parameters())}
-        self._memory = {p.untyped_storage()._cdata: number for p, number in self._number.items()}
-        self._names = {module: name for name, module in model.named_modules()}
-        self._operations: list[OperationKind] = []
-        self._within: list[str] = [""]
-        self._backward = False
-        self._nodes: list[Any] = []
-        self._given: set[int] = set()
-
-    # -- what happens ------------------------------------------------------------------------------------------------------
-
-    def note(
-        self, kind: Kind, module: str = "", parameter: int = -1, keys: Sequence[str] = (), nbytes: int = 0
-    ) -> None:
-        self._end_cost()
-        self.found.events.append(Happening(kind, module, parameter, keys=tuple(keys), nbytes=nbytes))
-
-    def _end_cost(self) -> None:
-        if self._operations:
-            cost = Cost(tuple(self._operations), self._backward)
-            self.found.events.append(Happening(Kind.COST, cost=cost))
-            self.found.flops += cost.flops
-            self._operations = []
-
-    def backward_begins(self) -> None:
-        self.note(Kind.BACKWARD)
-        self._backward = True
-        self._live.sweep()
-        self.found.saved = self._live.nbytes
-
-    def finished(self) -> None:
-        if self._saved is not None:
-            self._saved.sweep()
-        if self._splitter is not None:
-            self._splitter.activations.sweep()
-        self.note(Kind.BACKWARD)
-        for key in list(self._waits):  # what only a collection of garbage would end
-            self.ended([key])
-        self.found.peak = self._live.peak
-
-    def close(self) -> None:
-        """Let go of the store in which activations wait."""
-        self._saved = self._splitter = None
-        if self._store is not None:
-            self._store.close()
-
-    def made(self, key: str, nbytes: int) -> None:
-        self._waits[key] = None
-        self.note(Kind.MADE, keys=[key], nbytes=nbytes)
-
-    def asked(self, key: str) -> None:
-        self.note(Kind.ASKED, keys=[key])
-
-    def ended(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            if key in self._waits:
-                del self._waits[key]
-                self.note(Kind.ENDED, keys=[key])
-
-    def ahead(self, keys: Sequence[str]) -> None:
-        self.note(Kind.AHEAD, keys=keys)
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        self._live = _Live(self._operations_of, self._memory)
-        waiting, store = self._waiting, self._store
-        with ExitStack() as stack:
-            if waiting is not None and store is not None and waiting.way == "store":
-                self._saved = saved_tensors(store, waiting.pool)
-            elif waiting is not None and store is not None:
-                self._splitter = DrySplitter(self._model, store, waiting, self)
-                stack.callback(self._splitter.end)
-            for module in self._model.modules():
-                if module._parameters:
-                    stack.callback(setattr, module, "_parameters", module._parameters)
-                    module._parameters = _Watched(module._parameters, self._read)
-                if is_called(module):
-                    stack.callback(module.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
-                    stack.callback(module.register_forward_hook(self._exit, always_call=True).remove)
-            for parameter, number in self._number.items():
-                if parameter.requires_grad:
-                    node = get_gradient_edge(parameter).node
-                    self._nodes.append(node)
-                    stack.callback(node.register_prehook(lambda grads, number=number: self._arrives(number)).remove)
-                    taken: Any = parameter.register_post_accumulate_grad_hook(_taken)  # type: ignore[no-untyped-call]
-                    stack.callback(taken.remove)
-            stack.enter_context(_Attention())
-            stack.enter_context(self._live)
-            stack.enter_context(saved_tensors_hooks(self.pack, self.unpack))
-            yield
-
-    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        name = self._names[module]
-        self.note(Kind.ENTER, name)
-        self._within.append(name)
-        if module._parameters and of_checkpoint(below := hooks_active()):
-            assert below is not None
-            over = _OverCheckpoint(self, below)
-            push_hooks(over.pack, over.unpack)
-            self._over.append((name, over))
-        if name not in self.found.inputs:
-            with torch._C._DisableTorchDispatch():
-                self.found.inputs[name] = tree_map(_shape_of, args), tree_map(_shape_of, kwargs)
-
-    def _exit(self, module: nn.Module, args: Any, output: Any) -> None:
-        name = self._names[module]
-        self.note(Kind.EXIT, name)
-        if self._within[-1] == name:
-            self._within.pop()
-        if self._over and self._over[-1][0] == name:
-            pop_hooks()
-            self._over.pop()
-        if len(self._within) == 1 and not self._backward and self._saved is not None:
-            with torch._C._DisableTorchDispatch():
-                self._saved.look_again()
-
-    def _read(self, parameter: nn.Parameter) -> None:
-        number = self._number.get(parameter)
-        if number is not None and len(self._within) > 1:
-            self.note(Kind.READ, parameter=number)
-
-    def reference(self, tensor: torch.Tensor) -> _Saved | None:
-        """Return what to remember instead of a tensor that shows memory of a parameter; None for any other."""
-        number = self._memory.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
-        if number is None:
-            return None
-        self.note(Kind.SAVED, self._within[-1], number)
-        saved = _Saved(tensor)
-        weakref.finalize(saved, self._freed, number).atexit = False
-        return saved
-
-    def pack(self, tensor: torch.Tensor) -> object:
-        """Return what autograd keeps instead of a tensor."""
-        saved = self.reference(tensor)
-        if saved is not None:
-            return saved
-        if len(self._within) > 1:  # in a forward, where the hooks of a paged model are in force
-            if self._saved is not None:
-                self._live.watch(tensor)
-                with torch._C._DisableTorchDispatch():
-                    return self._saved.pack(tensor)
-            if self._splitter is not None:
-                packed = self._splitter.pack(tensor)
-                return Left(tensor) if packed is tensor else packed
-        return tensor
-
-    def unpack(self, packed: Any) -> torch.Tensor:
-        """Return the tensor of ``pack``."""
-        if isinstance(packed, torch.Tensor):
-            return packed
-        if isinstance(packed, Left):
-            return packed.tensor()
-        if isinstance(packed, _Saved):
-            number = self._memory[packed.tensor.untyped_storage()._cdata]
-            self.note(Kind.WANTED, parameter=number)
-            return packed.tensor
-        with torch._C._DisableTorchDispatch():
-            if isinstance(packed, SavedActivation):
-                tensor = packed.restore()
-            else:
-                assert self._saved is not None
-                tensor = self._saved.unpack(packed)
-        self._live.lives(tensor.untyped_storage())
-        return tensor
-
-    def versions(self, module: nn.Module) -> tuple[int, ...]:
-        """Return nothing: no parameter changes in a dry run."""
-        return ()
-
-    @contextmanager
-    def recomputing(self, module: nn.Module, versions: tuple[int, ...]) -> Iterator[Callable[[Any], torch.Tensor]]:
-        """Note that a split module is computed again."""
-        name = self._names[module]
-        self.note(Kind.AGAIN, name)
-        self._within.append(name)
-        try:
-            yield self.unpack
-        finally:
-            self.note(Kind.EXIT, name)
-            if self._within[-1] == name:
-                self._within.pop()
-
-    def _freed(self, number: int) -> None:
-        self.note(Kind.FREED, parameter=number)
-
-    def _arrives(self, number: int) -> None:
-        self.note(Kind.ARRIVES, parameter=number)
-
-    def _operations_of(self, operation: OperationKind) -> None:
-        self._operations.append(operation)
-
-
-class _OverCheckpoint:
-    """Hooks over those of torch.utils.checkpoint, which get all tensors but parameters, as those of ``zero.paging``."""
-
-    def __init__(self, recorder: _Recorder, below: Hooks) -> None:
-        self._recorder, self._below = recorder, below
-
-    def pack(self, tensor: torch.Tensor) -> Any:
-        saved = self._recorder.reference(tensor)
-        return self._below[0](tensor) if saved is None else saved
-
-    def unpack(self, packed: Any) -> torch.Tensor:
-        return self._recorder.unpack(packed) if isinstance(packed, _Saved) else self._below[1](packed)
-
-
-def _taken(parameter: torch.Tensor) -> None:
-    """Let go of a gradient as soon as it has arrived, as paging does."""
-    parameter.grad = None
-
-
-def _shape_of(value: Any) -> Any:
-    return torch.empty_like(value, device="meta", requires_grad=False) if isinstance(value, torch.Tensor) else value
-
-
-@dataclass(frozen=True)
-class Described:
-    """Shape, strides and element type of a tensor."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Described:
-        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+"""Operations that write nothing."""
 
 
 class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operations, and follows the memory of all tensors that they make."""
+    """Has a store write down what a model computes, and follows the memory of all tensors that are made. What is copied into
+    the store's memory, and out of it, is the pager's work."""
 
-    def __init__(self, tell: Callable[[OperationKind], None], known: Mapping[int, int]) -> None:
+    def __init__(self, store: NotingStore) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._tell, self._known = tell, known
-        self.nbytes = self.peak = 0
+        self._store = store
+        self._alive = self.peak = 0
         self._seen: dict[int, int] = {}
+        self._unused: set[int] = set()
         self._watched: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -473,25 +200,41 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         flops = float(formula(*args, **(kwargs or {}), out_val=result)) if formula is not None else _attention(func, args)
         shown = {tensor.untyped_storage()._cdata for tensor in given}
         fresh = [tensor for tensor in made if tensor.untyped_storage()._cdata not in shown]
-        changed = func._schema.is_mutable
-        if fresh or flops or changed:  # what gives views of what it was given takes no time
+        changed, name = func._schema.is_mutable, func._overloadpacket.__name__
+        leased = self._store.leased
+        if changed and given[0].untyped_storage()._cdata in leased:
+            self._store.note(Work("gradient", given[0].numel(), 2 * given[0].nbytes, 1))
+        elif name == "copy_" and not shown.isdisjoint(leased):
+            pass  # an activation, which the store has noted
+        elif name != "set_" and name not in EMPTY and (fresh or flops or changed):  # what gives views takes no time
             nbytes = sum(tensor.numel() * tensor.itemsize for tensor in (*given, *(made[:1] if changed else fresh)))
-            self._tell(OperationKind(_signature(func, args, kwargs), flops, nbytes, (func, *_described((args, kwargs or {})))))
+            kind = OperationKind(_signature(func, args, kwargs), flops, nbytes, (func, *_described((args, kwargs or {}))))
+            self._store.computed(kind)
+        for tensor in given if shown & self._unused else ():
+            self._counts(tensor.untyped_storage())
         for tensor in fresh:
-            self.lives(tensor.untyped_storage())
+            self._lives(tensor.untyped_storage(), used=name not in EMPTY)
         return result
 
-    def lives(self, storage: torch.UntypedStorage) -> None:
-        """Count the memory of a tensor from now until it is freed."""
+    def _lives(self, storage: torch.UntypedStorage, used: bool) -> None:
+        """Count the memory of a tensor until it is freed, from now or, where it is not ``used`` yet, from its first use: what
+        nobody has written to takes no memory."""
         name = storage._cdata
-        if name in self._seen or name in self._known:
-            return
-        nbytes = self._seen[name] = storage.nbytes()
-        self.nbytes += nbytes
-        if self.nbytes > self.peak:
-            self.sweep()
-            self.peak = max(self.peak, self.nbytes)
-        weakref.finalize(storage, self._dies, name).atexit = False
+        if name not in self._seen:
+            self._seen[name] = 0
+            self._unused.add(name)
+            weakref.finalize(storage, self._dies, name).atexit = False
+        if used:
+            self._counts(storage)
+
+    def _counts(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata in self._unused:
+            self._unused.discard(storage._cdata)
+            nbytes = self._seen[storage._cdata] = storage.nbytes()
+            self._alive += nbytes
+            if self._alive > self.peak:
+                self._sweep()
+                self.peak = max(self.peak, self._alive)
 
     def watch(self, tensor: torch.Tensor) -> None:
         """Look whether the memory of ``tensor`` was freed that will have weak references, as saved activations have: in torch
@@ -500,14 +243,20 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
             storage = tensor.untyped_storage()
             self._watched.setdefault(storage._cdata, StorageWeakRef(storage))  # type: ignore[no-untyped-call]
 
-    def sweep(self) -> None:
+    def look(self) -> int:
+        """Return the bytes that are alive now."""
+        self._sweep()
+        return self._alive
+
+    def _sweep(self) -> None:
         """Count without the memory that was freed."""
         for name in [name for name, storage in self._watched.items() if storage.expired()]:  # type: ignore[no-untyped-call]
             self._dies(name)
             del self._watched[name]  # now another storage may have this address
 
     def _dies(self, name: int) -> None:
-        self.nbytes -= self._seen.pop(name, 0)
+        self._alive -= self._seen.pop(name, 0)
+        self._unused.discard(name)
 
 
 def _described(value: Any) -> Any:

@@ -1,6 +1,6 @@
 """A plan before the run: what fits, how many bytes a step moves, how long it takes, and what would be better.
 
-``plan`` runs the model on the meta device (``dry_run``), lists what its steps ask of a store (``steps``), and plays them in a
+``plan`` has the model's pager train it on the meta device over a store that takes notes (``dry_run``), and plays the notes in a
 simulated store (``rehearsal``): by the store's own eviction and read-ahead, over a drive of the machine's rates.
 """
 
@@ -16,22 +16,21 @@ from torch import nn
 
 from tiered.engine.retention import bytes_moved, decide
 from tiered.errors import CapacityError, MisuseError, expect_type, listed, one_of, whole_number
-from tiered.planning.dry_run import DryRun
+from tiered.planning.dry_run import Activations, Training, Update
 from tiered.planning.machine import Machine
+from tiered.planning.notes import Create, Lease, Step, Work, in_groups
 from tiered.planning.optimum import lower_bound
 from tiered.planning.rehearsal import Offloading, Rehearsed, Seconds, no_time, rehearse
 from tiered.planning.simulated import DriveRates
+from tiered.planning.sizes import UnitSizes, sizes_of
 from tiered.planning.sources import Numbers, Subject, Workload, subject_of
-from tiered.planning.steps import Create, Lease, Reductions, Steps, UnitSizes, Update, Work, sizes_of
 from tiered.planning.timing import Timing, measure_operations
-from tiered.planning.waiting import Waiting
 from tiered.store.activations import piece_of
 from tiered.store.opening import SMALLEST_DRAM, default_dram
 from tiered.system import KEPT, SELDOM
 from tiered.types import Use, format_size, parse_size
 from tiered.zero.page import smallest_pool
 from tiered.zero.paging.recompute.micro_batch import split_modules
-from tiered.zero.paging.reduction import overlaps
 from tiered.zero.paging.step_trace import LONGEST
 from tiered.zero.paging.units import Limits, ModelPlan, Policy, divide
 from tiered.zero.rules import exact, inexact
@@ -40,7 +39,6 @@ from tiered.zero.rules.rule import WHOLE, UpdateRule
 
 __all__ = ["Choice", "Memory", "Offloading", "Plan", "Prediction", "Ranks", "Sweep", "plan"]
 
-Activations = Literal["memory", "recompute", "store"]
 Optimizer = Literal[
     "adamw", "adam", "nadam", "radam", "adamax", "sgd", "adagrad", "rmsprop", "lion", "adafactor", "adamw_bf16", "adamw8bit",
     "adamw4bit",
@@ -259,7 +257,7 @@ class Planner:
         self.subject, self.machine, self._rule, self._policy, self.passes = subject, machine, rule, policy, passes
         self._rehearsed = rehearsed
         self._updates_whole = any(form.block == WHOLE for form in forms_of(rule, torch.float32).values())
-        self._runs: dict[tuple[object, ...], DryRun] = {}
+        self._steps: dict[tuple[Choice, int, int], Step] = {}
         self._predicted: dict[tuple[object, ...], Prediction] = {}
         self._measured: dict[str, float] = {}
         self._measures = measure
@@ -299,25 +297,32 @@ class Planner:
             needed = max(needed, -(-found // 4096) * 4096)
         return needed
 
-    def run(self, choice: Choice, plan: ModelPlan) -> DryRun:
-        """Return the dry run of forward and backward. Raises MisuseError where nothing of the model can be computed again."""
-        waiting, split = None, tuple[str, ...]()
-        if choice.activations == "store":
-            waiting = Waiting("store", choice.dram, plan, name=NAME)
-        elif choice.computes_again:
-            waiting = Waiting("split", choice.dram, plan, choice.micro_batch, NAME)
-            split = tuple(split_modules(self.subject.model, plan, choice.micro_batch).values())
-            if not split:
-                raise MisuseError(
-                    f"{choice}: no module of this model holds all of its parameters while it runs, so none can be computed "
-                    "again: use activations='store', or a larger memory budget"
-                )
-        key = (split, *(() if waiting is None else waiting.settings))
-        if key not in self._runs:
-            found = self._runs[key] = self.subject.run(waiting)
+    def step(self, choice: Choice, ranks: int = 1, together: int | None = None) -> Step:
+        """Return what a step asks of the store, of one of so many ranks. So many chunks of optimizer states are one
+        (``together``; None: as many as are played as one). Raises MisuseError where nothing of the model can be computed again,
+        and what ``dry_run`` raises."""
+        plan = self.divided(choice.dram, ranks)
+        if choice.computes_again and not split_modules(self.subject.model, plan, choice.micro_batch):
+            raise MisuseError(
+                f"{choice}: no module of this model holds all of its parameters while it runs, so none can be computed "
+                "again: use activations='store', or a larger memory budget"
+            )
+        together = self._together(plan) if together is None else together
+        key = choice, ranks, together
+        if key not in self._steps:
+            limits = replace(plan.limits, chunk=plan.limits.chunk * together)
+            training = Training(
+                *(choice.dram, limits, self._rule, self._policy, choice.update, self.passes, choice.activations),
+                *(choice.micro_batch, ranks, NAME),
+            )
+            found = self._steps[key] = self.subject.train(training)
             if self._measures and self.machine is not None:
                 self._measured |= measure_operations(found, self.machine, known=self._measured)
-        return self._runs[key]
+        return self._steps[key]
+
+    def _together(self, plan: ModelPlan) -> int:
+        """Return how many chunks of optimizer states are played as one."""
+        return max(1, -(-_leases_of_states(sizes_of(plan, NAME, self._rule)) // self._rehearsed))
 
     def seconds(self) -> Seconds:
         return no_time if self.machine is None else Timing(self.machine, self._measured)
@@ -336,28 +341,23 @@ class Planner:
                 f"a budget of {choice.dram:,} bytes of DRAM is too small for this model: the smallest that works is "
                 f"{self.smallest(choice):,} bytes"
             )
-        run = self.run(choice, plan)
-        sizes = sizes_of(plan, NAME, self._rule)
-        whole = Steps(self.subject.model, plan, sizes, run, choice.update, self.passes)
-        touches = of_activations = 0
-        for one in whole.step():
-            if isinstance(one, Create | Lease):
-                keys = (one.key,) if isinstance(one, Create) else one.keys
-                touches += len(keys)
-                of_activations += bool(keys) and keys[0] in whole.activations
+        step, sizes, together = self.step(choice), sizes_of(plan, NAME, self._rule), self._together(plan)
+        keys = _touched(step)[0]
+        touches, of_activations = len(keys), sum(key in step.activations for key in keys)
+        if together > 1:
+            self.notes["chunks of optimizer states are taken together in the rehearsal, of which a step has very many"] = None
+            larger = replace(plan.limits, chunk=plan.limits.chunk * together)
+            played = sizes_of(replace(plan, limits=larger), NAME, self._rule)
+            touches += _leases_of_states(sizes) - _leases_of_states(played)
         if touches > LONGEST:
             self.notes[
                 f"a step leases {touches:,} tensors, and a store follows orders of up to {LONGEST:,}: it would evict by last "
                 "use, and move more bytes than this plan says"
             ] = None
-        together = -(-(touches - of_activations) // self._rehearsed)
-        played = sizes if together <= 1 else self._coarser(plan, together)
-        steps = Steps(
-            self.subject.model, plan, played, run, choice.update, self.passes, together=self._pieces(choice, of_activations)
-        )
+        step = in_groups(step, self._pieces(choice, of_activations))
         rates = _in_blocks(DriveRates(1e9, 1e9) if self.machine is None else self.machine.drive, together)
-        least = bytes_moved(*uses_of(steps), choice.dram, decide(*uses_of(steps), choice.dram))
-        found = rehearse(steps, choice.dram, rates, self.seconds(), warm_up=warm_up, counted=counted)
+        least = bytes_moved(*uses_of(step), choice.dram, decide(*uses_of(step), choice.dram))
+        found = rehearse(step, choice.dram, rates, self.seconds(), warm_up=warm_up, counted=counted)
         return Prediction(
             choice=choice,
             read=found.read,
@@ -366,7 +366,7 @@ class Planner:
             seconds=found.seconds if self.machine is not None else 0.0,
             waiting=found.waiting if self.machine is not None else 0.0,
             drive_busy=found.busy if self.machine is not None else 0.0,
-            memory=self._memory(choice, sizes, run, found),
+            memory=self._memory(choice, sizes, step, found),
             touches=touches,
             by_work=found.by_work,
             offloading=found.offloading if choice.saves else None,
@@ -375,9 +375,8 @@ class Planner:
 
     def least_process(self, choice: Choice) -> int:
         """Return the bytes that the process takes at least, with the smallest budget: what is not played."""
-        run = self.run(choice, self.divided(choice.dram))
         base = self.machine.base if self.machine is not None else 0
-        return base + IN_TRANSIT + OPEN + run.peak + min(choice.dram, self.smallest(choice))
+        return base + IN_TRANSIT + OPEN + self.step(choice).peak + min(choice.dram, self.smallest(choice))
 
     def _in_memory(self, choice: Choice) -> float | None:
         """Return the seconds of a step whose activations stay in memory, beside one whose activations do not."""
@@ -388,11 +387,8 @@ class Planner:
     def optimum(self, choice: Choice) -> float:
         """Return the bytes that no way to serve a step of a choice goes below, in the long run: of four steps without those of
         two. Raises MisuseError without scipy."""
-        plan = self.divided(choice.dram)
-        run, sizes = self.run(choice, plan), sizes_of(plan, NAME, self._rule)
-        steps = Steps(self.subject.model, plan, sizes, run, choice.update, self.passes)
-        keys, uses, bytes_of = _touched(steps)  # in whole slots they would take more room, and the bound would be none
-        known = dict(zip(keys, bytes_of, strict=True))
+        keys, uses, bytes_of = _touched(self.step(choice, together=1))
+        known = dict(zip(keys, bytes_of, strict=True))  # in whole slots they would take more room, and the bound would be none
         two, four = (
             lower_bound(list(zip(keys, uses, strict=True)) * count, known, choice.dram, final_writeback=False)
             for count in (2, 4)
@@ -412,17 +408,11 @@ class Planner:
         needed = smallest_pool(plan, self.subject.model, saves=choice.saves, shares=ranks)
         if needed > choice.dram:
             raise CapacityError(f"{ranks} ranks need {format_size(needed)} of DRAM each")
-        run, sizes = self.run(choice, plan), sizes_of(plan, NAME, self._rule)
-        touches = sum(2 * len(chunk) for one in sizes for _, chunk in one.chunks)
-        together = -(-touches // self._rehearsed)
-        played = sizes if together <= 1 else self._coarser(plan, together)
-        roomy, prompt = overlaps(plan.units, choice.dram, plan.held_together(self.subject.model))
-        reductions: Reductions = "overlapped" if roomy else "prompt" if prompt else "late"
-        steps = Steps(self.subject.model, plan, played, run, choice.update, self.passes, reductions)
+        step, together = self.step(choice, ranks), self._together(plan)
         sharing = min(ranks, machine.ranks_per_node)
         drive = _in_blocks(DriveRates(machine.read / sharing, machine.write / sharing, machine.transfer), together)
-        found = rehearse(steps, choice.dram, drive, Timing(machine, self._measured, ranks), warm_up=3, counted=2)
-        sent = sum(one.nbytes for one in steps.step() if isinstance(one, Work) and one.kind in ("gather", "reduce"))
+        found = rehearse(step, choice.dram, drive, Timing(machine, self._measured, ranks), warm_up=3, counted=2)
+        sent = sum(one.nbytes for one in step.operations if isinstance(one, Work) and one.kind in ("gather", "reduce"))
         return Ranks(
             ranks=ranks,
             seconds=found.seconds,
@@ -432,7 +422,7 @@ class Planner:
             written=found.written,
             waiting=found.waiting,
             network=found.by_work.get("network", 0.0),
-            process=self._memory(choice, sizes, run, found).process,
+            process=self._memory(choice, sizes_of(plan, NAME, self._rule), step, found).process,
         )
 
     def _pieces(self, choice: Choice, touches: int) -> int:
@@ -445,13 +435,7 @@ class Planner:
             self.notes["pieces of activations are taken together in the rehearsal, of which a step has very many"] = None
         return together
 
-    def _coarser(self, plan: ModelPlan, together: int) -> list[UnitSizes]:
-        """Return units whose chunks of states are so many together, so that a step has fewer touches."""
-        larger = replace(plan.limits, chunk=plan.limits.chunk * together)
-        self.notes["chunks of optimizer states are taken together in the rehearsal, of which a step has very many"] = None
-        return sizes_of(replace(plan, limits=larger), NAME, self._rule)
-
-    def _memory(self, choice: Choice, sizes: Sequence[UnitSizes], run: DryRun, found: Rehearsed) -> Memory:
+    def _memory(self, choice: Choice, sizes: Sequence[UnitSizes], step: Step, found: Rehearsed) -> Memory:
         parameters, states = sum(one.nbytes for one in sizes), sum(one.states for one in sizes)
         gradients = sum(one.gradient for one in sizes)
         if choice.update == "in_backward":
@@ -464,11 +448,11 @@ class Planner:
             parameters=parameters,
             gradients=gradients,
             states=states,
-            activations=run.peak,
+            activations=step.peak,
             workspace=workspace,
             pool=found.peak,
             drive=max(0, everything if everything > choice.dram else parameters + states),
-            process=base + found.peak + run.peak + workspace,
+            process=base + found.peak + step.peak + workspace,
         )
 
 
@@ -767,17 +751,17 @@ def _to_fit(planner: Planner, chosen: Prediction, room: int, batch: int) -> tupl
     return tuple(changes)
 
 
-def uses_of(steps: Steps) -> tuple[list[str], list[Use], list[int]]:
-    """Return the touches of one step: keys, uses, and bytes in whole slots."""
-    keys, uses, sizes = _touched(steps)
+def uses_of(step: Step) -> tuple[list[str], list[Use], list[int]]:
+    """Return the touches of a step: keys, uses, and bytes in whole slots."""
+    keys, uses, sizes = _touched(step)
     return keys, uses, [-(-size // 4096) * 4096 for size in sizes]
 
 
-def _touched(steps: Steps) -> tuple[list[str], list[Use], list[int]]:
-    """Return the touches of one step: keys, uses, and the bytes of tensors, which are those that are moved."""
-    sizes = steps.initial()
+def _touched(step: Step) -> tuple[list[str], list[Use], list[int]]:
+    """Return the touches of a step: keys, uses, and the bytes of tensors, which are those that are moved."""
+    sizes = dict(step.initial)
     keys, uses = list[str](), list[Use]()
-    for one in steps.step():
+    for one in step.operations:
         if isinstance(one, Create):
             sizes[one.key] = one.nbytes
             keys.append(one.key)
@@ -786,3 +770,8 @@ def _touched(steps: Steps) -> tuple[list[str], list[Use], list[int]]:
             keys += one.keys
             uses += [Use.WRITE if one.write else Use.READ] * len(one.keys)
     return keys, uses, [sizes[key] for key in keys]
+
+
+def _leases_of_states(sizes: Sequence[UnitSizes]) -> int:
+    """Return how many tensors of states the updates of a step lease."""
+    return sum(len(chunk) for one in sizes for chunk in one.chunks)

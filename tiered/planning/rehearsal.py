@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tiered.engine.claims import Token
+from tiered.planning.notes import Ahead, Create, Delete, End, Lease, Operation, Pause, Step, Work
 from tiered.planning.simulated import DriveRates, SimulatedStore
-from tiered.planning.steps import Ahead, Create, Delete, End, Lease, Operation, Pause, Steps, Work
 from tiered.zero.paging.step_trace import StepTrace
 
 __all__ = ["Rehearsed", "Seconds", "rehearse"]
@@ -67,7 +67,7 @@ no_time = _NoTime()
 
 
 def rehearse(
-    steps: Steps,
+    step: Step,
     dram: int,
     drive: DriveRates,
     seconds: Seconds = no_time,
@@ -76,19 +76,19 @@ def rehearse(
     warm_up: int = WARM_UP,
     counted: int = COUNTED,
 ) -> Rehearsed:
-    """Play some steps in a store of ``dram`` bytes. Raises CapacityError where they do not fit."""
-    with SimulatedStore(dram, drive).closing() as store:
-        store.place(steps.initial())
+    """Play a step some times in a store of ``dram`` bytes. Raises CapacityError where it does not fit."""
+    with closing(SimulatedStore(dram, drive)) as store:
+        store.place(step.initial)
         trace = StepTrace.of(store)
         trace.prefetch = "on" if prefetch == "on" else "off"
         for _ in range(warm_up):
-            _play(store, trace, steps, seconds, {}, {})
+            _play(store, trace, step, seconds, {}, {})
         before, began, busy = store.moved, store.clock.now, store.drive.busy
         stalled = store.statistics().stalled
         work: dict[str, float] = {}
         touches, saved = 0, dict[str, float]()
         for _ in range(counted):
-            touches += _play(store, trace, steps, seconds, work, saved)
+            touches += _play(store, trace, step, seconds, work, saved)
         after, seen = store.moved, store.statistics()
         return Rehearsed(
             read=(after[0] - before[0]) / counted,
@@ -104,7 +104,7 @@ def rehearse(
 
 
 def _play(
-    store: SimulatedStore, trace: StepTrace, steps: Steps, seconds: Seconds, work: dict[str, float], saved: dict[str, float]
+    store: SimulatedStore, trace: StepTrace, step: Step, seconds: Seconds, work: dict[str, float], saved: dict[str, float]
 ) -> int:
     open_leases: dict[int, AbstractContextManager[Any]] = {}
     lifetimes: dict[str, Token] = {}
@@ -112,7 +112,7 @@ def _play(
     begins = free = store.clock.now  # of the network: when the next gather may begin, and when the last exchange has ended
     trace.forward_begins("training", list)
     moved, transfers = sum(store.moved), store.transfers
-    for operation in steps.step():
+    for operation in step.operations:
         if (now := store.transfers) > transfers:
             taken = seconds.lost(sum(store.moved) - moved, now - transfers)
             moved, transfers = sum(store.moved), now
@@ -129,7 +129,7 @@ def _play(
         if isinstance(operation, Lease):
             touches += len(operation.keys)
             access = "write" if operation.write else "read"
-            nbytes = steps.activations.get(operation.keys[0], 0) if operation.keys else 0
+            nbytes = step.activations.get(operation.keys[0], 0) if operation.keys else 0
             there, waited = bool(nbytes) and store.has_in_memory(operation.keys[0]), store.waited
             lease = open_leases[operation.number] = store.lease(list(operation.keys), access=access)
             lease.__enter__()
@@ -144,7 +144,7 @@ def _play(
                 lifetimes[operation.key] = store.make_temporary(operation.key, operation.nbytes)
             else:
                 store.make(operation.key, operation.nbytes)
-            if operation.key in steps.activations:
+            if operation.key in step.activations:
                 _add(saved, stored=operation.nbytes, waited=store.waited - waited)
         elif isinstance(operation, Delete):
             if lifetimes.pop(operation.key, None) is None:

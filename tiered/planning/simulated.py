@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -298,14 +297,6 @@ class SimulatedStore(TieredStore):
         """Number of transfers from the drive and to it."""
         flows = self._simulated.link_statistics()[-1]
         return flows.up.transfers + flows.down.transfers
-
-    @contextmanager
-    def closing(self) -> Iterator[SimulatedStore]:
-        """Close the store after a block of code."""
-        try:
-            yield self
-        finally:
-            self.close()
 
 
 def _spec(nbytes: int) -> TensorSpec:

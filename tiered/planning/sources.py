@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from tiered.errors import MisuseError, one_of, path_of, whole_number
-from tiered.planning.dry_run import DryRun, Loss, dry_run, on_meta
-from tiered.planning.waiting import Waiting
+from tiered.planning.dry_run import Loss, Training, dry_run, on_meta
+from tiered.planning.notes import Step
 
 __all__ = ["Numbers", "Subject", "Workload", "model_of_folder", "subject_of"]
 
@@ -133,10 +133,9 @@ class Subject:
     def parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
-    def run(self, waiting: Waiting | None = None) -> DryRun:
-        """Run forward and backward on the meta device; ``waiting``: how activations wait for backward, None: in memory. Raises
-        MisuseError where that cannot be done."""
-        return dry_run(self.model, self.args, self.kwargs, self.loss, self.target, waiting=waiting)
+    def train(self, training: Training) -> Step:
+        """Return what a step of a training asks of its store. Raises as ``dry_run``."""
+        return dry_run(self.model, self.args, self.kwargs, self.loss, self.target, training)
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tiered.planning.dry_run import Described, DryRun, Kind, OperationKind
 from tiered.planning.machine import Machine
-from tiered.planning.steps import Create, Delete, Lease, Operation, Pause, Work
+from tiered.planning.notes import Cost, Create, Delete, Described, Lease, Operation, OperationKind, Pause, Step, Work
 
 __all__ = ["Timing", "measure_operations"]
 
@@ -42,7 +41,7 @@ class Timing:
         """Return the kind of work of an operation, and the seconds that it takes of the processor."""
         machine = self.machine
         if isinstance(operation, Pause):
-            return "backward" if operation.cost.backward else "forward", self._of_pause(operation)
+            return "backward" if operation.cost.backward else "forward", self._of_cost(operation.cost)
         if isinstance(operation, Lease | Create | Delete):
             return "store", machine.lease
         if isinstance(operation, Work):
@@ -72,10 +71,10 @@ class Timing:
         rate = machine.network / min(self._ranks, machine.ranks_per_node)
         return others * machine.latency + nbytes * others / self._ranks / rate
 
-    def _of_pause(self, operation: Pause) -> float:
-        found = self._known.get(id(operation.cost))
+    def _of_cost(self, cost: Cost) -> float:
+        found = self._known.get(id(cost))
         if found is None:
-            found = self._known[id(operation.cost)] = sum(self.seconds(one) for one in operation.cost.operations)
+            found = self._known[id(cost)] = sum(self.seconds(one) for one in cost.operations)
         return found
 
     def seconds(self, operation: OperationKind) -> float:
@@ -88,12 +87,11 @@ class Timing:
         flops = machine.flops_half or machine.flops if narrow else machine.flops
         return max(operation.flops / flops, operation.nbytes / machine.memory) + machine.operation
 
-    def compute(self, run: DryRun) -> tuple[float, float]:
-        """Return the seconds of forward and of backward of a dry run."""
+    def compute(self, step: Step) -> tuple[float, float]:
+        """Return the seconds of forward and of backward of a step."""
         found = [0.0, 0.0]
-        for event in run.events:
-            if event.kind is Kind.COST and event.cost is not None:
-                found[event.cost.backward] += self._of_pause(Pause(event.cost))
+        for cost in step.costs:
+            found[cost.backward] += self._of_cost(cost)
         return found[0], found[1]
 
 
@@ -104,9 +102,9 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def measure_operations(
-    run: DryRun, machine: Machine, seconds: float = 5.0, known: Mapping[str, float] | None = None
+    step: Step, machine: Machine, seconds: float = 5.0, known: Mapping[str, float] | None = None
 ) -> dict[str, float]:
-    """Time the operations of a dry run on this machine's CPU, those of one shape once and but for those that are ``known``:
+    """Time the operations of a step on this machine's CPU, those of one shape once and but for those that are ``known``:
     seconds by signature.
 
     Takes about ``seconds`` at most, the shapes that take most of the time first; operations that cannot be run by themselves,
@@ -114,13 +112,10 @@ def measure_operations(
     """
     timing, counts = Timing(machine), Counter[str]()
     kinds: dict[str, OperationKind] = {}
-    for event in run.events:
-        if event.kind is Kind.COST and event.cost is not None:
-            for one in event.cost.operations:
-                if known is not None and one.signature in known:
-                    continue
-                counts[one.signature] += 1
-                kinds[one.signature] = one
+    for one in (one for cost in step.costs for one in cost.operations):
+        if known is None or one.signature not in known:
+            counts[one.signature] += 1
+            kinds[one.signature] = one
     expected = {name: timing.seconds(kind) for name, kind in kinds.items()}
     found: dict[str, float] = {}
     deadline = time.perf_counter() + seconds

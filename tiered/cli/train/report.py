@@ -22,7 +22,7 @@ from tiered.cli.train.optimizers import kind_of
 from tiered.cli.train.options import Options
 from tiered.cli.train.timeline import describe_timeline, plot_timeline, write_timeline
 from tiered.measuring.meters import Rates, Usage
-from tiered.planning.plan import Activations
+from tiered.planning.dry_run import Activations
 from tiered.telemetry import StoreStatistics
 from tiered.types import format_size
 
