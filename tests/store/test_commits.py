@@ -426,9 +426,9 @@ def test_an_old_generation_is_retained_as_long_as_it_is_named(folder: Path) -> N
         assert store.generations == (7,)
         with pytest.raises(MisuseError, match="generation 2 is not there any more"):
             store.retain(1, also=[2])
-        with pytest.raises(MisuseError, match="at least the newest"):
+        with pytest.raises(MisuseError, match="newest is how many generations stay, a whole number from 1 on, not 0"):
             store.retain(0)
-        for wrong in ({"also": 5}, {"also": ["1"]}, {"drop": None}, {"drop": "1"}):
+        for wrong in ({"also": 5}, {"also": ["1"]}, {"also": [1, "1"]}, {"drop": None}, {"drop": "1"}):
             with pytest.raises(MisuseError, match="numbers of generations"):
                 store.retain(**wrong)  # type: ignore[arg-type]
 

@@ -22,7 +22,17 @@ from tiered.engine.policy import NextUse, Plan, Record, Touch, touch_of
 from tiered.engine.requests import Delete, Install, Rename, Room, Work
 from tiered.engine.residency import Entry
 from tiered.engine.retention import affordable, decide, largest_streamed, room_for
-from tiered.errors import ForkedStore, KeyNotFound, MisuseError, StoreClosed, UncommittedWarning, expect_type, from_here, one_of
+from tiered.errors import (
+    ForkedStore,
+    KeyNotFound,
+    MisuseError,
+    StoreClosed,
+    UncommittedWarning,
+    expect_type,
+    from_here,
+    one_of,
+    whole_number,
+)
 from tiered.errors import listed as items_of
 from tiered.interfaces import IOBackend, Returnable
 from tiered.small.tensors import SmallTensors, open_small
@@ -862,17 +872,15 @@ class TieredStore(TensorMapping):
         and where nothing can be committed.
         """
         commits = self._committing(None)
-        numbers = items_of(also, "also= has numbers of generations")
-        if any(type(one) is not int for one in (*numbers, *items_of(drop, "drop= has numbers of generations"))):
-            raise MisuseError(f"also= and drop= have numbers of generations, not {also!r:.100} and {drop!r:.100}")
-        wanted = sorted(set(numbers))
+        if newest is not None:
+            whole_number("newest is how many generations stay", newest)
+        asked = items_of(also, "also= has numbers of generations")
+        for one in (*asked, *items_of(drop, "drop= has numbers of generations")):
+            whole_number("also= and drop= have numbers of generations, each of them", one)
+        wanted = sorted(set(asked))
         gone = [number for number in wanted if number not in commits.kept]
-        if gone or (newest is not None and (type(newest) is not int or newest < 1)):
-            raise MisuseError(
-                f"generation {gone[0]} is not there any more: of {self}, {list(commits.kept)} are"
-                if gone
-                else f"at least the newest generation stays: {newest!r} is no number of generations to retain"
-            )
+        if gone:
+            raise MisuseError(f"generation {gone[0]} is not there any more: of {self}, {list(commits.kept)} are")
         expect_type(owner, Owner | None, "an owner is an Owner(kind, name)")
         if owner is not None and newest is not None:
             raise MisuseError(f"newest={newest} holds for all generations: {owner} names its own (also=, drop=)")
