@@ -86,7 +86,7 @@ def trained_until_lost(rank: int, folder: Path, stage: zero.Stage, fault: Fault)
         with TieredStore.open(own, dram=POOL) as store:
             store.put("kept", torch.full((1000,), float(rank)))
             store.commit()
-            zero.page(model, store, stage=type(stage)(timeout=TIMEOUT))
+            zero.page(model, store, stage=stage, timeout=TIMEOUT)
             optimizer = zero.AdamW(model.parameters())
             while True:
                 model(torch.randn(4, WIDTH)).square().mean().backward()

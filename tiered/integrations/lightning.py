@@ -70,7 +70,7 @@ class TieredStrategy(SingleDeviceStrategy):
         one_of("checkpoints", checkpoints, ("commits", "whole"))
         if isinstance(store, TieredStore) and (dram is not None or options):
             raise MisuseError(f"{store} is open, and has its options already: leave dram= and others out, or give its folder")
-        refused = {"existing", "stage", "source"} & set(page or {})
+        refused = {"existing", "stage", "timeout", "source"} & set(page or {})
         if refused:
             raise MisuseError(
                 f"page={sorted(refused)} is not for this strategy, which has one process, and goes on from what ckpt_path= says"

@@ -235,6 +235,7 @@ def page(
     micro_batch: int = 1,
     activations: Activations | AutoPlan = "memory",
     stage: Stage | None = None,
+    timeout: float | None = None,
     paging: Paging = USUAL,
 ) -> nn.Module:
     """Move ``model``'s parameters into ``store`` and page them around each module's forward and backward. Returns ``model``.
@@ -281,6 +282,7 @@ def page(
     ``stage``: where ``torch.distributed`` has several processes, each with a store of its own, what of the model each has only
     its share of: ``zero.Stage1()``, ``Stage2()`` or ``Stage3()`` (the default), which also says which processes these are. All
     of them call what concerns the model together and have the values of rank 0 to begin with; gradients are averaged.
+    ``timeout``: seconds that a rank waits for the others, in place of those of the stage.
 
     Raises MisuseError (paged before, name taken, wrong device, built for another store, no way to initialise; weights that are
     missing, unexpected, or of another shape), SafetensorsError (damaged weights), CapacityError when the store's DRAM budget is
@@ -294,7 +296,7 @@ def page(
     expect_type(store, TieredStore, "the store of a paged model is a TieredStore")
     options = _Options(
         name, existing, source, weights, param_init_fn, policy, micro_batch,
-        AutoPlan() if activations == "auto" else activations, stage, paging,
+        AutoPlan() if activations == "auto" else activations, stage, timeout, paging,
     )  # fmt: skip
     with outside_inference():
         paged = _page(model, store, options)
@@ -403,6 +405,7 @@ class _Options:
     micro_batch: int = 1
     activations: Activations | AutoPlan = "memory"
     stage: Stage | None = None
+    timeout: float | None = None
     paging: Paging = USUAL
     filling: Filling | None = None
 
@@ -439,7 +442,7 @@ class _Options:
 def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
     refuse_others()
     owner = model_named(options.name)
-    partition = _partition(options.stage)
+    partition = _partition(options.stage, options.timeout)
     with partition.agreeing("page this model") as agree:
         window, held, staged = _found(model, store, options, owner)
         shown = _shown(model, staged)
@@ -773,17 +776,18 @@ def _key_of(unit: UnitPlan, owner: Owner) -> str:
     return f"{owner.name}/param/{unit.name}"
 
 
-def _partition(stage: Stage | None) -> Partition:
+def _partition(stage: Stage | None, timeout: float | None) -> Partition:
     found = Stage3() if stage is None else stage
+    timeout = found.timeout if timeout is None else timeout
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size(found.group) > 1
     if not several:
-        if found.group is not None or found.timeout is not None:
+        if found.group is not None or timeout is not None:
             raise MisuseError(
-                f"the group and timeout of {type(found).__name__} are for several processes: call "
+                f"timeout=, and the group of {type(found).__name__}, are for several processes: call "
                 "torch.distributed.init_process_group first"
             )
         return Unsharded()
-    return Sharded(Ranks(found.group, found.timeout), found)
+    return Sharded(Ranks(found.group, timeout), found)
 
 
 def _refuse_newer(source: str | os.PathLike[str], store: TieredStore, partition: Partition) -> None:

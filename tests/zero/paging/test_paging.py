@@ -814,7 +814,8 @@ def test_a_way_of_paging_that_cannot_be_is_refused(asked: dict[str, Any], told: 
         ({"paging": {"prefetch": "off"}}, "paging is a zero.Paging, not a dict"),
         ({"policy": "bfloat16"}, "policy is a zero.Policy, not 'bfloat16'"),
         ({"paging": zero.Paging(largest_unit=4096, slice_weights=True), "existing": "resume"}, "as it was committed"),
-        ({"stage": zero.Stage2(timeout=5.0)}, "timeout of Stage2 are for several processes"),
+        ({"stage": zero.Stage2(timeout=5.0)}, "group of Stage2, are for several processes"),
+        ({"timeout": 5.0}, "timeout=, .* are for several processes"),
     ],
 )
 def test_arguments_that_cannot_be_leave_the_store_as_it_is(store: TieredStore, asked: dict[str, Any], told: str) -> None:

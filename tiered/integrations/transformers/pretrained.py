@@ -47,7 +47,7 @@ __all__ = ["UNIT", "from_pretrained", "import_model", "open_model", "open_tokeni
 # -- reading pretrained models -------------------------------------------------------------------------------------------------
 
 Missing = Literal["initialise", "refuse"]
-PAGING = {"micro_batch", "activations", "policy", "source", "stage", "paging"}
+PAGING = {"micro_batch", "activations", "policy", "source", "stage", "timeout", "paging"}
 PAGING |= {"largest_unit", "slice_weights"}
 """Arguments of ``from_pretrained`` that are ``zero.page``'s."""
 
