@@ -45,13 +45,11 @@ def test_what_another_rank_says_of_its_store_is_escaped(tmp_path: Path, monkeypa
     assert len(str(raised.value)) < 1000
 
 
-def begin(
-    store: TieredStore, stage: str, rank: int, timeout: float | None = None, **options: Any
-) -> tuple[Any, zero.AdamW, Any]:
+def begin(store: TieredStore, stage: str, rank: int, **options: Any) -> tuple[Any, zero.AdamW, Any]:
     torch.manual_seed(5 + rank)
     model = MAKE()
     if torch.distributed.get_world_size() > 1:
-        options["stage"] = type(STAGES[stage])(timeout=timeout)
+        options["stage"] = STAGES[stage]
     zero.page(model, store, **options)
     optimizer = zero.AdamW(model.parameters(), lr=LR)
     return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
