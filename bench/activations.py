@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-from tiered.cli.bench.trainer import Options, Variant, training
+from tiered.cli.bench.trainer import TrainerOptions, Variant, training
 from tiered.cli.output import told_environment
 from tiered.cli.train.model import GPT, Shape
 from tiered.measuring.meters import Spread, environment, turns
@@ -100,7 +100,7 @@ def run(name: str, case: Case, folder: str, steps: int, share: float, machine: M
     memory = int(share * saved)
     predicted = planned(case, machine)
     shape = case.layers, case.width, case.heads, case.context
-    each = Options(folder, None, *shape, case.batch, dram=case.dram, clip=0.0)
+    each = TrainerOptions(folder, None, *shape, case.batch, dram=case.dram, clip=0.0)
     with ExitStack() as stack:
         trainings = {
             way: stack.enter_context(training(each, Variant(way, "disk", activations=way, activation_memory=memory)))

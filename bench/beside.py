@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from tiered.cli.bench.trainer import Options, Trainer
+from tiered.cli.bench.trainer import Trainer, TrainerOptions
 from tiered.cli.output import told_environment, told_noise
 from tiered.cli.train.model import open_text
 from tiered.format.data_file import digest
@@ -76,7 +76,7 @@ def main() -> int:
         bench = fio.Fio(folder, FILE, buffers)
         bench.prepare()
         text = open_text(None, options.context, stack)
-        trainer = Trainer(Options(folder, None, *shape), text, None)
+        trainer = Trainer(TrainerOptions(folder, None, *shape), text, None)
         busy = [*bench.command(fio.Job("mixed", "libaio", 4 << 20, 4)), "--time_based", "--runtime=3600"]
         busy += [f"--rate={options.read},{options.write}"]
         rates = [f"--read={options.read}", f"--write={options.write}"]

@@ -27,7 +27,7 @@ import torch
 
 from tiered import TensorSpec, TieredStore, zero
 from tiered.cli.arguments import size
-from tiered.cli.bench.trainer import Options, Trainer
+from tiered.cli.bench.trainer import Trainer, TrainerOptions
 from tiered.cli.output import told_environment
 from tiered.cli.train.model import open_text
 from tiered.measuring import fio
@@ -119,7 +119,7 @@ def training(folder: str, rounds: int) -> list[float]:
     Two trainings take turns, each with a store of its own. In each round either commits once, while the other does not; so
     where the stores lie on the drive, who comes first, and what drifts, cancels out.
     """
-    options = Options(folder, None, 8, 512, 8, 128, 4)
+    options = TrainerOptions(folder, None, 8, 512, 8, 128, 4)
     with ExitStack() as stack:
         text = open_text(None, options.context, stack)
         trainers = []

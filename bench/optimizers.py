@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tiered.cli.bench.trainer import Options, Variant, training
+from tiered.cli.bench.trainer import TrainerOptions, Variant, training
 from tiered.cli.output import Progress, told_environment
 from tiered.cli.train.optimizers import kind_named
 from tiered.cli.train.options import OPTIMIZERS
@@ -44,7 +44,7 @@ class Ended(NamedTuple):
     end: dict[str, Any]
 
 
-def measure(options: argparse.Namespace, each: Options) -> tuple[list[Ended], list[float]]:
+def measure(options: argparse.Namespace, each: TrainerOptions) -> tuple[list[Ended], list[float]]:
     """Return the trainings with their steps, and the seconds that the drive took for a byte after each round."""
     with ExitStack() as stack:
         at = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.dir)))
@@ -82,7 +82,7 @@ def main() -> int:
     parser.add_argument("--optimizer", action="append", choices=OPTIMIZERS, help=f"default: {', '.join(STORED)}")
     options = parser.parse_args()
     shape = options.layers, options.width, options.heads, options.context
-    each = Options(options.dir, None, *shape, options.batch, update="in_backward")
+    each = TrainerOptions(options.dir, None, *shape, options.batch, update="in_backward")
     each = replace(each, dram=int(options.share * each.state))
     parameters = each.shape.parameters
     print(told_environment(environment()))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tiered.allocator import FreeSpace
-from tiered.engine.policy import NextUse, Plan, Touch
+from tiered.engine.policy import NextUse, OrderPlan, Touch
 from tiered.engine.pool import MOVED, Pool
 from tiered.engine.residency import Copy, Directory
 from tiered.engine.retention import RetentionPlan, dead_after
@@ -71,7 +71,7 @@ class Rehearsal:
         most: float = MOVED,
     ) -> None:
         self._touches, self._most = list(zip(keys, uses, sizes, strict=True)), most
-        self._plan = Plan([Touch(key, None, use) for key, use, _ in self._touches], then)
+        self._plan = OrderPlan([Touch(key, None, use) for key, use, _ in self._touches], then)
         self.place = Pool(memory, NextUse.along(self._plan, decision.price, decision.keep), bottom=False)
         self._directory = Directory(
             2, lambda copy: self.place.note(copy) if copy.tier == 0 else None

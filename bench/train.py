@@ -17,12 +17,12 @@ from bench.command import tiered
 from bench.watched import least_of_round, watch
 from tiered.cli.bench import command
 from tiered.cli.bench.train import WARM_UP
-from tiered.cli.bench.trainer import Options, Trainer
+from tiered.cli.bench.trainer import Trainer, TrainerOptions
 from tiered.cli.train.model import open_text
 from tiered.measuring.meters import scratch_store
 
 
-def optimum(options: Options) -> float:
+def optimum(options: TrainerOptions) -> float:
     """Bytes per parameter and step."""
     with ExitStack() as stack:
         text = open_text(options.text, options.context, stack)
@@ -35,12 +35,12 @@ def optimum(options: Options) -> float:
     return least_of_round(seen, options.pool) / options.shape.parameters
 
 
-def options_of(arguments: list[str]) -> Options:
+def options_of(arguments: list[str]) -> TrainerOptions:
     """As the command reads them."""
     parser = argparse.ArgumentParser()
     command.add_parser(parser.add_subparsers())
     parsed = parser.parse_args(["bench", "train", *arguments])
-    found: Options = command.options_of(Options, parsed)
+    found: TrainerOptions = command.options_of(TrainerOptions, parsed)
     return found
 
 

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from tests.rig import Rig
 from tiered import MisuseError, TieredStore
-from tiered.engine.policy import DECAY, LEAST, NEVER, OTHERS, NextUse, Plan, Touch
+from tiered.engine.policy import DECAY, LEAST, NEVER, OTHERS, NextUse, OrderPlan, Touch
 
 ORDER = "abcd"
 
 
-def plan_of(rounds: list[str]) -> Plan:
+def plan_of(rounds: list[str]) -> OrderPlan:
     """A plan along ORDER after ``rounds``, each of which makes its touches after "b"."""
-    plan = Plan(map(Touch, ORDER))
+    plan = OrderPlan(map(Touch, ORDER))
     NextUse.along(plan, 0.0, None, "frequency")
     for others in rounds:
         for key in "ab" + others + "cd":

@@ -14,7 +14,7 @@ from tests.contracts.eviction import Copied, EvictionContract, NewPolicy
 from tests.fakes import FakeTier, ManualLink, NoDraft, fake_checksums
 from tiered.engine.claims import Token
 from tiered.engine.engine import Engine, EngineConfig
-from tiered.engine.policy import LRU, NEVER, NextUse, Plan, Touch
+from tiered.engine.policy import LRU, NEVER, NextUse, OrderPlan, Touch
 from tiered.engine.requests import Install, Lease, Room
 from tiered.engine.residency import State
 from tiered.engine.retention import PRICES, RetentionPlan, affordable, bytes_moved, decide, largest_streamed, room_for
@@ -26,8 +26,8 @@ def touches(keys: Sequence[str]) -> list[Touch]:
     return [Touch(key) for key in keys]
 
 
-def planned(keys: str) -> Plan:
-    return Plan(touches(keys))
+def planned(keys: str) -> OrderPlan:
+    return OrderPlan(touches(keys))
 
 
 # The plan
@@ -100,7 +100,7 @@ def planned_from(cursor: int, order: list[str], key: str) -> float:
     steps=st.integers(0, 30),
 )
 def test_a_replaced_plan_is_like_a_new_one(first: list[str], second: list[str], steps: int) -> None:
-    replaced, fresh = Plan(touches(first)), Plan(touches(second))
+    replaced, fresh = OrderPlan(touches(first)), OrderPlan(touches(second))
     for step in range(steps):
         replaced.happened(first[step % len(first)])
         for key in "abcd":
@@ -115,7 +115,7 @@ def test_a_replaced_plan_is_like_a_new_one(first: list[str], second: list[str], 
 
 
 def test_an_order_may_end() -> None:
-    plan = Plan(touches("abcab"), "end")
+    plan = OrderPlan(touches("abcab"), "end")
     assert [plan.next_use(key) for key in "abcx"] == [0, 1, 2, NEVER]
     for key in "abc":
         plan.happened(key)
@@ -144,7 +144,7 @@ def test_a_cycle_can_be_told_that_this_round_is_the_last() -> None:
     loop=st.lists(st.sampled_from("abcdx"), max_size=30),
 )
 def test_a_plan_that_ends_is_a_look_at_the_rest(order: list[str], loop: list[str]) -> None:
-    plan = Plan(touches(order), "end")
+    plan = OrderPlan(touches(order), "end")
     for key in loop:
         before, due = plan.cursor, order[plan.cursor : plan.cursor + 1] == [key]
         plan.happened(key)

@@ -30,7 +30,7 @@ from tiered import (
 )
 from tiered.allocator import Sliding
 from tiered.engine.background import ReadAhead
-from tiered.engine.policy import LRU, Candidate, FollowedOrder, NextUse, Plan, Touch
+from tiered.engine.policy import LRU, Candidate, FollowedOrder, NextUse, OrderPlan, Touch
 from tiered.engine.pool import Pool
 from tiered.engine.requests import Lease
 from tiered.engine.residency import Copy, Entry, State
@@ -137,11 +137,11 @@ def test_ctrl_c_while_an_order_is_planned_ends_following(tmp_path: Path, monkeyp
             store.put(letter, filled(letter, MIB // 4))
         store.follow("abc")
 
-        def interrupted(plan: Plan) -> None:
+        def interrupted(plan: OrderPlan) -> None:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(Plan, "_sum_up", interrupted)
+            patch.setattr(OrderPlan, "_sum_up", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 store.follow(list("defab"))
         for order in ("abcdef", "fed"):
@@ -273,7 +273,7 @@ def test_what_is_fetched_ahead_may_lose_its_source_to_what_leaves_for_it() -> No
     up(x, 1)
     for key, nbytes, tier in (("first", 30, 0), ("second", 30, 0), ("y", 50, 1)):
         put(key, nbytes, tier)
-    plan = Plan([Touch("x"), Touch("clean")])
+    plan = OrderPlan([Touch("x"), Touch("clean")])
     rule = NextUse(plan.next_use, lambda: plan.cursor)
     drops = NextUse(plan.next_use, lambda: plan.cursor, dropped=lambda key: key == "x")
     order = FollowedOrder(plan, [110, 100], lambda plan: [rule, drops])

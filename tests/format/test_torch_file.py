@@ -23,7 +23,7 @@ from tests.integrations.deepspeed.shared import BEFORE, unpacked
 from tiered import TieredError, TorchFileError
 from tiered.format.foreign.pickled import Instance, Name, unpickled
 from tiered.format.foreign.torch_file import StoredTensor, TorchFile
-from tiered.integrations.deepspeed.saved import INERT, Saved, plain, tensor_of
+from tiered.integrations.deepspeed.saved import INERT, SavedCheckpoint, plain, tensor_of
 
 RAN: list[str] = []
 """What a hostile file appends to, if it can."""
@@ -350,7 +350,7 @@ def mutated(data: bytes, kind: str, chosen: random.Random, folder: Path) -> byte
 
 def values_of(tag: Path) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
-    with Saved(tag) as checkpoint:
+    with SavedCheckpoint(tag) as checkpoint:
         for name, one in checkpoint.parameters.items():
             for state in ("param", "exp_avg", "exp_avg_sq"):
                 values = checkpoint.read(name, state, 0, torch.Size(one.shape).numel())

@@ -27,7 +27,18 @@ from tiered import (
     TieredError,
     TieredStore,
 )
-from tiered.small.names import HEAD_BYTES, UNIT, Head, Names, Record, deletion, description, location, number_after, presence
+from tiered.small.names import (
+    HEAD_BYTES,
+    UNIT,
+    Head,
+    Names,
+    NamesRecord,
+    deletion,
+    description,
+    location,
+    number_after,
+    presence,
+)
 
 MIB = 1 << 20
 KINDS = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
@@ -575,7 +586,7 @@ def test_a_head_is_one_line_of_64_bytes() -> None:
     import ctypes
 
     assert ctypes.sizeof(Head) == HEAD_BYTES
-    assert Record.of(5000).page == 4096
+    assert NamesRecord.of(5000).page == 4096
 
 
 def test_only_exact_keys_are_pages() -> None:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from tiered.engine.background import ReadAhead, WriteBehind
 from tiered.engine.claims import Token
-from tiered.engine.policy import FollowedOrder, Plan, Touch
+from tiered.engine.policy import FollowedOrder, OrderPlan, Touch
 from tiered.engine.requests import Lease, Offload, Prefetch, Request, RequestQueue, Work, why_stuck
 from tiered.engine.residency import Copy
 from tiered.engine.scheduler import Scheduler
@@ -386,7 +386,7 @@ class Engine:
     def follow(
         self,
         order: Sequence[Touch],
-        policies: Callable[[Plan], Sequence[EvictionPolicy]],
+        policies: Callable[[OrderPlan], Sequence[EvictionPolicy]],
         rooms: Sequence[int],
         then: Then = "again",
     ) -> int:
@@ -402,7 +402,7 @@ class Engine:
                     planned = ahead.replan(order, then)
                     ahead.order.rooms, ahead.order.choose = rooms, policies
                 elif order:
-                    ahead = ReadAhead(self.scheduler, FollowedOrder(Plan(order, then), rooms, policies), self._costs)
+                    ahead = ReadAhead(self.scheduler, FollowedOrder(OrderPlan(order, then), rooms, policies), self._costs)
                 self._follow(ahead)
             except BaseException:  # a mixture of two plans is worse than none
                 self._follow(None)

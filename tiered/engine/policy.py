@@ -21,7 +21,7 @@ from tiered.errors import MisuseError, expect_type
 from tiered.interfaces import EvictionPolicy, Planned
 from tiered.types import Candidate, Key, Others, Then, Use
 
-__all__ = ["LRU", "NEVER", "FollowedOrder", "NextUse", "Plan", "Record", "Touch", "touch_of"]
+__all__ = ["LRU", "NEVER", "FollowedOrder", "NextUse", "OrderPlan", "Recording", "Touch", "touch_of"]
 
 DECAY = 0.95
 """Weight of a round beside the next one, in the share of rounds that touch a tensor outside the order."""
@@ -43,7 +43,7 @@ class Touch(NamedTuple):
     nbytes: int = 0
 
 
-class Record(NamedTuple):
+class Recording(NamedTuple):
     """A recording of touches, up to ``most``, as long as ``wanted()`` is not None."""
 
     touches: list[Touch]
@@ -59,7 +59,7 @@ class _Seen(NamedTuple):
     at: int
 
 
-class Plan:
+class OrderPlan:
     """The position of a loop in the order that it follows, and the next use of each tensor.
 
     A loop may deviate: leave touches out, or insert others. Two consecutive touches that match determine where it goes on. The
@@ -293,10 +293,10 @@ class NextUse:
         self._order: list[tuple[_Rank, Key]] = []  # the last one leaves first
 
     @classmethod
-    def along(cls, plan: Plan, price: float, kept: Sequence[bool] | None, others: Others = "recency") -> NextUse:
+    def along(cls, plan: OrderPlan, price: float, kept: Sequence[bool] | None, others: Others = "recency") -> NextUse:
         """Return a policy for ``plan``; ``kept`` says of each of its touches whether the tensor stays until its next use.
         ``others``: how tensors outside the order leave, by "recency" of their last use, or by the "frequency" of uses."""
-        expect_type(plan, Plan, "a policy that goes along a plan is given one")
+        expect_type(plan, OrderPlan, "a policy that goes along a plan is given one")
         plan.counts_others = others == "frequency"
         next_use = plan.expected if plan.counts_others else plan.next_use  # the same, and half the calls
         dropped = None if kept is None else partial(plan.drops, kept)
@@ -346,7 +346,7 @@ class FollowedOrder:
     """
 
     def __init__(
-        self, plan: Plan, rooms: Sequence[int], choose: Callable[[Plan], Sequence[EvictionPolicy]]
+        self, plan: OrderPlan, rooms: Sequence[int], choose: Callable[[OrderPlan], Sequence[EvictionPolicy]]
     ) -> None:
         self.plan, self.rooms, self.choose = plan, rooms, choose
         self.planned: Sequence[Planned | None] = ()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from tiered.engine.claims import Claims, Holder, LeaseHold, RoomHold, TensorHold, View
-from tiered.engine.policy import FollowedOrder, Record, Touch
+from tiered.engine.policy import FollowedOrder, Recording, Touch
 from tiered.engine.pool import Pool
 from tiered.engine.residency import Copy, Directory, Entry, Evictability, State
 from tiered.engine.transfers import TransferQueues
@@ -172,7 +172,7 @@ class EngineState:
         self.generation = 1  # of the commit that is open
         self.unsaved: dict[Key, Copy] = {}  # copies that no tier below has got yet
         self.writeback_due = False
-        self.records: list[Record] = []  # what is leased is recorded in each
+        self.records: list[Recording] = []  # what is leased is recorded in each
         self.fence: Callable[[int, object], Fence | None] | None = None  # of a tier: passes when a stream's work so far has run
         self.arrived: Callable[[Entry], None] | None = None  # called when all of a tensor is at the bottom
         self.evictions = self.prefetched = self.prefetched_unused = 0

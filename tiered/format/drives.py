@@ -34,7 +34,7 @@ __all__ = [
     "MANIFEST",
     "MOST_DRIVES",
     "Drives",
-    "Record",
+    "DrivesRecord",
     "folders_of",
     "open_drives",
     "read_record",
@@ -55,7 +55,7 @@ _HEAD = struct.Struct("<8sI16s")  # magic, version, checksum of the payload
 _MAX_BYTES = 1 << 20
 
 
-class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DrivesRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The contents of the file ``drives``: ``folders[i]`` is where the data file with index i was last, ``alignment`` that of
     all data files."""
 
@@ -71,7 +71,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Drives:
     """The list of drives, locked, and the data files in order of their index. ``created``: whether the store is new."""
 
-    def __init__(self, listed: LockedFile, record: Record, files: tuple[DataFile, ...], *, created: bool) -> None:
+    def __init__(self, listed: LockedFile, record: DrivesRecord, files: tuple[DataFile, ...], *, created: bool) -> None:
         self.files, self.created = files, created
         self.uuid = bytes.fromhex(record.store)
         self.alignment = record.alignment
@@ -99,7 +99,7 @@ def folders_of(folder: Path) -> str:
     return _named(record.folders) if record else "paths=[...]"
 
 
-def read_record(folder: Path, at: int | None = None) -> Record | None:
+def read_record(folder: Path, at: int | None = None) -> DrivesRecord | None:
     """Return the list of drives of a store; None where the file is empty. ``at``: a descriptor of the folder.
 
     Raises OSError, ManifestError.
@@ -137,7 +137,7 @@ def open_drives(folder: Path, paths: Sequence[Path], growth: int) -> Drives:
         now = tuple(_shown(where[index]) for index in sorted(where))
         created = record is None
         if record is None:
-            record = Record(uuid.uuid4().hex, max(file.wants for file in files.values()), now)
+            record = DrivesRecord(uuid.uuid4().hex, max(file.wants for file in files.values()), now)
             try:
                 listed.replace(_encode(record))
             except OSError as error:
@@ -149,7 +149,7 @@ def open_drives(folder: Path, paths: Sequence[Path], growth: int) -> Drives:
                 file.look()
         if record.folders != now:
             with contextlib.suppress(OSError):  # only errors quote it
-                listed.replace(_encode(Record(record.store, record.alignment, now)))
+                listed.replace(_encode(DrivesRecord(record.store, record.alignment, now)))
         undo.pop_all()
     return Drives(listed, record, tuple(files[index] for index in sorted(files)), created=created)
 
@@ -177,7 +177,7 @@ def _refuse_folder(folder: Path, names: set[str]) -> None:
         raise MisuseError(f"{folder} is not a tiered store; name an empty or new folder")
 
 
-def _by_index(folder: Path, record: Record, paths: Sequence[Path], committed: bool) -> dict[int, Path]:
+def _by_index(folder: Path, record: DrivesRecord, paths: Sequence[Path], committed: bool) -> dict[int, Path]:
     """Return which of ``paths`` has the data file of each index, by file names; paths without one get the indices that are
     left."""
     found: dict[int, Path] = {}
@@ -208,7 +208,7 @@ def _by_index(folder: Path, record: Record, paths: Sequence[Path], committed: bo
     return found | dict(zip(left, without, strict=True))
 
 
-def _open_file(folder: Path, path: Path, index: int, record: Record | None, committed: bool, growth: int) -> DataFile:
+def _open_file(folder: Path, path: Path, index: int, record: DrivesRecord | None, committed: bool, growth: int) -> DataFile:
     name = f"drive.{index}"
 
     def accept(names: list[str]) -> None:
@@ -252,12 +252,12 @@ def _named(folders: Sequence[str]) -> str:
 # The list, as bytes
 
 
-def _encode(record: Record) -> bytes:
+def _encode(record: DrivesRecord) -> bytes:
     body = msgspec.json.encode(record)
     return _HEAD.pack(_MAGIC, _VERSION, xxhash.xxh3_128_digest(body)) + body
 
 
-def _decode(data: bytes, folder: Path) -> Record | None:
+def _decode(data: bytes, folder: Path) -> DrivesRecord | None:
     """Decode the list; None for an empty file, which an interrupted creation leaves. Raises ManifestError for any damage."""
     path = folder / LIST_FILE
     if not data:
@@ -271,7 +271,7 @@ def _decode(data: bytes, folder: Path) -> Record | None:
     if xxhash.xxh3_128_digest(body) != digest:
         raise ManifestError(f"{path} is damaged (its checksum does not match)")
     try:
-        record = msgspec.json.decode(body, type=Record)
+        record = msgspec.json.decode(body, type=DrivesRecord)
     except (ValueError, RecursionError) as error:
         raise ManifestError(f"{path} is not what a list of drives holds: {error}") from None
     if record.alignment & (record.alignment - 1):

@@ -27,7 +27,7 @@ from torch import nn
 from tiered import zero
 from tiered.errors import MisuseError, expect_type, path_of
 from tiered.format.foreign.documents import json_of
-from tiered.integrations.saves import Pair, Saved, is_paged, restore, save, store_of
+from tiered.integrations.saves import Pair, SavedCommit, is_paged, restore, save, store_of
 from tiered.store import TieredStore
 from tiered.zero.paging.pager import owner_of, pager_of
 
@@ -179,7 +179,7 @@ class _Registered(Accelerator):
         generations = tuple(self.gather(torch.tensor([save(pairs, mark)], dtype=torch.int64, device=self.device)).tolist())
         found = {"loaders": [_loader_state(loader) for loader in self._dataloaders]}
         if writes:
-            _write(Path(folder, FILE), {**Saved(mark, generations).written(), **found})
+            _write(Path(folder, FILE), {**SavedCommit(mark, generations).written(), **found})
         self.wait_for_everyone()
         return folder
 
@@ -194,7 +194,7 @@ class _Registered(Accelerator):
                 f"{folder} has neither {FILE} nor weights: save_state did not come to its end, or it is another folder"
             )
         found = json_of(folder / FILE)
-        restore(pairs, Saved.of(found, str(folder)), str(folder), rank=self.process_index)
+        restore(pairs, SavedCommit.of(found, str(folder)), str(folder), rank=self.process_index)
         with self._without(pairs):
             super().load_state(input_dir, load_kwargs, **more)
         for loader, state in zip(self._dataloaders, found.get("loaders", ()), strict=False):

@@ -30,7 +30,7 @@ from tiered.zero.paging.units import ModelPlan, UnitPlan
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["Import", "Record", "Source", "Told", "begun", "files_in"]
+__all__ = ["Import", "ImportRecord", "Source", "Told", "begun", "files_in"]
 
 Told = Callable[[str, float], None]
 COMMIT_SECONDS = 5.0
@@ -64,7 +64,7 @@ def files_in(folder: Path) -> dict[str, tuple[int, int]]:
     return {path.name: (path.stat().st_size, path.stat().st_mtime_ns) for path in found}
 
 
-class Record(msgspec.Struct, frozen=True):
+class ImportRecord(msgspec.Struct, frozen=True):
     """What the store keeps of an import that is not finished.
 
     ``layout``: a digest of the units, ``unit``: their limit in bytes. ``done``: how many of them are in the store, of
@@ -80,14 +80,14 @@ class Record(msgspec.Struct, frozen=True):
     losses: dict[str, tuple[float, float]]
 
 
-def begun(store: TieredStore, name: str) -> Record | None:
+def begun(store: TieredStore, name: str) -> ImportRecord | None:
     """Return what ``store`` keeps of an import of the model ``name`` that is not finished; None where there is none. Raises
     ManifestError for a damaged record."""
     contents = kept_file(store, name, UNFINISHED)
     if contents is None:
         return None
     try:
-        return msgspec.json.decode(contents, type=Record)
+        return msgspec.json.decode(contents, type=ImportRecord)
     except ValueError as error:
         raise ManifestError(
             f"{name}/files/{UNFINISHED} in {store} is damaged ({error}): give existing='overwrite' (--existing overwrite)"
@@ -107,7 +107,7 @@ class Import:
         name: str,
         source: Source,
         *,
-        goes_on: Record | None,
+        goes_on: ImportRecord | None,
         over: Literal["nothing", "finished"],
         commits: bool,
         verify: bool,
@@ -241,7 +241,7 @@ class Import:
 
     def _note(self) -> None:
         assert self._plan is not None
-        record = Record(
+        record = ImportRecord(
             *(self._source, self._layout, self._plan.limits.unit, self._done, self._nbytes, self._total), losses=self._losses
         )
         put_file(self._store, self._name, UNFINISHED, msgspec.json.encode(record))

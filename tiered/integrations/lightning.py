@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer
 
 from tiered import zero
 from tiered.errors import MisuseError, one_of
-from tiered.integrations.saves import Saved, is_paged, restore, save, store_of
+from tiered.integrations.saves import SavedCommit, is_paged, restore, save, store_of
 from tiered.store import TieredStore
 from tiered.zero.checkpoint.checkpoint import load_optimizer, optimizer_record
 from tiered.zero.checkpoint.loaders import keeping_random_states
@@ -155,7 +155,7 @@ class TieredStrategy(SingleDeviceStrategy):
         """Commit the store, then write the file that refers to the commit."""
         if self._checkpoints == "commits":
             mark = uuid4().hex
-            saved = Saved(mark, (save([(self._module(), None)], mark),))
+            saved = SavedCommit(mark, (save([(self._module(), None)], mark),))
             checkpoint = {**checkpoint, KEY: saved.written()}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -166,7 +166,7 @@ class TieredStrategy(SingleDeviceStrategy):
             return
         where = "the checkpoint given as ckpt_path"
         with keeping_random_states():
-            restore([(self._module(), None)], Saved.of(checkpoint[KEY], where), where)
+            restore([(self._module(), None)], SavedCommit.of(checkpoint[KEY], where), where)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load param groups and step counts; and states, where the checkpoint has them."""

@@ -1,9 +1,9 @@
 """Connect files that a training library saves with commits of a store.
 
 A library saves a checkpoint as a file or a folder, and reads it back later, perhaps after others. The tensors of a paged model
-stay in its store, where a commit has them, so what the library saves has only a ``Saved``: the generation of that commit, and a
-mark that is also in the commit's meta. Of two training runs in one folder, or of a store that was made anew, the numbers may be
-the same, but not the marks.
+stay in its store, where a commit has them, so what the library saves has only a ``SavedCommit``: the generation of that commit,
+and a mark that is also in the commit's meta. Of two training runs in one folder, or of a store that was made anew, the numbers
+may be the same, but not the marks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tiered.store.at_rest import listing
 from tiered.zero.checkpoint.checkpoint import extra_of
 from tiered.zero.paging.pager import owner_of, pager_of
 
-__all__ = ["MARK", "Saved", "is_paged", "marks_of", "restore", "save", "store_of"]
+__all__ = ["MARK", "SavedCommit", "is_paged", "marks_of", "restore", "save", "store_of"]
 
 MARK = "tiered.saved"
 """Where a commit's meta, and what is committed of a model, has the mark."""
@@ -31,14 +31,14 @@ Pair = tuple[nn.Module, "zero.Optimizer | None"]
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedCommit:
     """The commit that a library's file refers to. ``generations``: of each rank's store."""
 
     mark: str
     generations: tuple[int, ...]
 
     @staticmethod
-    def of(found: Any, where: str) -> Saved:
+    def of(found: Any, where: str) -> SavedCommit:
         """Return what a file has, which may be damaged: ``where`` names it in the MisuseError."""
         mark = found.get("mark") if isinstance(found, dict) else None
         generations = found.get("generations") if isinstance(found, dict) else None
@@ -46,7 +46,7 @@ class Saved:
             raise MisuseError(f"{where} does not say which commit it refers to: it is damaged, or of another version")
         if not generations or not all(type(one) is int for one in generations):
             raise MisuseError(f"{where} has {generations!r:.100} for the generations of a commit: it is damaged")
-        return Saved(mark, tuple(generations))
+        return SavedCommit(mark, tuple(generations))
 
     def written(self) -> dict[str, Any]:
         """Return what JSON can write, and ``of`` reads."""
@@ -86,7 +86,7 @@ def save(pairs: Sequence[Pair], mark: str) -> int:
     return generation
 
 
-def restore(pairs: Sequence[Pair], saved: Saved, where: str, *, rank: int = 0) -> None:
+def restore(pairs: Sequence[Pair], saved: SavedCommit, where: str, *, rank: int = 0) -> None:
     """Go back to the commit that ``saved`` names. ``where`` is what errors call the file that has it.
 
     That is a commit of the store as it is, older ones included that it keeps; or the one that ``zero.page(source=)`` took over

@@ -72,7 +72,7 @@ class _Timeline(msgspec.Struct):
     left_out: int = 0
 
 
-class _Plan(msgspec.Struct):
+class _ShownPlan(msgspec.Struct):
     ways: dict[str, str]
     why: str
     predicted: float = 0.0
@@ -100,7 +100,7 @@ class _Run(msgspec.Struct):
     losses: _Losses | None = None
     series: _Series | None = None
     timeline: _Timeline | None = None
-    plan: _Plan | None = None
+    plan: _ShownPlan | None = None
     predicted: _Predicted | None = None
     memory_limit: int | None = None
     peak_rss_bytes: int | None = None

@@ -33,7 +33,7 @@ __all__ = [
     "UNIT",
     "Head",
     "Names",
-    "Record",
+    "NamesRecord",
     "deletion",
     "location",
     "names_key",
@@ -68,7 +68,7 @@ MOST_DIMENSIONS = 64
 """Dimensions of a small tensor."""
 
 
-class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class NamesRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is written once: ``page`` is the bytes of a page."""
 
     format: int
@@ -78,10 +78,10 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.json.encode(self)
 
     @staticmethod
-    def decoded(name: str, data: bytes) -> Record:
+    def decoded(name: str, data: bytes) -> NamesRecord:
         """Return the record that ``data`` is. Raises ManifestError where it is damaged, or of a newer version."""
         try:
-            found = msgspec.json.decode(data, type=Record, strict=True)
+            found = msgspec.json.decode(data, type=NamesRecord, strict=True)
             if found.format != FORMAT:
                 raise ValueError(f"it has the format {found.format}, this version knows {FORMAT}")
             if not SMALLEST_PAGE <= found.page <= LARGEST or found.page % UNIT:
@@ -91,9 +91,9 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return found
 
     @staticmethod
-    def of(page: int) -> Record:
+    def of(page: int) -> NamesRecord:
         """Return the record of pages of about so many bytes."""
-        return Record(FORMAT, max(SMALLEST_PAGE, page // SMALLEST_PAGE * SMALLEST_PAGE))
+        return NamesRecord(FORMAT, max(SMALLEST_PAGE, page // SMALLEST_PAGE * SMALLEST_PAGE))
 
 
 class Head(ctypes.LittleEndianStructure):

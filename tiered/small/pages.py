@@ -36,7 +36,7 @@ from tiered.small.names import (
     UNIT,
     Head,
     Names,
-    Record,
+    NamesRecord,
     deletion,
     description,
     location,
@@ -248,7 +248,8 @@ class Pages:
         """Raise ManifestError where a tensor of ``spec`` is no page; _Changed where pages have another size now, because the
         small tensors were dropped and made anew, or the store went back to before that."""
         if spec.dtype != "uint8" or spec.shape != (self.page,):
-            before, self.page = self.page, Record.decoded(self.name, flat(self.store.get(self._record)).numpy().tobytes()).page
+            record = flat(self.store.get(self._record)).numpy().tobytes()
+            before, self.page = self.page, NamesRecord.decoded(self.name, record).page
             if self.page != before:
                 raise _Changed
             self._refuse_damaged(f"{key!r} has the shape {spec.shape} of {spec.dtype}, not {self.page} bytes")

@@ -17,7 +17,7 @@ from tiered.small.names import (
     LONGEST_KEY,
     MOST_DIMENSIONS,
     Head,
-    Record,
+    NamesRecord,
     names_key,
     number_after,
     open_key,
@@ -56,8 +56,8 @@ class SmallTensors(TensorMapping):
     several threads take turns.
     """
 
-    def __init__(self, store: Store, name: str, record: Record, budget: int) -> None:
-        expect_type(record, Record, "store.small makes small tensors; their constructor is given a record")
+    def __init__(self, store: Store, name: str, record: NamesRecord, budget: int) -> None:
+        expect_type(record, NamesRecord, "store.small makes small tensors; their constructor is given a record")
         self.name = name
         """The name; keys of the store's tensors begin with it."""
         self._record = record_key(name)
@@ -291,7 +291,7 @@ def open_small(store: Store, name: str, page: int | str | None, budget: int, *, 
                     "another name"
                 )
             kept = store.get(key)
-            record = Record.decoded(name, flat(kept).numpy().tobytes())
+            record = NamesRecord.decoded(name, flat(kept).numpy().tobytes())
             if wanted is not None and wanted != record:
                 raise MisuseError(
                     f"small tensors {name!r} exist and have pages of {record.page} bytes, not {wanted.page}: leave page= out"
@@ -301,7 +301,7 @@ def open_small(store: Store, name: str, page: int | str | None, budget: int, *, 
             raise KeyNotFound(f"there are no small tensors {name!r} in {store}, which is open for reading")
         if key not in store:
             _refuse_others(store, name)
-        record = Record.of(min(PAGE, budget // PAGE_SHARE)) if wanted is None else wanted
+        record = NamesRecord.of(min(PAGE, budget // PAGE_SHARE)) if wanted is None else wanted
         first = torch.zeros(record.page, dtype=torch.uint8, device="cpu")
         head = Head(stamp=random.SystemRandom().getrandbits(62), page=0, next_page=1)
         ctypes.memmove(first.data_ptr(), ctypes.addressof(head), HEAD_BYTES)
@@ -310,10 +310,10 @@ def open_small(store: Store, name: str, page: int | str | None, budget: int, *, 
         return SmallTensors(store, name, record, budget)
 
 
-def _page(name: str, page: int | str, budget: int) -> Record:
+def _page(name: str, page: int | str, budget: int) -> NamesRecord:
     """Return the record of pages of so many bytes, as a caller gives them."""
-    wanted = Record.of(parse_size(page))
-    if wanted.page > max(budget // LARGEST_SHARE, Record.of(0).page):
+    wanted = NamesRecord.of(parse_size(page))
+    if wanted.page > max(budget // LARGEST_SHARE, NamesRecord.of(0).page):
         raise MisuseError(
             f"small tensors {name!r}: pages of {wanted.page:,} bytes are too large for a pool of {budget:,} bytes, of which a "
             "page takes an eighth at most: give a smaller page="

@@ -1,17 +1,17 @@
 """Saved activations: what autograd saves in forward for backward waits in a store.
 
 ``SavedTensors`` packs and unpacks by the hooks of ``torch.autograd.graph.saved_tensors_hooks``. What is packed becomes a
-``_Saved``: a view (dtype, size, strides, place) of a ``_Region``, which is memory that one or several tensors show. A region
-goes through three forms, and only forwards:
+``_SavedTensor``: a view (dtype, size, strides, place) of a ``_Region``, which is memory that one or several tensors show. A
+region goes through three forms, and only forwards:
 
 1. *In memory*: the region refers to the memory that autograd would keep. The newest ``keep`` bytes of regions stay so, because
    backward needs them first; so does what somebody else keeps in memory anyway (a parameter, a buffer, an input).
 2. *In the store*: in pieces, each a temporary tensor. Nothing is in torch's memory.
 3. *Restored*: copied out of the store. The newest ``keep`` bytes that were restored stay, for other tensors that show them.
 
-A region, and what is in the store of it, ends with the last ``_Saved`` that shows it, whatever ended the graph. Its end is
-noticed by weak references, whose callbacks are C methods that append to a deque: they may run in a garbage collection, in any
-thread.
+A region, and what is in the store of it, ends with the last ``_SavedTensor`` that shows it, whatever ended the graph. Its end
+is noticed by weak references, whose callbacks are C methods that append to a deque: they may run in a garbage collection, in
+any thread.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class Left:
         return self._tensor
 
 
-class _Saved:
+class _SavedTensor:
     """View of a region, as one saved tensor shows it."""
 
     __slots__ = ("conjugate", "dtype", "negative", "offset", "owner", "region", "size", "stride", "version", "witness")
@@ -369,7 +369,7 @@ class SavedTensors:
             self._books.sweep()
             self._seen += 1
             witness = _witness(tensor)
-            saved = _Saved(self, self._region(tensor, witness), tensor, witness)
+            saved = _SavedTensor(self, self._region(tensor, witness), tensor, witness)
             self._let_go()
         return saved
 
@@ -486,10 +486,10 @@ class SavedTensors:
             return packed.tensor()
         if isinstance(packed, torch.Tensor):
             return packed
-        assert isinstance(packed, _Saved)
+        assert isinstance(packed, _SavedTensor)
         return packed.owner._shown(packed)
 
-    def _shown(self, saved: _Saved) -> torch.Tensor:
+    def _shown(self, saved: _SavedTensor) -> torch.Tensor:
         if saved.witness._version != saved.version:
             raise _changed(saved.dtype, saved.size, saved.witness._version, saved.version)
         region = saved.region
@@ -500,7 +500,7 @@ class SavedTensors:
                 return saved.shown(region.alias, region.begin)
             return saved.shown(self._restore(region, saved), region.phase)
 
-    def _restore(self, region: _Region, saved: _Saved) -> torch.Tensor:
+    def _restore(self, region: _Region, saved: _SavedTensor) -> torch.Tensor:
         """Return memory with the bytes of a region."""
         if region.restored is not None:
             if region.restored._version != 0:

@@ -18,7 +18,7 @@ import torch
 
 from tiered.engine.claims import Token
 from tiered.engine.engine import Engine
-from tiered.engine.policy import NextUse, Plan, Record, Touch, touch_of
+from tiered.engine.policy import NextUse, OrderPlan, Recording, Touch, touch_of
 from tiered.engine.requests import Delete, Install, Rename, Room, Work
 from tiered.engine.residency import Entry
 from tiered.engine.retention import affordable, decide, largest_streamed, room_for
@@ -631,7 +631,7 @@ class TieredStore(TensorMapping):
         """
         engine = self._running()
         token = Token()
-        record = Record([], math.inf if most is None else most, weakref.ref(token))
+        record = Recording([], math.inf if most is None else most, weakref.ref(token))
         try:
             with engine.lock:
                 engine.state.records.append(record)
@@ -687,7 +687,7 @@ class TieredStore(TensorMapping):
                 rooms.append(spare)
             decisions.append(decide(keys, uses, needed, memory.capacity, then=then, spare=spare))
 
-        def policies(plan: Plan) -> list[NextUse]:
+        def policies(plan: OrderPlan) -> list[NextUse]:
             return [NextUse.along(plan, decision.price, decision.keep, others) for decision in decisions]
 
         return engine.follow(touches, policies, rooms, then)

@@ -19,7 +19,7 @@ from pathlib import Path
 from tiered.errors import CorruptionError, ManifestError, MisuseError, ReadError, ShortTransfer, path_of
 from tiered.format import generations, stripes
 from tiered.format.data_file import MINIMUM_ALIGNMENT, FileAtRest
-from tiered.format.drives import DATA_FILE, DRIVE, LIST_FILE, Record, folders_of, read_record
+from tiered.format.drives import DATA_FILE, DRIVE, LIST_FILE, DrivesRecord, folders_of, read_record
 from tiered.format.folder import NO_DAMAGE, OpenFolder, cannot_open
 from tiered.format.generations import Taken
 from tiered.format.locked_file import open_to_lock, open_to_read
@@ -171,7 +171,7 @@ def _open_folder(folder: Path) -> OpenFolder:
 
 def _open_files(
     opened: OpenFolder, paths: Sequence[str | os.PathLike[str]] | None, stack: contextlib.ExitStack, *, lock: bool
-) -> tuple[dict[int, FileAtRest], Record | None, list[Damage]]:
+) -> tuple[dict[int, FileAtRest], DrivesRecord | None, list[Damage]]:
     """Return the data files that exist, by index, the list of drives, and what is wrong with these files."""
     folder = opened.path
     try:
@@ -293,7 +293,7 @@ def _load(
 
 
 def _compare(
-    folder: Path, files: Mapping[int, FileAtRest], listed: Record | None, manifests: Sequence[Manifest]
+    folder: Path, files: Mapping[int, FileAtRest], listed: DrivesRecord | None, manifests: Sequence[Manifest]
 ) -> list[Damage]:
     """Return the differences between manifests and files: missing files, those of other stores, those that are too short."""
     damages = []

@@ -46,7 +46,7 @@ GATHERED = 2
 """Rows that a block gets at a time when the buffer is emptied, on average, at least; else there is no buffer."""
 
 
-class _Record(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+class _TableRecord(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     format: int
     rows: int
     shape: list[int]
@@ -133,7 +133,7 @@ class Layout:
         name = str(self.dtype).removeprefix("torch.")
         form = BUFFERED if self.buffer_rows else FORMAT
         sizes = (self.buffer_rows, self.segment_rows)
-        record = _Record(form, self.rows, list(self.shape), name, self.block_rows, self.fill, *sizes)
+        record = _TableRecord(form, self.rows, list(self.shape), name, self.block_rows, self.fill, *sizes)
         return torch.frombuffer(bytearray(msgspec.json.encode(record)), dtype=torch.uint8)
 
     @staticmethod
@@ -143,7 +143,7 @@ class Layout:
         try:
             if record.dtype is not torch.uint8:
                 raise ValueError("it is not bytes")
-            found = msgspec.json.decode(record.flatten().numpy().tobytes(), type=_Record, strict=True)
+            found = msgspec.json.decode(record.flatten().numpy().tobytes(), type=_TableRecord, strict=True)
             dtype = getattr(torch, found.dtype, None) if found.dtype.isidentifier() else None
             if found.format not in (FORMAT, BUFFERED):
                 raise ValueError(f"it has the format {found.format}, this version knows {FORMAT} and {BUFFERED}")

@@ -318,7 +318,7 @@ class _Random(_Struct):
     cuda: list[Tensor] | None
 
 
-class _Record(_Struct):
+class _ModelRecord(_Struct):
     """The whole record. ``scheduler``, ``scaler`` and ``data`` are what these returned as their state."""
 
     version: int
@@ -347,7 +347,7 @@ def checked(record: object, what: str) -> dict[str, Any]:
     if not isinstance(record, dict) or type(version) is not int or version != VERSION:
         raise ManifestError(f"{what} is of another version than {VERSION}, which this release reads")
     try:
-        found = msgspec.convert(record, _Record, strict=True, dec_hook=_as_tensor)
+        found = msgspec.convert(record, _ModelRecord, strict=True, dec_hook=_as_tensor)
     except _UNFIT as error:
         raise ManifestError(f"{what} is damaged, or of another version: {shown(str(error), 300)}") from error
     for unit in found.units:
@@ -369,7 +369,7 @@ def _as_tensor(kind: type, value: object) -> object:
     return value
 
 
-def _problems(found: _Record) -> Iterator[str]:
+def _problems(found: _ModelRecord) -> Iterator[str]:
     """Yield what contradicts itself, in words."""
     layout = found.layout
     yield from _twice("unit", [name for name, _ in layout.units])

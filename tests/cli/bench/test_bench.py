@@ -95,12 +95,12 @@ class TestStore:
         ],
     )
     def test_a_size_that_does_not_fit(self, dram: int, disk: int, memory: int, why: str) -> None:
-        assert why in (bench_store.Plan.of(1 << 30, dram).why_not(dram, disk, memory) or "")
+        assert why in (bench_store.Measurement.of(1 << 30, dram).why_not(dram, disk, memory) or "")
 
     @pytest.mark.parametrize("nbytes", [1, 4096, 5000, MIB, 16 * MIB, 1 << 30])
     @pytest.mark.parametrize("dram", [MIB, 5 * MIB, 1 << 30, 4 << 30])
     def test_plans_leave_some_tensors_on_disk(self, nbytes: int, dram: int) -> None:
-        plan = bench_store.Plan.of(nbytes, dram)
+        plan = bench_store.Measurement.of(nbytes, dram)
         if plan.why_not(dram, 1 << 50, 1 << 50) is None:
             slot = -(-nbytes // 4096) * 4096
             assert plan.pool <= dram

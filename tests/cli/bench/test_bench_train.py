@@ -18,7 +18,7 @@ from tests import programs
 from tests.cli.train.test_train import MIB, ONE_THREAD, command, failure, message
 from tiered.cli.bench import series, trainer
 from tiered.cli.bench import train as bench_train
-from tiered.cli.bench.trainer import PHASES, Options, Training, Variant, first_line, training
+from tiered.cli.bench.trainer import PHASES, TrainerOptions, Training, Variant, first_line, training
 from tiered.cli.main import main
 
 MODEL = ["--layers", 2, "--width", 96, "--heads", 4, "--context", 16, "--batch", 2]
@@ -118,7 +118,7 @@ class TestRefused:
 
 
 def test_a_training_that_was_killed_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    options = Options(str(tmp_path), None, 2, 96, 4, 16, 2, 1, 1, MIB, "on_fetch", "auto", 1)
+    options = TrainerOptions(str(tmp_path), None, 2, 96, 4, 16, 2, 1, 1, MIB, "on_fetch", "auto", 1)
     with training(options, Variant("in memory", "memory")) as process:
         process.begin()
         process.child.kill()
@@ -171,7 +171,7 @@ def test_asked_to_stop_within_a_step(
 
 
 def test_one_that_lost_its_parent_ends(tmp_path: Path) -> None:
-    options = Options(str(tmp_path), None, 2, 96, 4, 16, 2, 1, 1, MIB, "on_fetch", "auto", 1)
+    options = TrainerOptions(str(tmp_path), None, 2, 96, 4, 16, 2, 1, 1, MIB, "on_fetch", "auto", 1)
     arguments = [sys.executable, "-m", "tiered.cli.bench.trainer"]
     given = first_line(options, Variant("on disk", "disk"), ())
     done = programs.run(arguments, input=given, capture_output=True, text=True, env=ONE_THREAD)

@@ -23,7 +23,7 @@ from tiered.cli.main import main
 from tiered.format.foreign.pickled import unpickled
 from tiered.format.foreign.torch_file import TorchFile
 from tiered.integrations.deepspeed.importing import SCHEDULED
-from tiered.integrations.deepspeed.saved import INERT, Saved, plain
+from tiered.integrations.deepspeed.saved import INERT, SavedCheckpoint, plain
 
 MANY = 20_000
 STAND_INS = ("deepspeed.runtime.fp16.loss_scaler.LossScaler", "deepspeed.utils.tensor_fragment.fragment_address")
@@ -118,7 +118,7 @@ def test_little_does_not_become_much(
 ) -> None:
     tag = changed(tmp_path, change)
     with pytest.raises(TorchFileError, match=says):
-        Saved(tag)
+        SavedCheckpoint(tag)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_momentum_of_torch_goes_on(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(groups_of(reference), 0.1, momentum=0.9, dampening=0.5)
     for group, settings in zip(optimizer.param_groups, engine.optimizer.param_groups, strict=True):
         group["weight_decay"] = settings["weight_decay"]
-    with Saved(tag) as saved:
+    with SavedCheckpoint(tag) as saved:
         for name, parameter in reference.named_parameters():
             if parameter.requires_grad:
                 buffer = saved.read(name, "momentum_buffer", 0, parameter.numel())
@@ -246,7 +246,7 @@ def test_many_layers_may_share_a_mask(tmp_path: Path) -> None:
         model["module"].update(dict.fromkeys(names, mask) | {"scale": torch.tensor(2.0).expand(64, 64)})
         model["buffer_names"] += [*names, "scale"]
 
-    with Saved(changed(tmp_path, change)) as saved:
+    with SavedCheckpoint(changed(tmp_path, change)) as saved:
         assert torch.equal(saved.buffers["layers.39.mask"], torch.tril(torch.ones(256, 256)))
         assert torch.equal(saved.buffers["scale"], torch.full((64, 64), 2.0))
 

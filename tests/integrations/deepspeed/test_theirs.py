@@ -22,7 +22,7 @@ from tests.integrations.deepspeed.shared import AFTER, BEFORE, CASES, Case, Smal
 from tests.versions import NO_DIST
 from tiered import MisuseError, TieredStore, TorchFileError, zero
 from tiered.cli.main import main
-from tiered.integrations.deepspeed.saved import Saved, tag_of
+from tiered.integrations.deepspeed.saved import SavedCheckpoint, tag_of
 
 ROUNDING = {"fp32": 1e-6, "bf16": 2e-2, "fp16": 2e-3}
 """By how much losses may differ: of fp32 a few last bits, of narrow types one rounding of the loss's logits."""
@@ -117,7 +117,7 @@ def test_a_loop_of_ones_own_goes_on_from_an_import(tmp_path: Path) -> None:
         assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
         state = optimizer.state_dict()["state"]
         names = [name for group in optimizer.param_groups for name in _names(model, group["params"])]
-        with Saved(theirs / f"global_step{BEFORE}") as saved:
+        with SavedCheckpoint(theirs / f"global_step{BEFORE}") as saved:
             assert saved.aliases == {"head.weight": "embed.weight"}
             for name, parameter in model.named_parameters():
                 assert torch.equal(_read(saved, name, "param"), parameter.detach().clone())
@@ -133,7 +133,7 @@ def _names(model: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> list
     return [known[id(parameter)] for parameter in parameters]
 
 
-def _read(saved: Saved, name: str, state: str) -> torch.Tensor:
+def _read(saved: SavedCheckpoint, name: str, state: str) -> torch.Tensor:
     shape = saved.parameters[name].shape
     found = saved.read(name, state, 0, math.prod(shape))
     assert found is not None
@@ -150,7 +150,7 @@ def test_the_parameters_alone(tmp_path: Path, option: str) -> None:
     values = engine.module_state_dict()
     assert engine.global_steps == (2 if option == "load_module_only" else BEFORE)
     assert not engine.optimizer.state_dict()["state"]
-    with Saved(theirs / f"global_step{BEFORE}") as saved:
+    with SavedCheckpoint(theirs / f"global_step{BEFORE}") as saved:
         assert all(torch.equal(_read(saved, name, "param"), values[name]) for name in saved.parameters)
     engine.destroy()
 
@@ -182,7 +182,7 @@ def test_a_lost_rank_is_named(tmp_path: Path) -> None:
     lost = tag / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
     lost.unlink()
     with pytest.raises(TorchFileError, match="saved by 3 ranks, and has the optimizer states of 2: 0, 2"):
-        Saved(tag)
+        SavedCheckpoint(tag)
 
 
 def changed(theirs: Path, change: Callable[[bytes], bytes]) -> Path:
@@ -233,7 +233,7 @@ def test_counts_and_pipes_take_neither_memory_nor_time(tmp_path: Path) -> None:
         return data if at < 0 else data[:at] + data[at:].replace(b"K\x02", b"J\xff\xff\xff\x7f", 2)
 
     with pytest.raises(TorchFileError, match="was saved by 2147483647 ranks, and has the optimizer states of 2: 0, 1"):
-        Saved(changed(theirs, many_ranks))
+        SavedCheckpoint(changed(theirs, many_ranks))
 
 
 @pytest.mark.parametrize("kind", ["buffers", "parameters"])
@@ -258,7 +258,7 @@ def test_moments_that_are_integers(tmp_path: Path) -> None:
     theirs = unpacked("stage2-fp32", tmp_path)
     tag = changed(theirs, lambda data: data.replace(b"ctorch\nFloatStorage\n", b"ctorch\nIntStorage\n"))
     with pytest.raises(TorchFileError, match="not of floating point"):
-        Saved(tag)
+        SavedCheckpoint(tag)
 
 
 @pytest.mark.parametrize("wrong", [b"G" + struct.pack(">d", math.nan), b"X\1\0\0\0a", b"N"], ids=["nan", "text", "none"])

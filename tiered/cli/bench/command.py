@@ -235,7 +235,7 @@ def _run_io(parser: argparse.ArgumentParser, parsed: argparse.Namespace, given: 
         from tiered.cli.bench import sweep
 
         return sweep.sweep(
-            sweep.Options(
+            sweep.SweepOptions(
                 folder=parsed.folder,
                 size=parsed.size,
                 modes=modes,
@@ -268,31 +268,31 @@ def _run_io(parser: argparse.ArgumentParser, parsed: argparse.Namespace, given: 
         from tiered.cli.bench.sustained import sustained
 
         return sustained(parsed.folder, setup, parsed.duration, parsed.json, parsed.plot)
-    from tiered.cli.bench.io import Options, bench
+    from tiered.cli.bench.io import IoOptions, bench
 
-    return bench(Options(parsed.folder, modes, parsed.rounds or 5, _beside(parsed), parsed.plot), setup, parsed.json)
+    return bench(IoOptions(parsed.folder, modes, parsed.rounds or 5, _beside(parsed), parsed.plot), setup, parsed.json)
 
 
 def _run_store(parsed: argparse.Namespace, given: list[str]) -> int:
-    from tiered.cli.bench.store import Options, bench
+    from tiered.cli.bench.store import StoreJobOptions, bench
 
-    return bench(options_of(Options, parsed), parsed.json)
+    return bench(options_of(StoreJobOptions, parsed), parsed.json)
 
 
 def _run_train(parser: argparse.ArgumentParser, parsed: argparse.Namespace, given: list[str]) -> int:
     if parsed.width % parsed.heads:
         parser.error(f"--width {parsed.width} is not a multiple of --heads {parsed.heads}")
     from tiered.cli.bench.train import bench
-    from tiered.cli.bench.trainer import Options
+    from tiered.cli.bench.trainer import TrainerOptions
 
-    return bench(options_of(Options, parsed), parsed.json)
+    return bench(options_of(TrainerOptions, parsed), parsed.json)
 
 
 def _run_step(parsed: argparse.Namespace, given: list[str]) -> int:
-    from tiered.cli.bench.step import Options, bench
+    from tiered.cli.bench.step import StepOptions, bench
 
     parsed.beside = _beside(parsed)
-    return bench(options_of(Options, parsed), parsed.json)
+    return bench(options_of(StepOptions, parsed), parsed.json)
 
 
 def _beside(parsed: argparse.Namespace) -> Any:

@@ -33,7 +33,7 @@ from tiered.measuring import fio
 from tiered.measuring.meters import DATA_FILE, Spread, Usage, quantiles, scratch_folder, scratch_store
 from tiered.types import exact_size, format_size
 
-__all__ = ["MODES", "Beside", "Flood", "Options", "bench"]
+__all__ = ["MODES", "Beside", "Flood", "IoOptions", "bench"]
 
 RUNNING = 2
 """The other thread writes this many times the pool before any read counts; by then reads wait for its write-backs."""
@@ -140,7 +140,7 @@ DEPENDS = {"read": "lease", "write": "room for one", "mixed": "lease"}
 
 
 @dataclass(frozen=True)
-class Options:
+class IoOptions:
     """Options of ``tiered bench io``. ``folder``: where the scratch store is made; ``modes``: some of MODES; ``beside``: what
     else is measured in the same rounds."""
 
@@ -151,12 +151,12 @@ class Options:
     plot: str | None = None
 
 
-def bench(options: Options, setup: Setup, json: str | None) -> int:
+def bench(options: IoOptions, setup: Setup, json: str | None) -> int:
     """Measure and print; returns the exit code."""
     return reported(partial(_measure, options, setup), json, options.plot, plot_rounds)
 
 
-def _measure(options: Options, setup: Setup, under: Measuring) -> Callable[[], str]:
+def _measure(options: IoOptions, setup: Setup, under: Measuring) -> Callable[[], str]:
     report, stack, stop, progress = under.report, under.stack, under.stop, under.progress
     report |= {"rounds": options.rounds, **setup.as_json()}
     if options.beside == "fio":

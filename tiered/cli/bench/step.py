@@ -39,7 +39,7 @@ from tiered.measuring.meters import (
 from tiered.store.opening import SMALLEST_DRAM
 from tiered.types import BackendName, format_size
 
-__all__ = ["Options", "Stack", "Stepper", "Update", "bench"]
+__all__ = ["Stack", "StepOptions", "Stepper", "Update", "bench"]
 
 Dtype = Literal["float32", "bfloat16"]
 Update = Literal["on_fetch", "in_backward"]
@@ -53,7 +53,7 @@ LAYERS = 16
 
 
 @dataclass(frozen=True)
-class Options:
+class StepOptions:
     """Options of ``tiered bench step``.
 
     ``dram``: bytes, None for a tenth of the state. ``threads``: None for one less than torch's default, because the store's own
@@ -93,7 +93,7 @@ class Stack(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(width, width, bias=False, dtype=dtype, device="meta") for _ in range(layers))
 
     @classmethod
-    def of(cls, options: Options) -> Stack:
+    def of(cls, options: StepOptions) -> Stack:
         """Make a stack of about ``options.parameters``."""
         dtype: torch.dtype = getattr(torch, options.dtype)
         most = min(options.parameters // LAYERS, options.pool // 32 // dtype.itemsize)
@@ -137,12 +137,12 @@ class Stepper:
         return self._meter.lap()
 
 
-def bench(options: Options, json: str | None) -> int:
+def bench(options: StepOptions, json: str | None) -> int:
     """Measure and print; returns the exit code."""
     return reported(partial(_measure, options), json)
 
 
-def _measure(options: Options, under: Measuring) -> Callable[[], str]:
+def _measure(options: StepOptions, under: Measuring) -> Callable[[], str]:
     if options.pool < SMALLEST_DRAM:
         raise MisuseError(f"--dram {format_size(options.pool)} is too small for a store: the least is 1MiB")
     if options.update == "in_backward" and options.passes > 1:
@@ -171,7 +171,7 @@ def _measure(options: Options, under: Measuring) -> Callable[[], str]:
     return lambda: _describe(report)
 
 
-def _disk(options: Options, stack: ExitStack) -> Callable[[], Rates]:
+def _disk(options: StepOptions, stack: ExitStack) -> Callable[[], Rates]:
     """Make a function that measures the disk now: with fio, or through a store with large tensors. It is a store of its own:
     its tensors would be part of what the model's store learns a step to be, and displace the model."""
     if options.beside == "nothing":

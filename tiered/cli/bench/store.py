@@ -27,7 +27,7 @@ from tiered.measuring.meters import PREFETCHED, bytes_of, free_on, percentile, s
 from tiered.store.opening import SMALLEST_DRAM, default_dram
 from tiered.types import BackendName, exact_size, format_size
 
-__all__ = ["Options", "bench"]
+__all__ = ["StoreJobOptions", "bench"]
 
 USUAL_DRAM = 4 << 30
 USUAL_POOL = 256 << 20
@@ -40,7 +40,7 @@ STAGES = 9
 
 
 @dataclass(frozen=True)
-class Options:
+class StoreJobOptions:
     """Options of ``tiered bench store``. ``folder``: where the scratch stores are made; ``sizes`` and ``dram`` in bytes;
     ``seconds`` for each line."""
 
@@ -97,7 +97,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Measurement:
     """The measurement of one size: ``pool`` bytes of memory with room for ``slots`` tensors, and more ``tensors`` than fit."""
 
     nbytes: int
@@ -105,7 +105,7 @@ class Plan:
     slots: int
 
     @classmethod
-    def of(cls, nbytes: int, dram: int) -> Plan:
+    def of(cls, nbytes: int, dram: int) -> Measurement:
         """Plan tensors of ``nbytes`` in at most ``dram`` bytes of memory."""
         slot = -(-nbytes // SLOT) * SLOT
         slots = min(MOST, max(FEWEST, USUAL_POOL // slot), dram // slot)
@@ -136,12 +136,12 @@ class Plan:
         return None
 
 
-def bench(options: Options, json: str | None) -> int:
+def bench(options: StoreJobOptions, json: str | None) -> int:
     """Measure and print; returns the exit code."""
     return reported(partial(_measure, options), json)
 
 
-def _measure(options: Options, under: Measuring) -> Callable[[], str]:
+def _measure(options: StoreJobOptions, under: Measuring) -> Callable[[], str]:
     dram = min(USUAL_DRAM, default_dram()) if options.dram is None else options.dram
     if dram < SMALLEST_DRAM:
         raise MisuseError(f"--dram {exact_size(dram)} is too small for a store: the least is {exact_size(SMALLEST_DRAM)}")
@@ -149,7 +149,7 @@ def _measure(options: Options, under: Measuring) -> Callable[[], str]:
     skipped: list[dict[str, Any]] = []
     facts = store_facts(options.folder, options.backend)
     for at, nbytes in enumerate(options.sizes):
-        plan = Plan.of(nbytes, dram)
+        plan = Measurement.of(nbytes, dram)
         why = plan.why_not(dram, free_on(options.folder), psutil.virtual_memory().available)
         if why is not None:
             skipped.append({"size_bytes": nbytes, "why": why})
@@ -168,7 +168,7 @@ def _measure(options: Options, under: Measuring) -> Callable[[], str]:
 
 
 def _measure_size(
-    options: Options, plan: Plan, stop: StopRequest, tell: Callable[[int, str], None]
+    options: StoreJobOptions, plan: Measurement, stop: StopRequest, tell: Callable[[int, str], None]
 ) -> Iterator[Line]:
     told = itertools.count()
 

@@ -33,13 +33,13 @@ from tiered.measuring.drive import Cache, Checksums, Drive, Order, Point
 from tiered.measuring.meters import Spread, scratch_folder
 from tiered.types import BackendName, exact_size, format_size
 
-__all__ = ["Options", "sweep"]
+__all__ = ["SweepOptions", "sweep"]
 
 NAME = "tiered-sweep"
 
 
 @dataclass(frozen=True)
-class Options:
+class SweepOptions:
     """Options of ``--sweep``, all combinations of which are measured. ``size``: bytes of the file; ``seconds``: longest time of
     a pass."""
 
@@ -68,12 +68,12 @@ class Options:
         return [Point(*each) for each in combined]
 
 
-def sweep(options: Options, json: str | None) -> int:
+def sweep(options: SweepOptions, json: str | None) -> int:
     """Measure and print; returns the exit code."""
     return reported(partial(_measure, options), json, options.plot, plot_sweep)
 
 
-def _measure(options: Options, under: Measuring) -> Callable[[], str]:
+def _measure(options: SweepOptions, under: Measuring) -> Callable[[], str]:
     report, stack = under.report, under.stack
     report |= {"rounds": options.rounds, "size_bytes": options.size, "seconds": options.seconds}
     if options.beside == "fio":
@@ -102,7 +102,7 @@ def _measure(options: Options, under: Measuring) -> Callable[[], str]:
     return lambda: _describe(report, options, measured)
 
 
-def _working(options: Options) -> tuple[list[BackendName], dict[str, str]]:
+def _working(options: SweepOptions) -> tuple[list[BackendName], dict[str, str]]:
     """Return the backends that work here, and the reasons why others do not. Raises MisuseError where none works."""
     known, working = backends(), []
     left_out: dict[str, str] = {}
@@ -122,7 +122,7 @@ def _working(options: Options) -> tuple[list[BackendName], dict[str, str]]:
     return working, left_out
 
 
-def _add_fio(options: Options, folder: str, runs: Mapping[Point, dict[str, Run]], stack: ExitStack) -> dict[str, Any]:
+def _add_fio(options: SweepOptions, folder: str, runs: Mapping[Point, dict[str, Run]], stack: ExitStack) -> dict[str, Any]:
     """Add a run of fio to each point without checksums, because fio computes other ones; returns the facts about fio."""
     buffers = stack.enter_context(fio.huge_buffers(options.memory))
     bench = fio.Fio(folder, options.size, buffers, NAME)
@@ -140,7 +140,7 @@ def _point_as_json(point: Point, series: Sequence[Series]) -> dict[str, Any]:
     return {**point.as_json(), "ratios": found.pop("ratios"), "by": found}
 
 
-def _describe(report: Mapping[str, Any], options: Options, measured: Mapping[Point, Sequence[Series]]) -> str:
+def _describe(report: Mapping[str, Any], options: SweepOptions, measured: Mapping[Point, Sequence[Series]]) -> str:
     checked = len(options.checksums) > 1 or options.checksums[0] == "on"
     first = next(iter(measured.values()))[0].name
     unit, factor = rate_unit(*(value for series in measured.values() for one in series for value in one.rates))

@@ -11,7 +11,7 @@ import psutil
 from tiered import CapacityError, MisuseError
 from tiered.cli.bench.reports import Measuring, reported
 from tiered.cli.bench.series import refuse_full_disk
-from tiered.cli.bench.trainer import PHASES, Options, Training, Variant, training
+from tiered.cli.bench.trainer import PHASES, TrainerOptions, Training, Variant, training
 from tiered.cli.info.machine import store_facts
 from tiered.cli.output import counted, table, told_environment, told_io, told_noise
 from tiered.cli.train.model import GRADIENT_BYTES, STATE_BYTES
@@ -26,7 +26,7 @@ VARIANTS = (Variant("on disk", "disk"), Variant("DRAM only", "dram"), Variant("i
 """The order in which they start: the first one decides which modules the last one computes in parts."""
 
 
-def bench(options: Options, json: str | None) -> int:
+def bench(options: TrainerOptions, json: str | None) -> int:
     """Measure and print; returns the exit code."""
 
     def measure(under: Measuring) -> Callable[[], str]:
@@ -47,7 +47,7 @@ def bench(options: Options, json: str | None) -> int:
     return reported(measure, json)
 
 
-def _refuse_small_machine(options: Options) -> None:
+def _refuse_small_machine(options: TrainerOptions) -> None:
     """Raise CapacityError where the three trainings, which run at the same time, do not fit in memory or on disk."""
     needed = (STATE_BYTES + GRADIENT_BYTES) * options.shape.parameters + options.whole + options.pool
     available = psutil.virtual_memory().available
@@ -59,7 +59,7 @@ def _refuse_small_machine(options: Options) -> None:
     refuse_full_disk(options.folder, 2 * options.state, "--layers or --width")
 
 
-def _train(options: Options, under: Measuring) -> dict[str, Any]:
+def _train(options: TrainerOptions, under: Measuring) -> dict[str, Any]:
     """Run steps of all three in turn, so that changes over time affect all alike."""
     trainings: dict[str, Training] = {}
     begun: dict[str, dict[str, Any]] = {}

@@ -27,7 +27,7 @@ from tiered.measuring.meters import Meter, peak_memory, scratch_store
 from tiered.store.opening import SMALLEST_DRAM
 from tiered.types import BackendName
 
-__all__ = ["PHASES", "Options", "Trainer", "Training", "Variant", "training"]
+__all__ = ["PHASES", "Trainer", "TrainerOptions", "Training", "Variant", "training"]
 
 PHASES = ("forward", "backward", "update", "waiting", "other")
 DRAM_BYTES = 17
@@ -37,7 +37,7 @@ KEPT = 8
 
 
 @dataclass(frozen=True)
-class Options:
+class TrainerOptions:
     """What trainings that take turns have in common. ``dram``: bytes of memory of those on disk, None for a tenth of the state;
     ``text`` None: the text of this package. ``clip`` 0: no limit for the norm of the gradients, as with updates in backward."""
 
@@ -89,7 +89,7 @@ class Variant:
     activations: Literal["memory", "recompute", "store", "auto"] = "memory"
     activation_memory: int | None = None
 
-    def training(self, options: Options) -> TrainOptions:
+    def training(self, options: TrainerOptions) -> TrainOptions:
         """Return the options of the training loop: it never ends, and its learning rate stays."""
         given = TrainOptions.of(asdict(options) | {"optimizer": self.optimizer, "warmup": 1})
         return replace(given, steps=None, clip=0.0 if options.update == "in_backward" else options.clip)
@@ -100,7 +100,7 @@ class Trainer:
 
     def __init__(
         self,
-        options: Options,
+        options: TrainerOptions,
         text: Text,
         store: TieredStore | None,
         variant: Variant = Variant("training", "disk"),
@@ -163,7 +163,7 @@ class Trainer:
 class Training:
     """A training in a process of its own, which Ctrl-C does not reach: ``close`` ends it."""
 
-    def __init__(self, options: Options, variant: Variant, split: tuple[str, ...] = ()) -> None:
+    def __init__(self, options: TrainerOptions, variant: Variant, split: tuple[str, ...] = ()) -> None:
         self.variant = variant
         self.child = subprocess.Popen(
             [sys.executable, "-m", "tiered.cli.bench.trainer"],
@@ -220,7 +220,7 @@ class Training:
 
 
 @contextmanager
-def training(options: Options, variant: Variant, split: tuple[str, ...] = ()) -> Iterator[Training]:
+def training(options: TrainerOptions, variant: Variant, split: tuple[str, ...] = ()) -> Iterator[Training]:
     """Have a training, whose process ends with this context."""
     found = Training(options, variant, split)
     try:
@@ -229,7 +229,7 @@ def training(options: Options, variant: Variant, split: tuple[str, ...] = ()) ->
         found.close()
 
 
-def first_line(options: Options, variant: Variant, split: tuple[str, ...]) -> str:
+def first_line(options: TrainerOptions, variant: Variant, split: tuple[str, ...]) -> str:
     """Write the first line that the process reads."""
     return json.dumps({"options": asdict(options), "variant": asdict(variant), "split": split}) + "\n"
 
@@ -241,7 +241,7 @@ def _answer(**found: Any) -> None:
 def main() -> int:
     """Run the process: answer the lines of stdin."""
     given = json.loads(sys.stdin.readline())
-    options, variant = Options(**given["options"]), Variant(**given["variant"])
+    options, variant = TrainerOptions(**given["options"]), Variant(**given["variant"])
     try:
         with ExitStack() as stack:
             text = open_text(options.text, options.context, stack)

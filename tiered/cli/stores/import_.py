@@ -173,7 +173,7 @@ def _checkpoint(parsed: argparse.Namespace, store: TieredStore, stop: StopReques
     from tiered.cli.output import counted
     from tiered.errors import shown
     from tiered.integrations.deepspeed.importing import import_saved
-    from tiered.integrations.deepspeed.saved import Saved, tag_of
+    from tiered.integrations.deepspeed.saved import SavedCheckpoint, tag_of
     from tiered.types import format_size
     from tiered.zero.paging.storage import model_named
 
@@ -182,7 +182,7 @@ def _checkpoint(parsed: argparse.Namespace, store: TieredStore, stop: StopReques
         progress.working(f"read {done:,} of {total:,} parameters", done / max(total, 1))
 
     name = parsed.name or "model"
-    with Saved(tag_of(parsed.source, parsed.tag)) as saved:
+    with SavedCheckpoint(tag_of(parsed.source, parsed.tag)) as saved:
         if parsed.existing == "overwrite":
             store.delete_owned(model_named(name))
         import_saved(saved, store, name, progress=advanced)

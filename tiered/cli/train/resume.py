@@ -58,7 +58,7 @@ class Earlier:
     losses: list[float]
 
 
-class _Record(msgspec.Struct):
+class _ProgressRecord(msgspec.Struct):
     """The part of the ``extra`` given to ``zero.commit`` that resuming reads."""
 
     options: dict[str, Any]
@@ -107,7 +107,7 @@ def earlier(store: Readable, folder: str, name: str, wishes: Mapping[str, Any]) 
     """
     extra = read_record(store, name)["extra"]
     try:
-        kept = msgspec.convert(extra, _Record, strict=True, dec_hook=_losses)
+        kept = msgspec.convert(extra, _ProgressRecord, strict=True, dec_hook=_losses)
         options, losses, step, seconds = _merged(kept.options, wishes), kept.losses.tolist(), kept.step, kept.seconds
     except (TypeError, KeyError, ValueError, OverflowError, AttributeError) as error:
         raise ManifestError(

@@ -23,7 +23,7 @@ from tiered.integrations.deepspeed.importing import load_imported, load_saved
 from tiered.integrations.deepspeed.loss_scale import LossScale
 from tiered.integrations.deepspeed.monitors import Monitors, Step
 from tiered.integrations.deepspeed.questions import answer, lacking
-from tiered.integrations.deepspeed.saved import Saved, is_saved
+from tiered.integrations.deepspeed.saved import SavedCheckpoint, is_saved
 from tiered.integrations.deepspeed.table import QUESTIONS
 from tiered.store import TieredStore
 from tiered.zero.checkpoint import checkpoint
@@ -476,7 +476,7 @@ class Engine(nn.Module):
         sizes = {"passes": self._accumulation_steps, "samples": self._train_batch_size, "micro": self._micro_batch_size}
         if not is_saved(folder):
             return load_imported(folder, self.module, optimizer, scheduler, sizes)
-        with Saved(folder) as saved:
+        with SavedCheckpoint(folder) as saved:
             return load_saved(saved, self.module, optimizer, scheduler, sizes)
 
     def _generation(self, tagged: tags.Tagged, where: Path) -> int:

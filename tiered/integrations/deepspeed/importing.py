@@ -14,7 +14,7 @@ import torch
 
 from tiered.errors import MisuseError, TorchFileError, quoted
 from tiered.format.foreign.pickled import Instance
-from tiered.integrations.deepspeed.saved import Saved, SavedGroup
+from tiered.integrations.deepspeed.saved import SavedCheckpoint, SavedGroup
 from tiered.store import TieredStore
 from tiered.zero.checkpoint import checkpoint
 from tiered.zero.checkpoint.foreign import ONE, ForeignGroup, put, record_of, replace, take_over
@@ -44,7 +44,11 @@ ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight
 
 
 def load_saved(
-    saved: Saved, model: torch.nn.Module, optimizer: Optimizer | None, scheduler: Stateful | None, sizes: Mapping[str, int]
+    saved: SavedCheckpoint,
+    model: torch.nn.Module,
+    optimizer: Optimizer | None,
+    scheduler: Stateful | None,
+    sizes: Mapping[str, int],
 ) -> dict[str, Any]:
     """Replace what a paged model, its optimizer and its scheduler have by what is in a checkpoint. Returns what
     ``engine.save_checkpoint`` commits beside them. ``sizes``: passes of a step, its samples, samples of a pass on one rank.
@@ -100,7 +104,7 @@ def _sizes(sizes: Mapping[str, int]) -> tuple[int, int, int, int]:
 
 
 def import_saved(
-    saved: Saved, store: TieredStore, name: str = "model", *, progress: Any = None
+    saved: SavedCheckpoint, store: TieredStore, name: str = "model", *, progress: Any = None
 ) -> dict[str, Any]:
     """Write a checkpoint into ``store`` as one of model ``name``, which is not at hand: ``zero.page(existing="resume",
     source=)`` and ``engine.load_checkpoint`` take it over. The optimizer is that of the configuration in it. Returns its
@@ -123,7 +127,7 @@ def import_saved(
     return extra
 
 
-def _in_order(group: SavedGroup, saved: Saved) -> tuple[str, ...]:
+def _in_order(group: SavedGroup, saved: SavedCheckpoint) -> tuple[str, ...]:
     """Return the names of a group in the model's order: stage 1 to 3 may flatten them in another."""
     inside = set(group.names)
     return tuple(name for name in saved.parameters if name in inside)
@@ -133,7 +137,7 @@ def _whole(value: Any, usual: int) -> int:
     return value if type(value) is int and value > 0 else usual
 
 
-def _extra(saved: Saved, sizes: Mapping[str, int]) -> dict[str, Any]:
+def _extra(saved: SavedCheckpoint, sizes: Mapping[str, int]) -> dict[str, Any]:
     counters = saved.counters
     return {
         "engine": {
@@ -161,7 +165,7 @@ def _scale(scaler: Any) -> dict[str, Any]:
     return found
 
 
-def _groups_of(optimizer: Optimizer, saved: Saved) -> list[ForeignGroup]:
+def _groups_of(optimizer: Optimizer, saved: SavedCheckpoint) -> list[ForeignGroup]:
     """Return the param groups of an optimizer, with the settings that its parameters have in the checkpoint."""
     home = {name: group for group in saved.groups for name in group.names}
     found = []
@@ -185,7 +189,7 @@ def _groups_of(optimizer: Optimizer, saved: Saved) -> list[ForeignGroup]:
     return found
 
 
-def _scheduled(settings: Mapping[str, Any], saved: Saved) -> dict[str, Any]:
+def _scheduled(settings: Mapping[str, Any], saved: SavedCheckpoint) -> dict[str, Any]:
     """Return what a scheduler wrote into a param group."""
     return {key: _sound(key, settings[key], 0.0, saved) for key in SCHEDULED if key in settings}
 
@@ -194,7 +198,7 @@ def _setting(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _sound(name: str, value: Any, usual: Any, saved: Saved) -> Any:
+def _sound(name: str, value: Any, usual: Any, saved: SavedCheckpoint) -> Any:
     """Return a setting of a param group. Raises TorchFileError for a value that is no number where ``usual`` is one."""
     given: Any = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else _setting(value)
     pairs = [(given, usual)]
@@ -207,7 +211,7 @@ def _sound(name: str, value: Any, usual: Any, saved: Saved) -> Any:
     return given
 
 
-def _rule(saved: Saved, group: SavedGroup) -> UpdateRule:
+def _rule(saved: SavedCheckpoint, group: SavedGroup) -> UpdateRule:
     """Return the rule that updates a group, by the configuration in a checkpoint."""
     section, kind = saved.config.get("optimizer"), _kind(saved)
     params = section.get("params") if isinstance(section, dict) else None
@@ -227,14 +231,14 @@ def _rule(saved: Saved, group: SavedGroup) -> UpdateRule:
     return made
 
 
-def _kind(saved: Saved) -> str | None:
+def _kind(saved: SavedCheckpoint) -> str | None:
     """Return the optimizer that the configuration in a checkpoint names, in lower case."""
     section = saved.config.get("optimizer")
     kind = section.get("type") if isinstance(section, dict) else None
     return kind.lower() if isinstance(kind, str) else None
 
 
-def _refuse_stateless(groups: list[ForeignGroup], saved: Saved) -> None:
+def _refuse_stateless(groups: list[ForeignGroup], saved: SavedCheckpoint) -> None:
     """Raise MisuseError where parameters were updated, and the checkpoint has other states than the rule keeps."""
     unused = {"exp_avg_sq"} if _kind(saved) == "lion" else set()  # which DeepSpeed's Lion keeps, and does not use
     for group in groups:

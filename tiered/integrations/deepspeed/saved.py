@@ -41,7 +41,7 @@ from tiered.integrations.deepspeed.tags import LATEST, MOST_TEXT
 from tiered.types import format_size
 from tiered.zero.checkpoint.foreign import Described, Sound
 
-__all__ = ["INERT", "NARROW", "Counters", "Saved", "SavedGroup", "is_saved", "plain", "tag_of"]
+__all__ = ["INERT", "NARROW", "Counters", "SavedCheckpoint", "SavedGroup", "is_saved", "plain", "tag_of"]
 
 INERT = (
     *("deepspeed.runtime.fp16.loss_scaler.LossScaler", "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
@@ -159,7 +159,7 @@ def tag_of(folder: str | os.PathLike[str], tag: str | None = None) -> Path:
     return there / tag
 
 
-class Saved:
+class SavedCheckpoint:
     """One checkpoint that DeepSpeed wrote, open for reading; a context manager, and a ``Foreign``.
 
     ``groups``: the param groups of its optimizer. ``scheduler``: the state of its scheduler, ``scaler`` that of its loss
@@ -178,7 +178,7 @@ class Saved:
             self._stack.close()
             raise
 
-    def __enter__(self) -> Saved:
+    def __enter__(self) -> SavedCheckpoint:
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -24,7 +24,7 @@ from transformers.cache_utils import DummyLayer
 from tiered.errors import ManifestError, MisuseError, StoreClosed, expect_type, one_of, quoted, whole_number
 from tiered.integrations.transformers.kv_layer import Copies, Extent, PagedLayer
 from tiered.integrations.transformers.kv_model import ARGUMENT, NO_STATE, WatchingCache, unwatch, watch, windows
-from tiered.integrations.transformers.kv_record import VERSION, LayerRecord, Model, Record, read, tensor_of
+from tiered.integrations.transformers.kv_record import VERSION, CacheRecord, LayerRecord, Model, read, tensor_of
 from tiered.store import TieredStore, Touch
 from tiered.types import Access, Owner, Use
 from tiered.zero.paging.pager import pager_of
@@ -269,7 +269,7 @@ class TieredCache(WatchingCache):
         self._refuse_rolled_back()
         self._made_by = self._made_by.kept(self._its_model(), self._name)
         turn = self._turn
-        record = Record(
+        record = CacheRecord(
             VERSION,
             self._made_by,
             self._block,

@@ -17,7 +17,7 @@ from tiered.integrations.transformers.kv_layer import Block, Extent, Geometry, P
 from tiered.store import TieredStore
 from tiered.zero.checkpoint.weights import Weights
 
-__all__ = ["LayerRecord", "Model", "Record", "read", "tensor_of"]
+__all__ = ["CacheRecord", "LayerRecord", "Model", "read", "tensor_of"]
 
 VERSION = 2
 MOST = 1 << 30
@@ -141,7 +141,7 @@ class LayerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Extent(length, blocks)
 
 
-class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CacheRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A kept cache: its model, the tokens of a block, and of each sequence the ids, the mask (None: all ones), and ids that
     come after them and are not computed."""
 
@@ -168,18 +168,18 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("numbers of tokens do not agree")
 
 
-def tensor_of(record: Record) -> torch.Tensor:
+def tensor_of(record: CacheRecord) -> torch.Tensor:
     """Encode a record as a tensor of bytes."""
     return torch.frombuffer(bytearray(msgspec.json.encode(record)), dtype=torch.uint8)
 
 
-def read(store: TieredStore, key: str) -> Record:
+def read(store: TieredStore, key: str) -> CacheRecord:
     """Read and check the record ``key``. Raises ManifestError for what ``tensor_of`` cannot have made."""
     spec = store.spec(key)
     if spec.dtype != "uint8" or len(spec.shape) != 1 or spec.nbytes > MOST:
         raise ManifestError(f"{key!r} in {store} is {spec.dtype} of shape {list(spec.shape)}, and no record of a cache")
     try:
-        record = msgspec.json.decode(store.get(key).numpy().tobytes(), type=Record)
+        record = msgspec.json.decode(store.get(key).numpy().tobytes(), type=CacheRecord)
         if record.version != VERSION:
             raise ValueError(f"version {record.version} is not {VERSION}")
         record.check()

@@ -30,7 +30,7 @@ from transformers.utils import logging
 from tiered import zero
 from tiered.errors import ManifestError, MisuseError, expect_type, one_of, path_of, shown
 from tiered.format.safetensors import INDEX, SINGLE, WeightFiles
-from tiered.integrations.importing import Import, Record, Source, Told, begun, files_in
+from tiered.integrations.importing import Import, ImportRecord, Source, Told, begun, files_in
 from tiered.integrations.kept import CONFIG, TOKENIZER, UNFINISHED, files_of, keep, kept_folder, only_model, opening_of
 from tiered.integrations.transformers.experts import around_experts
 from tiered.integrations.transformers.shapes import QUANTISED, config_of, making, refuse_config
@@ -410,7 +410,7 @@ def import_model(
     return model
 
 
-def _goes_on(store: TieredStore, name: str, source: Source, existing: str) -> Record | None:
+def _goes_on(store: TieredStore, name: str, source: Source, existing: str) -> ImportRecord | None:
     """Return the record of an import that was stopped, if this one goes on with it. Raises MisuseError where it cannot, and
     ``existing`` does not say to begin anew."""
     try:

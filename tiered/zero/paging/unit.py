@@ -117,7 +117,7 @@ Stepper = Callable[[Placement], tuple[Update, Callable[[], None]]]
 now, and what counts it when it is called, once or twice."""
 
 
-class Saved(Protocol):
+class SavedReference(Protocol):
     """What a graph saved of the parameter at ``placement``: ``version`` of the unit, ``saved``: of the tensor."""
 
     placement: Placement
@@ -230,7 +230,7 @@ class Unit:
         self.counted_by: dict[Placement, object] = {}
         """What stands for the optimizer that counts the steps of a parameter, once one has made a step or loaded a state."""
         self._lent: list[StorageWeakRef] = []
-        self.references: set[weakref.ref[Saved]] = set()  # what graphs saved of it, which has no memory of its own
+        self.references: set[weakref.ref[SavedReference]] = set()  # what graphs saved of it, which has no memory of its own
         self._data: list[tuple[Placement, torch.Tensor, int]] = []
         """What was given as ``parameter.data`` since the unit is held, with its version then."""
         self._witnesses: list[_Witness] = []
@@ -575,12 +575,12 @@ class Unit:
             for saved in good:
                 saved.version = self.version
 
-    def _saved_since(self, written: Collection[Placement]) -> list[Saved]:
+    def _saved_since(self, written: Collection[Placement]) -> list[SavedReference]:
         """Return what graphs saved of the values of now, of which ``written`` were written."""
         there = [saved for saved in (one() for one in list(self.references)) if saved and saved.version == self.version]
         return [saved for saved in there if self._is_present(saved, written)]
 
-    def _is_present(self, saved: Saved, written: Collection[Placement]) -> bool:
+    def _is_present(self, saved: SavedReference, written: Collection[Placement]) -> bool:
         """Return whether what a graph saved shows the values of now, of which ``written`` were written."""
         return saved.placement not in written or saved.saved == saved.placement.parameter._version
 
@@ -625,7 +625,7 @@ class Unit:
         answers, is never seen with a placeholder."""
         give(placement.parameter, paged_class(self._kinds[placement]), self._placeholders[placement].tensor)
 
-    def refuse_written_since(self, saved: Saved) -> None:
+    def refuse_written_since(self, saved: SavedReference) -> None:
         """Raise MisuseError where a parameter was written to since a graph saved it, within one hold, at whose end it would be
         noticed otherwise."""
         if self.held and not self._is_present(saved, self._changed()):
