@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from tiered.errors import ManifestError, MisuseError
+from tiered.errors import ManifestError, MisuseError, expect_type
 from tiered.integrations.deepspeed import optimizers
 from tiered.integrations.deepspeed.config import Config, Place, place_of, told
 from tiered.integrations.deepspeed.engine import Engine, several
@@ -42,6 +42,8 @@ STAGES: tuple[Callable[[], Stage], ...] = (Stage1, Stage1, Stage2, Stage3)
 """By DeepSpeed's number; without sharding (0) the numbers are those of stage 1."""
 STATE_BYTES = 12
 """Bytes of states for each parameter, at most: two moments and a master."""
+OPTIMIZER = "optimizer= is an optimizer of torch's, or a function that makes one of parameters"
+"""What it is, in an error."""
 SPARE = 16 << 20
 """Bytes beside the state that a budget for all of it has."""
 
@@ -111,7 +113,7 @@ def initialize(
     if isinstance(optimizer, torch.optim.Optimizer):
         groups = optimizers.groups_of(model, optimizer.param_groups)
     elif optimizer is not None and not callable(optimizer):
-        optimizers.refuse_other(optimizer)
+        expect_type(optimizer, torch.optim.Optimizer, OPTIMIZER)
     with ExitStack() as stack:
         store, owned = _store_for(model, read)
         if owned:
@@ -290,7 +292,7 @@ def _optimizer(
         found = optimizers.resolved(groups, model)
         plain = len(found) == 1 and found[0].keys() == {"params"}
         made = given(found[0]["params"] if plain else found)
-        optimizers.refuse_other(made)
+        expect_type(made, torch.optim.Optimizer, OPTIMIZER)
         return optimizers.converted(made, optimizers.groups_of(model, made.param_groups), model)
     return None if config.optimizer is None else optimizers.made(config.optimizer, groups, model, split=split)
 

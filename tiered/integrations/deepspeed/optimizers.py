@@ -16,7 +16,7 @@ from tiered.zero.optimizers import named
 from tiered.zero.optimizers.elementwise import Elementwise
 from tiered.zero.optimizers.optimizer import AdamW, Optimizer
 
-__all__ = ["Groups", "converted", "groups_of", "made", "refuse_other", "resolved"]
+__all__ = ["Groups", "converted", "groups_of", "made", "resolved"]
 
 Groups = list[dict[str, Any]]
 """Param groups: under "params" the names of parameters."""
@@ -118,14 +118,6 @@ def _muon(name: str, params: dict[str, Any], model: nn.Module, *, split: bool) -
     given.pop("lr")
     given |= {"lr": lr, "adamw": adamw, "adjust_lr_fn": "original"}
     return _called(name, named.Muon, model, given)
-
-
-def refuse_other(optimizer: object) -> None:
-    """Raise MisuseError for what is no optimizer of torch's."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise MisuseError(
-            f"optimizer= is an optimizer of torch's, or a function that makes one of parameters, not {optimizer!r:.100}"
-        )
 
 
 def converted(optimizer: torch.optim.Optimizer, groups: Groups, model: nn.Module) -> Optimizer:
