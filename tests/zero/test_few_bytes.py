@@ -534,14 +534,6 @@ def test_wrong_records_are_refused_and_nothing_changes(store: TieredStore, how: 
     coded.load_state_dict(good)
 
 
-def test_a_state_of_an_earlier_release_is_named(store: TieredStore) -> None:
-    coded = zero.AdamW8bit(zero.page(built(), store).parameters())
-    wrong = coded.state_dict()
-    wrong["state"] = {0: {"step": torch.tensor(1.0), "exp_avg_codes": torch.zeros(97, dtype=torch.uint8)}}
-    with pytest.raises(MisuseError, match="has the moments in codes as an earlier release kept them: go on with"):
-        coded.load_state_dict(wrong)
-
-
 @pytest.mark.parametrize("resident", [False, True], ids=["paged", "resident"])
 @pytest.mark.parametrize("step", [-3, 1.5, "x", math.nan, torch.ones(2)], ids=str)
 def test_a_number_of_steps_that_is_none(store: TieredStore, step: Any, resident: bool) -> None:

@@ -70,10 +70,6 @@ GRADIENT = "units/0/gradients/first.weight"
         (at("version", True), "another version"),
         (at("more", 1), "unknown field `more`"),
         (at("units", KeyError), "missing required field `units`"),
-        (
-            at("units/0/states", {"first.weight": {"m8": "uint8, 256 for 256", "m8_scale": "float32, 1 for 256"}}),
-            r"moments of 'first.weight' in codes as an earlier release kept them: go on with that release, or give",
-        ),
         (at("layout/limit", -1), r"\$\.layout\.limit"),
         (at("layout/limit", 1.5), r"\$\.layout\.limit"),
         (at("layout/chunk", 0), r"\$\.layout\.chunk"),

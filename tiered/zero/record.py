@@ -350,17 +350,9 @@ def checked(record: object, what: str) -> dict[str, Any]:
         found = msgspec.convert(record, _ModelRecord, strict=True, dec_hook=_as_tensor)
     except _UNFIT as error:
         raise ManifestError(f"{what} is damaged, or of another version: {shown(str(error), 300)}") from error
-    for unit in found.units:
-        _refuse_earlier_codes(unit, what)
     for problem in _problems(found):
         raise ManifestError(f"{what} is damaged: {problem}")
     return record
-
-
-def _refuse_earlier_codes(unit: _Unit, what: str) -> None:
-    for parameter, states in ({} if isinstance(unit.states, msgspec.UnsetType) else unit.states).items():
-        if inexact.are_earlier_codes(states):
-            raise ManifestError(f"{what} has the moments of {parameter!r} in {inexact.EARLIER_CODES}")
 
 
 def _as_tensor(kind: type, value: object) -> object:

@@ -37,9 +37,6 @@ __all__ = [
     "refuse_others",
 ]
 
-ADDED = ("device", "update_tier", "stage", "optimizer", "activations", "activation_memory")
-"""Options that records of earlier releases lack; such a training has their defaults."""
-
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
@@ -91,7 +88,7 @@ def opening(folder: str, wishes: Mapping[str, Any]) -> StoreOptions:
 def _chosen(name: str, kept: Mapping[str, Any], wishes: Mapping[str, Any]) -> Any:
     if wishes[name] is not None:
         return wishes[name]
-    return kept.get(name, default_of(name)) if name in ADDED else kept.get(name)
+    return kept.get(name)
 
 
 def keep(every: int | None, ranks: int) -> int:
@@ -135,7 +132,7 @@ def _losses(kind: type, value: object) -> object:
 
 def _merged(kept: Mapping[str, Any], wishes: Mapping[str, Any]) -> Options:
     """Merge the options of the command line into the recorded ones, each as its role says."""
-    merged = {name: kept.get(name, default_of(name)) if name in ADDED else kept[name] for name in names_of("model")}
+    merged = {name: kept[name] for name in names_of("model")}
     for name, value in merged.items():
         if wishes[name] is not None and wishes[name] != value:
             option = "--" + name.replace("_", "-")

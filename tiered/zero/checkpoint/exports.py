@@ -30,9 +30,8 @@ from tiered.zero.checkpoint.safetensors import models_in, refuse_older
 from tiered.zero.record import RULES, in_memory, states_used
 from tiered.zero.rules.exact import AdamRule, AdamWRule
 
-__all__ = ["FORMATS", "Exported", "export_dcp", "export_universal"]
+__all__ = ["Exported", "export_dcp", "export_universal"]
 
-FORMATS = ("safetensors", "torch-dcp", "deepspeed-universal")
 VERSION = "0.19.8"
 """The version of DeepSpeed whose universal checkpoints these are."""
 Progress = Callable[[int, int], None]

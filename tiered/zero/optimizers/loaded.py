@@ -9,7 +9,7 @@ import torch
 
 from tiered.errors import MisuseError
 from tiered.zero.rules.forms import forms_of
-from tiered.zero.rules.inexact import EARLIER_CODES, AdamW4bitRule, AdamW8bitRule
+from tiered.zero.rules.inexact import AdamW4bitRule, AdamW8bitRule
 from tiered.zero.rules.rule import UpdateRule, stores_step, torch_name
 
 __all__ = ["beside_states", "refuse_forms", "refuse_lacking", "refuse_scalars", "refuse_state", "torch_names"]
@@ -61,8 +61,6 @@ def refuse_forms(name: str, shape: torch.Size, found: Mapping[str, Any], rule: U
 def refuse_lacking(name: str, shape: torch.Size, found: Mapping[str, Any], rule: UpdateRule, of: str) -> None:
     """Raise MisuseError where ``found`` has not all that ``rule`` keeps of a parameter."""
     for key in (*(["step"] if stores_step(rule) else []), *torch_names(rule, shape)):
-        if key in (AdamW8bitRule.state, AdamW4bitRule.state) and key not in found and "exp_avg_codes" in found:
-            raise MisuseError(f"the state of {name} has the moments in {EARLIER_CODES}")
         if key not in found:
             coded = key in AdamW8bitRule.decoded and {AdamW8bitRule.state, AdamW4bitRule.state} & found.keys()
             method = "float_state_dict()" if coded else f"state_dict() of an {of}"

@@ -37,7 +37,6 @@ from tiered.zero.rank_stores import shared_json
 from tiered.zero.record import MOST, MOST_STEPS, refuse_other_states
 from tiered.zero.rules.exact import AdamWRule
 from tiered.zero.rules.forms import StateForm, forms_of
-from tiered.zero.rules.inexact import EARLIER_CODES, are_earlier_codes
 from tiered.zero.rules.rule import SMALLEST_BLOCK, WHOLE, UpdateRule, constants_of, name_of, terms_of
 
 __all__ = ["ResidentUpdates"]
@@ -328,8 +327,6 @@ class ResidentUpdates(Updates):
             if "rule" in layout and isinstance(said_then, dict) and "constants" not in said_then:  # of a time before they were
                 expected = {**layout, "rule": {name: said for name, said in layout["rule"].items() if name != "constants"}}
             if committed != expected:
-                if isinstance(said_then, dict) and are_earlier_codes(said_then.get("states", {})):
-                    raise MisuseError(f"param group {group} was committed as {self.name!r} with {EARLIER_CODES}")
                 difference = _difference(committed, expected)
                 raise MisuseError(f"param group {group} is not what was committed as {self.name!r}: {difference}")
         rounds = self._divided(fresh, group, limit, rule)

@@ -14,7 +14,6 @@ from tiered.zero.rules.exact import MuonRule, adamw_step
 from tiered.zero.rules.rule import State
 
 __all__ = [
-    *("EARLIER_CODES", "are_earlier_codes"),
     *("AdamW4bitRoundedRule", "AdamW4bitRule", "AdamW8bitRoundedRule", "AdamW8bitRule", "AdamWBFloat16RoundedRule"),
     *("AdamWBFloat16Rule", "MuonBFloat16Rule"),
 ]
@@ -22,17 +21,6 @@ __all__ = [
 PART = 1 << 19
 """Elements of which an update widens the moments at once. A part takes two moments of 2 MiB in fp32, whatever the size of the
 parameter."""
-
-EARLIER_CODES = (
-    "codes as an earlier release kept them: go on with that release, or give what its float_state_dict() returns to "
-    "load_state_dict() of an optimizer of this one"
-)
-
-
-def are_earlier_codes(states: Mapping[str, object]) -> bool:
-    """Return whether these states, by name, are codes and scales that are now in one record for each block."""
-    return not states.keys().isdisjoint(("m8_scale", "m4_scale"))
-
 
 def _parts(param: torch.Tensor) -> Iterator[tuple[slice, tuple[torch.Tensor, torch.Tensor]]]:
     """Yield the parts of ``param``, flat, each with a buffer for its moments, which have the type of ``param``."""
