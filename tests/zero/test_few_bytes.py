@@ -929,7 +929,7 @@ def test_rounding_by_chance_is_for_bfloat16(store: TieredStore) -> None:
         zero.AdamW8bit(model.parameters(), rounding="stochastic")
     with pytest.raises(MisuseError, match=r"'stochastic', with moments=torch\.bfloat16"):
         zero.AdamW(model.parameters(), rounding="stochastic")
-    with pytest.raises(MisuseError, match="or 'stochastic', not 'nearest'"):
+    with pytest.raises(MisuseError, match="is 'stochastic' or None, not 'nearest'"):
         zero.AdamW4bit(model.parameters(), rounding="nearest")
 
 

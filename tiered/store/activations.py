@@ -23,6 +23,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from itertools import count, islice
 from types import TracebackType
 from typing import Any
@@ -93,13 +94,19 @@ class _Pushed(threading.local):
     def listen(self) -> None:
         push, pop = _autograd._push_saved_tensors_default_hooks, _autograd._pop_saved_tensors_default_hooks
 
+        # Torch's stack and the list of this class change within one call of a C function: a signal handler that raises strikes
+        # before both or after both.
         def pushed(pack: Any, unpack: Any) -> None:
-            push(pack, unpack)
-            self.pairs.append((pack, unpack))
+            both = partial(push, pack, unpack), partial(self.pairs.append, (pack, unpack))
+            deque(map(partial.__call__, both), maxlen=0)
 
         def popped() -> None:
-            pop()
-            del self.pairs[-1:]
+            both = partial(pop), partial(self.pairs.__delitem__, slice(-1, None))
+            try:
+                deque(map(partial.__call__, both), maxlen=0)
+            except RuntimeError:  # none is in force
+                self.pairs.clear()
+                raise
 
         _autograd._push_saved_tensors_default_hooks, _autograd._pop_saved_tensors_default_hooks = pushed, popped
         block: Any = torch.autograd.graph.saved_tensors_hooks
@@ -116,6 +123,17 @@ class _Pushed(threading.local):
                 leave(hooks, *raised)
 
         block.__enter__, block.__exit__ = entered, left
+        run = torch.autograd.graph._engine_run_backward
+
+        def ran(*arguments: Any, **options: Any) -> Any:
+            before = list(self.pairs)
+            try:
+                return run(*arguments, **options)
+            finally:  # torch has put back the hooks that were in force; an exception may have left others in the list
+                self.pairs[:] = before
+
+        for module in (torch.autograd, torch.autograd.graph):
+            module._engine_run_backward = ran  # type: ignore[attr-defined]
 
 
 _PUSHED = None if hasattr(_autograd, "_top_saved_tensors_default_hooks") else _Pushed()
