@@ -56,7 +56,7 @@ def test_it_trains(known: dict[str, Any], tmp_path: Path, monkeypatch: pytest.Mo
     try:
         engine, optimizer, _, _ = zero.initialize(ARGUMENTS, model, own, config=config)
     except MisuseError as error:
-        if "tensorboard" in str(error):
+        if "tensorboard" in str(error) or f"torch ({torch.__version__}) has no Muon" in str(error):
             pytest.skip(str(error))
         raise
     before = {name: value.clone() for name, value in engine.module_state_dict().items()}

@@ -16,10 +16,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.quick import quick
+from tests.versions import COMPILES
 from tiered import MisuseError, TieredStore, zero
 from tiered.store.at_rest import StoreAtRest
 from tiered.zero.checkpoint.safetensors import export_at_rest
-from tiered.zero.paging.tensors.compiling import SUPPORTED
 
 Model = Any
 EXPERTS, WIDTH, INNER, STEPS = 8, 32, 48, 7
@@ -198,7 +198,7 @@ def test_checkpointed(store: TieredStore, recompute: bool, update: str) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(not SUPPORTED, reason=f"paged models cannot be compiled with torch {torch.__version__}")
+@COMPILES
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo's own reads
 @pytest.mark.parametrize("how", ["eager", "batched"])
 def test_compiled(store: TieredStore, how: str) -> None:
