@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.quick import quick
+from tests.zero.ranks import on_ranks
 from tiered import TieredStore, Touch, zero
 from tiered.cli.train.model import GPT, Shape
 from tiered.cli.train.optimizers import kind_named
@@ -97,6 +99,17 @@ class Vocabulary(nn.Module):
         return F.linear(self.block(self.embedding(tokens)), self.embedding.weight)
 
 
+class Tall(nn.Module):
+    """Its largest unit is an eighth of 1 MiB, in which there is no room for reductions beside computing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.up, self.down = nn.Embedding(256, WIDTH), nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(8 * WIDTH, WIDTH)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return F.linear(self.down(torch.tanh(self.up(self.embedding(tokens)))), self.embedding.weight)
+
+
 MODELS = {"tied": Tied, "checkpointed": lambda: Tied(again=True), "frozen": Frozen, "wide": Wide, "vocabulary": Vocabulary}
 
 
@@ -105,14 +118,15 @@ def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def real(
-    folder: Path, model: nn.Module, update: Update, passes: int, policy: Policy, rounds: int = 3, make: Any = zero.AdamW
+    folder: Path, model: nn.Module, update: Update, passes: int, policy: Policy, rounds: int = 3, make: Any = zero.AdamW,
+    dram: int = BUDGET,
 ) -> list[Touch]:
     """Touches of the last of some steps."""
     torch.manual_seed(0)
     tokens = torch.randint(0, 256, (2, 16))
     if isinstance(model, Vocabulary):
         tokens = torch.arange(0, 2048, 64).view(2, 16)  # in all slices
-    with TieredStore.open(folder, dram=BUDGET, durability="none") as store:
+    with TieredStore.open(folder, dram=dram, durability="none") as store:
         zero.page(model, store, policy=policy)
         optimizer = make(model.parameters(), update=update)
         with store.trace() as touches:
@@ -143,6 +157,30 @@ def test_the_touches_of_a_step_are_those_of_a_real_one(tmp_path: Path, name: str
     found = real(tmp_path / "store", make(), update, 1, Policy())
     assert list(zip(keys, uses, strict=True)) == [(touch.key, touch.use) for touch in found]
     assert sizes == [-(-touch.nbytes // 4096) * 4096 for touch in found]
+
+
+def of_rank(rank: int, folder: Path, make: Any, update: Update, dram: int) -> list[Any]:
+    return [(touch.key, touch.use) for touch in real(folder / f"store{rank}", make(), update, 1, Policy(), dram=dram)]
+
+
+@pytest.mark.parametrize(
+    ("make", "dram", "update"),
+    quick(
+        [(make, dram, update) for make, dram in ((Tied, 4), (Tall, 4), (Tall, 5)) for update in ("on_fetch", "in_backward")],
+        [(Tied, 4, "in_backward"), (Tall, 5, "on_fetch")],
+    ),
+)
+def test_the_touches_of_a_rank_are_those_of_a_real_one(tmp_path: Path, make: Any, dram: int, update: Update) -> None:
+    """Of two. Where reductions go on beside computing the network says when they end, and others are touched meanwhile."""
+    dram *= BUDGET // 4
+    planner = Planner(subject_of(make(), Workload(2, 16)), None, RULE, Policy(), 1)
+    keys, uses, _ = uses_of(planner.step(Choice(update, dram=dram), ranks=2))
+    planned, found = list(zip(keys, uses, strict=True)), on_ranks(2, of_rank, tmp_path, make, update, dram)[0]
+    if make is Tied:
+        assert Counter(planned) == Counter(found)
+        reduced = ("/local", "/received", "/grad")
+        planned, found = ([one for one in touches if not one[0].endswith(reduced)] for touches in (planned, found))
+    assert planned == found
 
 
 @pytest.mark.parametrize(("passes", "policy"), [(2, Policy()), (1, Policy(storage=torch.bfloat16))])
