@@ -587,6 +587,9 @@ class Unit:
     def give_up(self) -> None:
         """Drop the unit without writing it back, because all was rolled back or nothing came of it."""
         if self.state is not Held.BY_STORE:
+            # First: torch goes on after an exception in a forward hook that it runs because of another one, and what follows has
+            # to hold the unit anew.
+            self.held = 0
             lent = [_Witness(*one) for one in self._data]
             self._data.clear()
             if self.base is not None:
@@ -605,7 +608,7 @@ class Unit:
                 self._left = None  # nobody kept anything: no write to the memory can come
             if lent or self._witnesses:
                 self._witnesses = [one for one in (*self._witnesses, *lent) if not one.storage.expired()]  # type: ignore[no-untyped-call]
-            self.held, self.state = 0, Held.BY_STORE
+            self.state = Held.BY_STORE
 
     def discard(self) -> None:
         """Drop the unit as ``give_up``, because the store goes back to a commit: what was written to it goes, too."""
