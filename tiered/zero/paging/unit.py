@@ -587,8 +587,8 @@ class Unit:
     def give_up(self) -> None:
         """Drop the unit without writing it back, because all was rolled back or nothing came of it."""
         if self.state is not Held.BY_STORE:
-            # First: torch goes on after an exception in a forward hook that it runs because of another one, and what follows has
-            # to hold the unit anew.
+            # First: torch goes on after an exception in a forward hook that it runs because of another one, and what
+            # follows has to hold the unit anew.
             self.held = 0
             lent = [_Witness(*one) for one in self._data]
             self._data.clear()
