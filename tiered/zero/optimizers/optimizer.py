@@ -309,6 +309,7 @@ class Optimizer(TorchOptimizer):
         rules = self._loaded(state_dict)
         for pager in self.pagers():
             if pager.intent.spoiled == HALF_LOADED:  # this call takes its place
+                pager.end_leases()
                 pager.intent.spoil(None)
         self.flush()
         named = [name for group in state_dict["param_groups"] for name in group["params"]]  # numbers, or what there is instead

@@ -842,6 +842,11 @@ class Pager:
         if mine and self.phase is not Phase.IDLE and not self.computing and not self._gathered():
             self._let_go(Unit.let_go)
 
+    def end_leases(self) -> None:
+        """End leases that an exception left open, where no unit is held."""
+        if not any(unit.held for unit in self.units):
+            self._leases.end()
+
     def give_up(self) -> None:
         """Let go of everything before all is rolled back. Raises nothing."""
         self._gatherings.clear()
