@@ -69,7 +69,7 @@ def test_it_is_told_once_and_again_when_half_is_left(store: TieredStore) -> None
 def test_what_cannot_be_told_is_refused_at_once(store: TieredStore) -> None:
     with pytest.raises(MisuseError, match="reserve="):
         MemoryWatch(store, 3)  # type: ignore[arg-type]
-    with pytest.raises(MisuseError, match="give it the TieredStore"):
+    with pytest.raises(MisuseError, match="watches the process of a TieredStore, not 'store'"):
         MemoryWatch("store")  # type: ignore[arg-type]
 
 

@@ -84,12 +84,6 @@ def test_stopped_and_resumed(
     assert len([key for key in values(tmp_path / "whole") if key.endswith("#0")]) > 0
 
 
-def test_a_training_of_an_earlier_release_is_of_adamw() -> None:
-    wishes = dict.fromkeys(Options.__dataclass_fields__)
-    kept = {name: value for name, value in asdict(options()).items() if name != "optimizer"}
-    assert resuming._merged(kept, wishes).optimizer == "adamw"
-
-
 def test_names() -> None:
     from tiered import zero
 

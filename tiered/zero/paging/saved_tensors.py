@@ -302,12 +302,11 @@ class SavedActivation:
 
 class _Trace(weakref.ref[SavedActivation]):
     """Weak reference to a ``SavedActivation``, with the keys to delete once it is gone. Its callback is a C method, which no
-    signal handler can interrupt."""
+    signal handler can interrupt. The values are those of one that has nothing yet: a signal handler may end it there."""
 
-    __slots__ = ("keys", "label", "number")
-    label: str
-    number: int
-    keys: list[str]
+    label = ""
+    number: int | None = None
+    keys: Sequence[str] = ()
 
 
 class _Books:
@@ -365,7 +364,7 @@ class ActivationStore:
         number = heapq.heappop(free) if free else books.used.get(label, 0)
         books.used[label] = max(books.used.get(label, 0), number + 1)
         trace = _Trace(kept, books.gone.append)
-        trace.label, trace.number, trace.keys = label, number, kept.keys
+        trace.keys, trace.label, trace.number = kept.keys, label, number
         books.traces.add(trace)  # from here on its end is noticed, and it has nothing in the store before
         kept.fill(tensor, f"{self._prefix}/{label}#{number}")
         return kept
@@ -381,7 +380,8 @@ class ActivationStore:
                     self._store.delete(key)
             books.gone.popleft()  # whose number is nobody's if this is interrupted here: better than twice somebody's
             books.traces.discard(trace)
-            heapq.heappush(books.free[trace.label], trace.number)
+            if trace.number is not None:
+                heapq.heappush(books.free[trace.label], trace.number)
 
     def forget(self) -> None:
         """Delete everything, because the store went back to a commit: graphs of before cannot be used any more."""
