@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from tests.cli.train.trainings import TINY, losses, same, stop_at, values
 from tests.quick import quick
 from tiered.cli.main import main
-from tiered.cli.train import resume as resuming
 from tiered.cli.train.optimizers import kind_of
 from tiered.cli.train.options import OPTIMIZERS, WITHOUT_REFERENCE, Options, default_of
 from tiered.zero.optimizers.optimizer import NAMED
