@@ -289,7 +289,7 @@ class _Books:
         """Gives the system memory back that activations leave free between others: glibc would keep all of it."""
         self.free: list[int] = []
         self.used = 0
-        self.traces: set[_Trace] = set()
+        self.traces: dict[int, _Trace] = {}  # by identity: one that is gone before it was here cannot be hashed
         self.gone: deque[_Trace] = deque()
 
     @staticmethod
@@ -313,7 +313,7 @@ class _Books:
             if trace.number is not None:
                 number, trace.number = trace.number, None
                 heapq.heappush(self.free, number)
-            self.traces.discard(trace)
+            self.traces.pop(id(trace), None)
             self.gone.popleft()
         if self.used and not self.traces:  # also numbers that an exception lost
             self.free.clear()
@@ -422,7 +422,7 @@ class SavedTensors:
             begin, end = 0, whole
         region = _Region(tensor, witness, begin, end - begin)
         trace = region.trace = _Trace(region, self._books.gone.append)
-        self._books.traces.add(trace)
+        self._books.traces[id(trace)] = trace
         trace.owner, trace.address, trace.young = weakref.ref(self), storage._cdata, region.nbytes
         known.append(trace)
         self._young[id(trace)] = trace

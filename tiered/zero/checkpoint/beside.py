@@ -19,6 +19,7 @@ from tiered.zero.checkpoint.loaders import Loader
 from tiered.zero.collectives import Term
 from tiered.zero.digests import digest_of
 from tiered.zero.paging.pager import Listing, Pager, owner_of
+from tiered.zero.paging.saved_tensors import without_grad
 
 __all__ = ["beside", "gone", "loader_of", "refuse_forgotten", "set_extra_states", "terms", "transient"]
 
@@ -142,7 +143,7 @@ def loader_of(model: nn.Module, pager: Pager, record: Mapping[str, Any]) -> Load
     before = {name: value.detach().clone() if isinstance(value, torch.Tensor) else value for name, value in here.items()}
 
     def put(values: Mapping[str, Any]) -> None:
-        with torch.no_grad():
+        with without_grad():
             for name, value in here.items():
                 if name.endswith(EXTRA):
                     _owner(model, name).set_extra_state(values[name])

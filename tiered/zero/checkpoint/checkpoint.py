@@ -17,6 +17,7 @@ from tiered.zero.checkpoint import beside, loaders
 from tiered.zero.checkpoint.loaders import Loader, Stateful, random_states
 from tiered.zero.optimizers.optimizer import Optimizer
 from tiered.zero.paging.pager import Pager, buffer_places, name_of, owner_of, pager_of, pagers_of
+from tiered.zero.paging.saved_tensors import without_grad
 from tiered.zero.paging.sharding import Partition
 from tiered.zero.paging.storage import CheckpointRecord, model_named
 from tiered.zero.paging.unit import Unit
@@ -434,7 +435,7 @@ def recall(pager: Pager) -> None:
         module, last = pager.buffer_places[name]
         buffer = module._buffers[last]
         if buffer is not None and buffer.shape == value.shape and buffer.dtype == value.dtype and not buffer.is_meta:
-            with torch.no_grad():
+            with without_grad():
                 buffer.copy_(value)
         else:
             module._buffers[last] = value.to(pager.store.device)

@@ -316,7 +316,7 @@ class _Books:
     def __init__(self) -> None:
         self.free: dict[str, list[int]] = {}
         self.used: dict[str, int] = {}
-        self.traces: set[_Trace] = set()
+        self.traces: dict[int, _Trace] = {}  # by identity: one that is gone before it was here cannot be hashed
         self.gone: deque[_Trace] = deque()
         self.known = WeakIdKeyDictionary()
         self.over = False
@@ -365,7 +365,7 @@ class ActivationStore:
         books.used[label] = max(books.used.get(label, 0), number + 1)
         trace = _Trace(kept, books.gone.append)
         trace.keys, trace.label, trace.number = kept.keys, label, number
-        books.traces.add(trace)  # from here on its end is noticed, and it has nothing in the store before
+        books.traces[id(trace)] = trace  # from here on its end is noticed, and it has nothing in the store before
         kept.fill(tensor, f"{self._prefix}/{label}#{number}")
         return kept
 
@@ -379,7 +379,7 @@ class ActivationStore:
                 if key in self._store:
                     self._store.delete(key)
             books.gone.popleft()  # whose number is nobody's if this is interrupted here: better than twice somebody's
-            books.traces.discard(trace)
+            books.traces.pop(id(trace), None)
             if trace.number is not None:
                 heapq.heappush(books.free[trace.label], trace.number)
 
