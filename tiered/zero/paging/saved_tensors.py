@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tiered.errors import MisuseError
+from tiered.errors import LeaseConflict, MisuseError
 from tiered.store import TieredStore
 from tiered.store.activations import KERNEL_ALIGNMENT, Hooks, are_offloading
 from tiered.zero.paging.storage import TensorStore, in_top_tier, model_named
@@ -375,9 +375,12 @@ class ActivationStore:
         books = self._books
         while books.gone:
             trace = books.gone[0]
-            for key in trace.keys:
-                if key in self._store:
-                    self._store.delete(key)
+            try:
+                for key in trace.keys:
+                    if key in self._store:
+                        self._store.delete(key)
+            except LeaseConflict:  # an exception struck who read it: its lease ends with the pass, and a later sweep deletes it
+                return
             books.gone.popleft()  # whose number is nobody's if this is interrupted here: better than twice somebody's
             books.traces.pop(id(trace), None)
             if trace.number is not None:
