@@ -147,7 +147,19 @@ class _Witness:
 
 class Held(Enum):
     """Who has the parameters of a unit, and what that costs. A unit is in a state from before the first parameter gets its
-    memory until after the last one has lost it: where an exception strikes between, ``Unit.held`` is 0."""
+    memory until after the last one has lost it: where an exception strikes between, ``Unit.held`` is 0.
+
+    Bytes, by the unit's ``UnitPlan``. In any state: ``stored_nbytes`` somewhere in the store (divided by ``shares`` where each
+    rank has a share), what ``gradients.py`` stores of it, and one element of ordinary memory for each parameter. While it is
+    held: these bytes are in use in the top tier, and nothing else may have their room:
+
+    - ``Local`` (stored as used): ``nbytes``, where the store has them.
+    - ``Cast``: ``nbytes`` more, and ``stored_nbytes`` until they are filled; beside the budget where the store is open for
+      reading.
+    - ``AllGathered``: ``stored_nbytes`` more, and this rank's share until all have arrived.
+
+    In a backward of several ranks there are ``nbytes`` of gradients of this rank more (``LocalGradients``).
+    """
 
     BY_STORE = auto()
     """Nobody but the store. Parameters are placeholders of one element. To hold the unit costs a lease, which reads it where
