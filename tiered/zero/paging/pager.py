@@ -48,7 +48,7 @@ from tiered.zero.intent import Intent
 from tiered.zero.leases import Leases
 from tiered.zero.paging.gradients import Announced, GradientState
 from tiered.zero.paging.recompute.micro_batch import Splitter, split_modules
-from tiered.zero.paging.reduction import ReduceScatter, gradient_sync
+from tiered.zero.paging.reduction import gradient_sync
 from tiered.zero.paging.saved_tensors import (
     OverHooks,
     SavedActivation,
@@ -319,7 +319,6 @@ class Pager:
         self.partition, self.gradient_sync = partition, gradient_sync(
             partition, self.units, pool, plan.held_together(model)
         )
-        self._reduce_scatter = self.gradient_sync if isinstance(self.gradient_sync, ReduceScatter) else None
         self.placements = sorted((p for u in plan.units for p in u.placements), key=lambda p: p.index)
         self._home = {p.parameter: (u, p) for u in self.units for p in u.plan.placements}
         self.sliced = plan.sliced
@@ -464,8 +463,7 @@ class Pager:
                 self.reset()
             self._thread = threading.get_ident()
             self.intent.refuse_half_updated()
-            if self._reduce_scatter is not None:
-                self._reduce_scatter.pass_begins()
+            self.gradient_sync.pass_begins()
             if module is self.model:
                 self.step_trace.forward_begins("training" if torch.is_grad_enabled() else "inference", self._units_in_order)
         frame = Frame(module)
@@ -507,7 +505,7 @@ class Pager:
         where they are more than there is room for: who still has a parameter of these computes with one in the store. With
         several ranks all stay, because others may have more room, and would not gather them again."""
         frame.read_bytes += unit.plan.nbytes
-        while frame.read and frame.read_bytes > self._room_to_read and self._reduce_scatter is None:
+        while frame.read and frame.read_bytes > self._room_to_read and not self.gradient_sync.several:
             left = next(iter(frame.read))
             del frame.read[left]
             frame.read_bytes -= left.plan.nbytes
@@ -526,7 +524,7 @@ class Pager:
         nobody: not to an update that waits, nor to what is compiled."""
         return not (
             self._frames[0].recording
-            or self._reduce_scatter is not None
+            or self.gradient_sync.several
             or torch.is_autocast_enabled(self.store.device.type)  # which keeps copies by the tensor
             or in_forward_mode()
             or is_compiled()
@@ -534,17 +532,17 @@ class Pager:
 
     def take(self, unit: Unit, access: Access = Access.READ) -> None:
         """Hold a unit, and do what the other ranks expect with it."""
-        if unit.held or self._reduce_scatter is None:
+        if unit.held:
             unit.hold(access)
             return
-        self._reduce_scatter.before_hold(unit)
+        self.gradient_sync.before_hold(unit)
         unit.hold(access)
-        self._reduce_scatter.after_hold(unit)
+        self.gradient_sync.after_hold(unit)
 
     def _defer_hidden(self, unit: Unit) -> None:
         """Defer the update of a unit where a forward that records runs something that does not: reentrant checkpointing, whose
         gradients come apart. With ranks an update waits for the reduction anyway, and the reduction need not wait."""
-        if self._reduce_scatter is None and self._frames[0].recording and not torch.is_grad_enabled():
+        if not self.gradient_sync.several and self._frames[0].recording and not torch.is_grad_enabled():
             unit.gradients.deferred = True
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -838,7 +836,7 @@ class Pager:
         What has become of the step is said when the model is used next. Several ranks can end a pass only together. Raises
         MisuseError where a parameter was written to while it could only be read."""
         there = {thread.ident for thread in threading.enumerate()}
-        mine = (self._thread == threading.get_ident() or self._thread not in there) and self._reduce_scatter is None
+        mine = (self._thread == threading.get_ident() or self._thread not in there) and not self.gradient_sync.several
         if mine and self.phase is not Phase.IDLE and not self.computing and not self._gathered():
             self._let_go(Unit.let_go)
 
@@ -862,9 +860,8 @@ class Pager:
             self._backward.units = []
         self._end_backward()
         self._withdraw_hooks()
-        if self._reduce_scatter is not None:
-            # Not as an exception passes: another rank may have none, and this one would wait for it.
-            self._reduce_scatter.abandon()
+        # Not as an exception passes: another rank may have none, and this one would wait for it.
+        self.gradient_sync.abandon()
         error: TieredError | None = None
         for unit in self.units:
             unit.arriving.close()
@@ -918,7 +915,7 @@ class Pager:
         below = hooks_active()
         if _owner(below) is self:
             return None
-        if of_checkpoint(below) and not (of_module and self._reduce_scatter is None):
+        if of_checkpoint(below) and not (of_module and not self.gradient_sync.several):
             return None
         if not below:
             return self.pack, self.unpack
@@ -1026,8 +1023,7 @@ class Pager:
         if backward is not None or (self._frames and not is_called_within({f.module for f in self._frames})):
             self.reset()  # what was before was interrupted
         self.intent.ready()
-        if self._reduce_scatter is not None:
-            self._reduce_scatter.pass_begins(backward=True)
+        self.gradient_sync.pass_begins(backward=True)
         torch.autograd.Variable._execution_engine.queue_callback(self._end_of_pass())
         backward = self._backward
         assert backward is not None
@@ -1044,7 +1040,7 @@ class Pager:
         self._leave_backward()
         try:
             self._close_gradients()
-            for unit, placement in () if self._reduce_scatter is None else self._reduce_scatter.backward_ended():
+            for unit, placement in self.gradient_sync.backward_ended():
                 self._updates.arrived(unit, placement)
             self._updates.finish(self.partition)
             self.intent.updated = False
@@ -1149,7 +1145,7 @@ class Pager:
         if not grad.is_meta:
             self._trimmer.passed(placement.nbytes)
         unit.gradients.arrived.add(placement)
-        if self._reduce_scatter is None:  # else once all ranks' are there
+        if not self.gradient_sync.several:  # else once all ranks' are there
             self._updates.arrived(unit, placement)
         if self._backward is None or graph_task() != self._backward.task:  # a backward pass within: more may come
             unit.gradients.deferred = True
@@ -1162,13 +1158,12 @@ class Pager:
                 self._leave_backward()
             self._updates.apply_ready()
             self._close_gradients()
-            if self._reduce_scatter is not None:
-                self._reduce_scatter.moved_on()
+            self.gradient_sync.moved_on()
             backward.graded = unit
 
     def _units_in_order(self) -> list[Touch]:
         """Return the units in the order of their modules: none where parts are gathered from other ranks."""
-        if self._reduce_scatter is not None:
+        if self.gradient_sync.several:
             return []
         return [Touch(unit.key, nbytes=unit.plan.stored_nbytes) for unit in self.units]
 

@@ -30,10 +30,37 @@ BACKLOG = 2
 
 
 class GradientSync(Protocol):
-    """What a model's gradients and parameters need of other processes between passes. All ranks call the same."""
+    """What a model's gradients and parameters need of other processes, within passes and between them. All ranks call the same.
+    """
 
+    several: bool
+    """Whether there are other processes, of which one must not hold a unit, or use a gradient, where another does not."""
     paused: bool
     """Gradients stay where they are: more backward passes come before they are used."""
+
+    def pass_begins(self, backward: bool = False) -> None:
+        """Begin a forward or backward pass: what an interrupted one left is forgotten."""
+        ...
+
+    def before_hold(self, unit: Unit) -> None:
+        """Have what other processes updated of a unit that will be held now."""
+        ...
+
+    def after_hold(self, unit: Unit) -> None:
+        """Begin to fetch the unit that followed this one, which is held now, in the pass before."""
+        ...
+
+    def moved_on(self) -> None:
+        """Begin the reductions that are complete, as backward goes on to another unit."""
+        ...
+
+    def backward_ended(self) -> Iterable[tuple[Unit, Placement]]:
+        """Reduce what is left; return what got a gradient in this pass, on any rank, and was not said to have one yet."""
+        ...
+
+    def abandon(self) -> None:
+        """Wait for what is under way, and forget it: an exception struck, or all has ended."""
+        ...
 
     def refresh(self) -> None:
         """Fetch all parameters that other processes updated."""
@@ -49,9 +76,22 @@ class GradientSync(Protocol):
 
 
 class NoSync:
-    """Synchronisation of one process, which does nothing. Within passes it is not called."""
+    """Synchronisation of one process, which does nothing: a gradient is whole as it arrives."""
 
-    paused = False
+    several = paused = False
+
+    def pass_begins(self, backward: bool = False) -> None: ...
+
+    def before_hold(self, unit: Unit) -> None: ...
+
+    def after_hold(self, unit: Unit) -> None: ...
+
+    def moved_on(self) -> None: ...
+
+    def backward_ended(self) -> Iterable[tuple[Unit, Placement]]:
+        return ()
+
+    def abandon(self) -> None: ...
 
     def refresh(self) -> None: ...
 
@@ -79,6 +119,8 @@ class ReduceScatter:
     room for that (``overlapped``) one thing is done after the other; without room for a reduction beside the units that are
     held (``prompt``) all reductions come at the end of backward.
     """
+
+    several = True
 
     def __init__(
         self, ranks: Ranks, units: Sequence[Unit], *, early: bool, replicated: bool, overlapped: bool, prompt: bool
