@@ -38,7 +38,8 @@ def callables(module: str) -> Iterator[tuple[str, Callable[..., Any]]]:
     for name in found.__all__:
         value = getattr(found, name)
         if inspect.isclass(value):
-            if issubclass(value, BaseException | enum.Enum) or getattr(value, "_is_protocol", False) or name in VALUES:
+            abstract = getattr(value, "_is_protocol", False) or inspect.isabstract(value)
+            if issubclass(value, BaseException | enum.Enum) or abstract or name in VALUES:
                 continue
             of_class = {key for key, one in vars(value).items() if isinstance(one, classmethod | staticmethod)}
             for method in sorted(of_class):

@@ -30,6 +30,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable
 from functools import wraps
@@ -144,6 +145,14 @@ def whole_number(what: str, value: object, least: int = 1, most: int | None = No
         raise MisuseError(f"{what}, a whole number {span}, not {quoted(value)}")
 
 
+def number_between(what: str, value: object, above: float, below: float) -> None:
+    """Raise MisuseError where an argument is no number above one and below another. The message is ``what``, which says what it
+    measures, and what is given."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < below:
+        span = f"above {above}" if below == math.inf else f"above {above} and below {below}"
+        raise MisuseError(f"{what}, a number {span}, not {quoted(value)}")
+
+
 def listed(given: Iterable[_R], what: str) -> list[_R]:
     """Return the items of an iterable that a caller gives. Raises MisuseError, as ``expect_type``, for another type, and for a
     text."""
@@ -165,8 +174,9 @@ def path_of(path: object, what: str) -> str:
         parts = os.fsencode(text).split(b"/")
     except UnicodeEncodeError:
         parts = []
-    if not parts or "\0" in text:
-        raise MisuseError(f"{what} is {quoted(text)}, which is not the name of a file or folder")
+    if not text or not parts or "\0" in text:
+        here = "" if text else "; '.' is the current one"
+        raise MisuseError(f"{what} is {quoted(text)}, which is not the name of a file or folder{here}")
     if max(map(len, parts)) > LONGEST_NAME:
         raise MisuseError(f"{what} is {quoted(text)}, with a name of more than {LONGEST_NAME} bytes: give a shorter path")
     return str(text)

@@ -291,6 +291,7 @@ def test_what_cannot_be_planned(asked: dict[str, Any], told: str) -> None:
     [
         (Workload, {"batch": 0}, "batch is a number of sequences, a whole number from 1 on, not 0"),
         (Workload, {"sequence": 1.5}, "sequence is a number of tokens, a whole number"),
+        (Workload, {"loss": 5}, "loss is called with the output and the target, and 5 cannot be"),
         (Workload, {"accumulate": 1.5}, "accumulate is how many forwards and backwards a step has, a whole number"),
         (Sweep, {"ranks": [2, 0]}, "from 1 on, not 0"),
         (Sweep, {"ranks": 2}, "ranks are several, each a number of ranks"),

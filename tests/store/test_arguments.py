@@ -111,6 +111,9 @@ OPENED: dict[str, tuple[dict[str, Any], str]] = {
     "durability": ({"durability": "always"}, "'commit' or 'none'"),
     "scratch generation": ({"durability": "none", "generation": 1}, "no generations"),
     "backend": ({"backend": "spdk"}, "not 'spdk'"),
+    "backend int": ({"backend": 5}, "backend, where it is no function that makes one, is 'auto', .* not 5"),
+    "path empty": ({"path": ""}, "which is not the name of a file or folder; '.' is the current one"),
+    "read and drop": ({"access": "read", "generation": Generation(1, "drop")}, "changes nothing: leave out .*newer='drop'"),
     "eviction": ({"eviction": "lru"}, r"eviction is a tiered.Eviction\(policy=, deadline=\), not 'lru'"),
     "path int": ({"path": 3}, "a str or a pathlib.Path"),
     "path bytes": ({"path": b"state"}, "a str or a pathlib.Path"),
@@ -125,6 +128,7 @@ OPENED: dict[str, tuple[dict[str, Any], str]] = {
         (lambda: Eviction(deadline=-1), "a deadline is a number"),
         (lambda: Eviction("lru"), "policy makes a tier's policy, as tiered.LRU does; 'lru' cannot"),  # type: ignore[arg-type]
         (lambda: Generation("1"), "the number of a generation is an int"),  # type: ignore[arg-type]
+        (lambda: Generation(None, "drop"), "newer='drop' removes the generations after one: give its number"),
         (lambda: Generation(1, newer="lose"), "newer is 'keep' or 'drop', not 'lose'"),  # type: ignore[arg-type]
     ],
 )

@@ -362,11 +362,13 @@ def test_verify_without_threads_says_so(committed: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("access", ["read", "write"])
-def test_a_store_that_must_be_there(access: str, tmp_path: Path) -> None:
-    folder = tmp_path / "state"
+@pytest.mark.parametrize("place", ["{}/state", "~/state"])
+def test_a_store_that_must_be_there(place: str, access: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = Path(place.format(tmp_path))
     with pytest.raises(MisuseError, match="there is no store with a commit"):
         TieredStore.open(folder, dram=MIB, existing="must", access=access)
-    assert not folder.exists(), "nothing is made"
+    assert not list(tmp_path.iterdir()), "nothing is made"
     TieredStore.open(folder, dram=MIB).close()
     with pytest.raises(MisuseError, match="there is no store with a commit"):
         TieredStore.open(folder, dram=MIB, existing="must", access=access)

@@ -507,7 +507,7 @@ class TestRefused:
 
     def test_no_name(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(folder)
-        with pytest.raises(MisuseError, match=r"has a name; '\.' is the current one"):
+        with pytest.raises(MisuseError, match=r"'', which is not the name of a file or folder; '\.' is the current one"):
             verify("")
         assert verify(".").sound
 

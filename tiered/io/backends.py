@@ -20,7 +20,7 @@ def open_backend(backend: BackendName | Callable[[], IOBackend], depth: int) -> 
     Raises MisuseError for one that is unknown or does not work here, CapacityError where the kernel has no room for it,
     TieredError where the process has no descriptor or thread left for it.
     """
-    if not isinstance(backend, str):
+    if callable(backend):
         return backend()
     one_of("backend, where it is no function that makes one,", backend, get_args(BackendName))
     if backend in ("auto", "libaio"):

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tiered.errors import MisuseError, one_of, path_of, whole_number
+from tiered.errors import MisuseError, one_of, path_of, quoted, whole_number
 from tiered.planning.dry_run import Loss, Training, dry_run, on_meta
 from tiered.planning.notes import Step
 
@@ -148,7 +148,7 @@ class Workload:
     the cross-entropy of logits against tokens where there are tokens, and the mean of squares otherwise. ``accumulate``:
     forwards and backwards of a step, each of them with such a batch.
 
-    Raises MisuseError for a number below 1.
+    Raises MisuseError for a number below 1, and a loss that cannot be called.
     """
 
     batch: int = 1
@@ -162,6 +162,8 @@ class Workload:
         whole_number("batch is a number of sequences", self.batch)
         whole_number("sequence is a number of tokens", self.sequence)
         whole_number("accumulate is how many forwards and backwards a step has", self.accumulate)
+        if self.loss is not None and not callable(self.loss):
+            raise MisuseError(f"loss is called with the output and the target, and {quoted(self.loss)} cannot be")
 
 
 def subject_of(

@@ -185,6 +185,8 @@ class Generation:
 
     def __post_init__(self) -> None:
         one_of("newer", self.newer, get_args(Newer))
+        if self.number is None and self.newer == "drop":
+            raise MisuseError("newer='drop' removes the generations after one: give its number, too")
         if self.number is not None:
             whole_number("the number of a generation is an int", self.number, least=0)
 
@@ -229,12 +231,14 @@ class OpenOptions:
                 )
             return
         path_of(self.path, "the path of a store's folder, if not None,")
+        if not callable(self.backend):
+            one_of("backend, where it is no function that makes one,", self.backend, get_args(BackendName))
         if self.paths is not None and (not isinstance(self.paths, list | tuple) or not self.paths):
             raise MisuseError(f"paths is a list of folders, one on each drive, not {quoted(self.paths)}")
         for one in self.paths or ():
             path_of(one, "each of paths")
-        if self.access is Access.READ and (self.scratch or self.nvme is not None):
-            raise MisuseError("access='read' opens a commit, and changes nothing: leave durability= and nvme= out")
+        if self.access is Access.READ and (self.scratch or self.nvme is not None or self.opened.newer == "drop"):
+            raise MisuseError("access='read' opens a commit, and changes nothing: leave out durability=, nvme=, newer='drop'")
 
     @property
     def opened(self) -> Generation:
@@ -342,7 +346,7 @@ def _refuse_existing(options: OpenOptions) -> None:
     """Raise MisuseError where there is a store and should be none, or the other way round. Makes nothing."""
     if options.path is None or options.existing == "may":
         return
-    folder = os.path.abspath(options.path)
+    folder = os.path.abspath(os.path.expanduser(options.path))
     found = generations(folder) if os.path.isdir(folder) else []
     if options.existing == "must" and not found:
         raise MisuseError(f"there is no store with a commit in {folder}, and existing='must' makes none: name another folder")

@@ -147,8 +147,7 @@ def _obstacle(number: int, damages: Sequence[Damage], ends: Mapping[tuple[str, i
 
 def _named(path: str | os.PathLike[str]) -> Path:
     """Return the folder that a store would open by this name. Raises MisuseError where it would refuse."""
-    if not path_of(path, "the path of a store's folder"):
-        raise MisuseError("a store's folder has a name; '.' is the current one")
+    path_of(path, "the path of a store's folder")
     folder = Path(os.path.expanduser(path)).absolute()
     try:
         if folder.is_symlink():

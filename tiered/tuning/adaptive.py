@@ -21,7 +21,7 @@ from typing import get_args
 
 import torch
 
-from tiered.errors import MisuseError, listed, one_of, whole_number
+from tiered.errors import listed, number_between, one_of, whole_number
 from tiered.store.activations import Left, SavedTensors
 from tiered.system import free_in_heap, headroom
 from tiered.telemetry import ActivationStatistics
@@ -63,8 +63,7 @@ class AutoPlan:
         if self.memory is not None:
             parse_size(self.memory)
         whole_number("AutoPlan: passes is how many are measured", self.passes)
-        if not 0 < self.change < 1:
-            raise MisuseError(f"AutoPlan: change is a share between 0 and 1, not {self.change!r}")
+        number_between("AutoPlan: change is a share", self.change, 0, 1)
         for way in listed(self.ways, f"AutoPlan: ways are several of {', '.join(map(repr, get_args(Way)))}"):
             one_of("AutoPlan: each of ways", way, get_args(Way))
 

@@ -18,7 +18,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from tiered.errors import CapacityError, MisuseError, TieredError, WriteError, expect_type, listed, one_of, whole_number
+from tiered.errors import (
+    CapacityError,
+    MisuseError,
+    TieredError,
+    WriteError,
+    expect_type,
+    listed,
+    one_of,
+    path_of,
+    quoted,
+    whole_number,
+)
 from tiered.store import TieredStore
 from tiered.store.activations import refuse_one_tier
 from tiered.system import Trimmer, refuse_little_room, returned_at_once
@@ -414,6 +425,7 @@ class _Options:
         one_of("existing", self.existing, ("refuse", "overwrite", "resume"))
         expect_type(self.policy, Policy, "policy is a zero.Policy")
         expect_type(self.paging, Paging, "paging is a zero.Paging")
+        expect_type(self.stage, Stage | None, "stage is zero.Stage1(), zero.Stage2() or zero.Stage3()")
         if self.paging.slice_weights and self.existing == "resume":
             raise MisuseError("slice_weights=True divides a model anew, and existing='resume' has it as it was committed")
         whole_number("micro_batch is into how many parts units divide the batch", self.micro_batch)
@@ -428,6 +440,10 @@ class _Options:
             raise MisuseError("source= is for existing='resume': where the checkpoint is that this model goes on from")
         if self.weights is not None and (self.existing == "resume" or self.param_init_fn is not None):
             raise MisuseError("weights= gives a model its values: leave out param_init_fn=, and existing='resume'")
+        if self.weights is not None:
+            path_of(self.weights, "weights=, a safetensors file or a folder of them,")
+        if self.param_init_fn is not None and not callable(self.param_init_fn):
+            raise MisuseError(f"param_init_fn is called with a module, and {quoted(self.param_init_fn)} cannot be")
         if current.get() is not None:
             raise MisuseError("page the model after its zero.init block, not inside it")
         if f"{self.name}/".startswith(PREFIX):
@@ -778,16 +794,16 @@ def _key_of(unit: UnitPlan, owner: Owner) -> str:
 
 def _partition(stage: Stage | None, timeout: float | None) -> Partition:
     found = Stage3() if stage is None else stage
-    timeout = found.timeout if timeout is None else timeout
+    found = found if timeout is None else replace(found, timeout=timeout)
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size(found.group) > 1
     if not several:
-        if found.group is not None or timeout is not None:
+        if found.group is not None or found.timeout is not None:
             raise MisuseError(
                 f"timeout=, and the group of {type(found).__name__}, are for several processes: call "
                 "torch.distributed.init_process_group first"
             )
         return Unsharded()
-    return Sharded(Ranks(found.group, timeout), found)
+    return Sharded(Ranks(found.group, found.timeout), found)
 
 
 def _refuse_newer(source: str | os.PathLike[str], store: TieredStore, partition: Partition) -> None:

@@ -287,7 +287,8 @@ def test_options_that_contradict_each_other_are_refused(store: TieredStore, opti
     [
         ({"memory": "much"}, "much"),
         ({"passes": 0}, "a whole number from 1 on"),
-        ({"change": 1.0}, "between 0 and 1"),
+        ({"change": "a quarter"}, "change is a share, a number above 0 and below 1, not 'a quarter'"),
+        ({"change": 1.0}, "above 0 and below 1, not 1.0"),
         ({"ways": "store"}, "ways are several of"),
     ],
 )

@@ -798,6 +798,7 @@ def test_statistics_count_units_and_updates(store: TieredStore) -> None:
     [
         ({"largest_unit": 0}, "largest_unit is a number of bytes, a whole number from 1 on, not 0"),
         ({"slice_weights": True}, "larger than largest_unit=: give that"),
+        ({"largest_unit": 4096, "slice_weights": "no"}, "slice_weights is True or False, not 'no'"),
         ({"prefetch": "never"}, "prefetch is 'on' or 'off', not 'never'"),
         ({"update_tier": "nvme"}, "update_tier is 'dram' or 'hbm', not 'nvme'"),
     ],
@@ -805,6 +806,15 @@ def test_statistics_count_units_and_updates(store: TieredStore) -> None:
 def test_a_way_of_paging_that_cannot_be_is_refused(asked: dict[str, Any], told: str) -> None:
     with pytest.raises(MisuseError, match=told):
         zero.Paging(**asked)
+
+
+@pytest.mark.parametrize("stage", [zero.Stage1, zero.Stage2, zero.Stage3])
+def test_a_stage_says_what_its_processes_can_be(stage: Callable[..., zero.Stage]) -> None:
+    for wrong in (0, -1.0, float("nan"), float("inf"), True, "60s"):
+        with pytest.raises(MisuseError, match="seconds a rank waits for the others, a number above 0, not"):
+            stage(timeout=wrong)
+    with pytest.raises(MisuseError, match=r"group is what .* gives to its processes, not 5"):
+        stage(5)
 
 
 @pytest.mark.parametrize(
@@ -816,6 +826,11 @@ def test_a_way_of_paging_that_cannot_be_is_refused(asked: dict[str, Any], told: 
         ({"paging": zero.Paging(largest_unit=4096, slice_weights=True), "existing": "resume"}, "as it was committed"),
         ({"stage": zero.Stage2(timeout=5.0)}, "group of Stage2, are for several processes"),
         ({"timeout": 5.0}, "timeout=, .* are for several processes"),
+        ({"timeout": -5.0}, "timeout is how many seconds a rank waits for the others, a number above 0, not -5.0"),
+        ({"stage": zero.Stage1}, r"stage is zero.Stage1\(\), zero.Stage2\(\) or zero.Stage3\(\), not a"),
+        ({"stage": 2}, r"stage is zero.Stage1\(\), .* not 2"),
+        ({"weights": 5}, "weights=, a safetensors file or a folder of them, is a str or a pathlib.Path, not 5"),
+        ({"param_init_fn": "zeros"}, "param_init_fn is called with a module, and 'zeros' cannot be"),
     ],
 )
 def test_arguments_that_cannot_be_leave_the_store_as_it_is(store: TieredStore, asked: dict[str, Any], told: str) -> None:

@@ -271,6 +271,7 @@ class Paging:
         one_of("prefetch", self.prefetch, get_args(Prefetch))
         one_of("update_tier", self.update_tier, get_args(UpdateTier))
         one_of("experts", self.experts, ("sliced", "whole"))
+        expect_type(self.slice_weights, bool, "slice_weights is True or False")
         if self.largest_unit is not None:
             whole_number("largest_unit is a number of bytes", self.largest_unit)
         elif self.slice_weights:

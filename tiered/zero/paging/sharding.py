@@ -9,17 +9,19 @@ A partition knows plans of units, never units: ``reduction.gradient_sync`` makes
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from tiered.errors import CommitError, MisuseError, RankError, TieredError
+from tiered.errors import CommitError, MisuseError, RankError, TieredError, expect_type, number_between
 from tiered.store import TieredStore
 from tiered.types import Access, Owner, TensorSpec
 from tiered.zero.collectives import Agree, Ranks, Term
@@ -31,36 +33,33 @@ from tiered.zero.rules.forms import StateForm
 
 __all__ = ["Partition", "Sharded", "Stage", "Stage1", "Stage2", "Stage3", "Unsharded"]
 
-class Stage(Protocol):
-    """What ranks divide beside the optimizer's states, and which processes these are."""
+@dataclass(frozen=True)
+class Stage(ABC):
+    """What ranks divide beside the optimizer's states, and which processes these are: those of ``group`` (None: all).
 
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """Return the processes that divide it; None: all."""
-        ...
+    ``timeout``: seconds that a rank waits for the others before all raise RankError (None: as ``group`` has it). ``early``:
+    gradients are reduced as soon as backward has completed a unit; otherwise they are reduced once a step. ``replicated``: each
+    rank has all parameters. Raises MisuseError for a group that is none, and a timeout that is not above 0."""
 
-    @property
-    def timeout(self) -> float | None:
-        """Return the seconds that a rank waits for the others before all raise RankError; None: as ``group`` has it."""
-        ...
+    group: dist.ProcessGroup | None = None
+    timeout: float | None = None
+    early: ClassVar[bool]
+    replicated: ClassVar[bool]
 
-    @property
-    def early(self) -> bool:
-        """Return whether gradients are reduced as soon as backward has completed a unit; otherwise they are reduced once a
-        step."""
-        ...
+    def __post_init__(self) -> None:
+        if self.group is not None:
+            expect_type(self.group, dist.ProcessGroup, "group is what torch.distributed.new_group gives to its processes")
+        if self.timeout is not None:
+            number_between("timeout is how many seconds a rank waits for the others", self.timeout, 0, math.inf)
 
-    @property
-    def replicated(self) -> bool:
-        """Return whether each rank has all parameters."""
-        ...
-
+    @abstractmethod
     def stored(
         self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, checkpoint: CheckpointRecord, ranks: Ranks
     ) -> ParameterStorage:
         """Make the storage of one unit's parameters. ``updates``: the store, where updates are computed."""
         ...
 
+    @abstractmethod
     def filling(
         self, store: TieredStore, owner: Owner, key: str, plan: UnitPlan, ranks: Ranks
     ) -> AbstractContextManager[torch.Tensor]:
@@ -68,15 +67,13 @@ class Stage(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Stage1:
+class Stage1(Stage):
     """Optimizer states are divided, among the processes of ``group`` (None: all). Each rank's store has all parameters, and its
     own gradients of all of them until ``step()``: however many backward passes there are before it, they are reduced once.
 
-    ``timeout``: seconds that a rank waits for the others before all raise RankError (None: as ``group`` has it)."""
+    ``timeout``: seconds that a rank waits for the others before all raise RankError (None: as ``group`` has it). Raises
+    MisuseError for a group that is none, and a timeout that is not above 0."""
 
-    group: dist.ProcessGroup | None = None
-    timeout: float | None = None
     early, replicated = False, True
 
     def stored(
@@ -90,13 +87,10 @@ class Stage1:
         return Unsharded().filling(store, owner, key, plan)
 
 
-@dataclass(frozen=True)
-class Stage2:
+class Stage2(Stage):
     """Optimizer states and gradients are divided, among ranks as with ``Stage1``: each backward pass reduces them, unless it is
     within ``zero.no_sync``. Each rank's store has all parameters."""
 
-    group: dist.ProcessGroup | None = None
-    timeout: float | None = None
     early, replicated = True, True
 
     def stored(
@@ -114,12 +108,9 @@ FILLING = "fill the units of this model"
 """What ranks agree on before each unit's first values are exchanged, and when all of them are."""
 
 
-@dataclass(frozen=True)
-class Stage3:
+class Stage3(Stage):
     """Parameters are divided, too, among ranks as with ``Stage1``: those of a unit are gathered before it computes."""
 
-    group: dist.ProcessGroup | None = None
-    timeout: float | None = None
     early, replicated = True, False
 
     def stored(
