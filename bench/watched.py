@@ -79,7 +79,10 @@ class _WatchedLease:
 def watch(store: TieredStore) -> Iterator[Watched]:
     """Write down what ``store`` is asked for meanwhile."""
     found = Watched()
-    lease, create, put = store.lease, store.create, store.put
+    lease, create, put, put_temporary, copy_into = (
+        *(store.lease, store.create, store.put),
+        *(store._put_temporary, store._copy_into),  # of activations
+    )
 
     def watched_lease(keys: Any, *, access: Any = "read", **more: Any) -> _WatchedLease:
         names = [keys] if isinstance(keys, str) else list(keys)
@@ -96,8 +99,27 @@ def watch(store: TieredStore) -> Iterator[Watched]:
         found.touched([key], Access.PUT, store)
         found.still()
 
-    store.lease, store.create, store.put = watched_lease, watched_create, watched_put  # type: ignore[method-assign,assignment]
+    def watched_put_temporary(key: str, contents: torch.Tensor, lifetime: Any) -> None:
+        put_temporary(key, contents, lifetime)
+        found.touched([key], Access.PUT, store)
+        found.still()
+
+    def watched_copy_into(target: torch.Tensor, key: str) -> bool:
+        was_there = copy_into(target, key)
+        found.touched([key], Access.READ, store)
+        found.still()
+        return was_there
+
+    watched = {
+        "lease": watched_lease,
+        "create": watched_create,
+        "put": watched_put,
+        "_put_temporary": watched_put_temporary,
+        "_copy_into": watched_copy_into,
+    }
+    vars(store).update(watched)
     try:
         yield found
     finally:
-        del store.lease, store.create, store.put
+        for name in watched:
+            delattr(store, name)

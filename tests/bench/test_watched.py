@@ -47,5 +47,5 @@ def test_a_step_that_keeps_inputs_is_watched_whole() -> None:
             optimizer.step()
             optimizer.zero_grad()
     watched = iter(seen.rounds[0])
-    assert {touch.use for touch in order if "/input/" in touch.key} == {PUT, READ}
+    assert {touch.use for touch in order if touch.key.startswith("tiered.saved/")} == {PUT, READ}
     assert all((touch.key, touch.use) in watched for touch in order), "in this order"

@@ -74,7 +74,7 @@ def nothing_is_left(store: TieredStore) -> None:
     with books.lock:
         books.sweep()
     assert not books.traces
-    assert (books.free, books.used) == ([], 0)
+    assert (books.free, books.used) == ({}, {})
     assert store._engine.state.doomed == {}
     if not len(store):
         assert [tier.used for tier in store.statistics().tiers] == [0] * len(store.statistics().tiers)

@@ -219,12 +219,12 @@ class _SavedTensor:
 class _Region:
     """Bytes ``begin`` to ``begin + nbytes`` of a storage, at one version.
 
-    ``alias``: in memory, a tensor over the storage. ``keys``: in the store, the pieces; ``lifetime`` keeps them. ``restored``:
-    memory with the bytes, which begin at ``phase``.
+    ``alias``: in memory, a tensor over the storage. ``pieces``: what is in the store. ``restored``: memory with the bytes,
+    which begin at ``phase``.
     """
 
     __slots__ = (
-        *("__weakref__", "alias", "begin", "device", "hinted", "keys", "lifetime", "nbytes", "phase", "place", "restored"),
+        *("__weakref__", "alias", "begin", "device", "hinted", "nbytes", "phase", "pieces", "place", "restored"),
         *("storage", "stream", "trace", "version", "witness"),
     )
 
@@ -236,12 +236,11 @@ class _Region:
         """While this exists, no other storage object has the same address."""
         phase = (tensor.untyped_storage().data_ptr() + begin) % KERNEL_ALIGNMENT
         self.phase = phase if phase % WIDEST == 0 else 0
-        self.keys: list[str] = []
-        self.lifetime: Token | None = None
+        self.pieces: Pieces | None = None
         self.restored: torch.Tensor | None = None
         self.hinted = False
         self.place = -1
-        self.trace: _Trace
+        self.trace: _RegionTrace
 
     @property
     def unchanged(self) -> bool:
@@ -263,9 +262,86 @@ class _Region:
         return torch.empty(self.phase + padded, dtype=torch.uint8, device=self.device)[self.phase :]
 
 
-class _Trace(weakref.ref[_Region]):
-    """Weak reference to a region, with what has to be put right once the region is gone. The values are those of a region of
-    which nothing is known yet: an exception of a signal handler may end it there."""
+class Trace(weakref.ref[Any]):
+    """Weak reference to what has temporary tensors, with what has to be put right once that is gone. Its callback is a C
+    method, which no signal handler can interrupt. The values are those of something of which nothing is known yet: an
+    exception of a signal handler may end it there."""
+
+    label = ""
+    number: int | None = None
+
+    def ended(self) -> None:
+        """Count without what is gone. May be called twice."""
+
+
+class Numbers:
+    """The numbers that name temporary tensors, by label: the smallest one that is free, so that each step has the same keys."""
+
+    def __init__(self) -> None:
+        self.free: dict[str, list[int]] = {}
+        self.used: dict[str, int] = {}
+        self.traces: dict[int, Trace] = {}  # by identity: one that is gone before it was here cannot be hashed
+        self.gone: deque[Trace] = deque()
+
+    def watch(self, trace: Trace) -> None:
+        """Notice, from here on, the end of what ``trace``, which was made with ``gone.append``, refers to."""
+        self.traces[id(trace)] = trace
+
+    def take(self, trace: Trace, label: str = "") -> int:
+        """Return a number that is that of ``trace`` until ``sweep`` finds it gone."""
+        free = self.free.setdefault(label, [])
+        number = heapq.heappop(free) if free else self.used.get(label, 0)
+        self.used[label] = max(self.used.get(label, 0), number + 1)
+        trace.label, trace.number = label, number
+        return number
+
+    def sweep(self) -> None:
+        """Free the numbers of what is gone. Its end is noticed elsewhere, perhaps inside a garbage collection."""
+        while self.gone:
+            trace = self.gone[0]
+            trace.ended()
+            if trace.number is not None:
+                # A number that an exception loses here is nobody's. That is better than twice somebody's.
+                number, trace.number = trace.number, None
+                heapq.heappush(self.free[trace.label], number)
+            self.traces.pop(id(trace), None)
+            self.gone.popleft()
+        if self.used and not self.traces:  # also numbers that an exception lost
+            self.free.clear()
+            self.used.clear()
+
+
+class Pieces:
+    """Bytes that are in the store, in temporary tensors, until the last reference to this object is gone.
+
+    ``contents``: uint8 of one dimension, in pieces of at most ``most`` bytes under ``tiered.saved/BASE``, with ``.0`` and so on
+    behind it where there are several. Raises what ``put`` raises.
+    """
+
+    def __init__(self, store: TieredStore, base: str, contents: torch.Tensor, most: int) -> None:
+        self._store, self._most, self._lifetime = store, most, Token()
+        pieces = torch.split(contents, most)
+        base = f"{TEMPORARY}{base}"
+        self.keys = [base] if len(pieces) == 1 else [f"{base}.{number}" for number in range(len(pieces))]
+        for key, piece in zip(self.keys, pieces, strict=True):
+            store._put_temporary(key, piece, self._lifetime)
+
+    def copy_into(self, target: torch.Tensor) -> int:
+        """Copy all into ``target``, uint8 of one dimension; return the bytes that were in memory already. Raises what ``get``
+        raises, and MisuseError where the store went back to a commit since."""
+        there = 0
+        try:
+            for key, part in zip(self.keys, torch.split(target, self._most), strict=True):
+                there += part.nbytes if self._store._copy_into(part, key) else 0
+        except KeyNotFound as error:
+            raise MisuseError(
+                "this graph was made before a rollback of the store that had its activations: compute the loss again"
+            ) from error
+        return there
+
+
+class _RegionTrace(Trace):
+    """Of a region."""
 
     owner: Callable[[], SavedTensors | None] = staticmethod(lambda: None)
     address = -1
@@ -276,48 +352,26 @@ class _Trace(weakref.ref[_Region]):
     """Bytes that count as restored."""
     stored = 0
     """Bytes that are in the store."""
-    number: int | None = None
+
+    def ended(self) -> None:
+        owner = self.owner()
+        if owner is not None:
+            owner.region_ended(self)
 
 
-class _Books:
-    """The numbers that name what one store has of activations, and the regions that are gone. ``lock`` guards all of the
-    store's ``SavedTensors``: autograd unpacks in threads of its own where a graph has several devices."""
+class _Books(Numbers):
+    """Numbers of the regions that one store has, or will have. ``lock`` guards all of the store's ``SavedTensors``: autograd
+    unpacks in threads of its own where a graph has several devices."""
 
     def __init__(self, pool: int) -> None:
+        super().__init__()
         self.lock = threading.RLock()
         self.trimmer = Trimmer(pool)
         """Gives the system memory back that activations leave free between others: glibc would keep all of it."""
-        self.free: list[int] = []
-        self.used = 0
-        self.traces: dict[int, _Trace] = {}  # by identity: one that is gone before it was here cannot be hashed
-        self.gone: deque[_Trace] = deque()
 
     @staticmethod
     def of(store: TieredStore) -> _Books:
         return store.attached.made(_Books, lambda: _Books(store.statistics().tier("dram").capacity))
-
-    def take(self) -> int:
-        """Return the smallest number that is free: each step then has the same keys."""
-        if self.free:
-            return heapq.heappop(self.free)
-        self.used += 1
-        return self.used - 1
-
-    def sweep(self) -> None:
-        """Free the numbers of regions that are gone, and count without them."""
-        while self.gone:
-            trace = self.gone[0]
-            owner = trace.owner()
-            if owner is not None:
-                owner.region_ended(trace)
-            if trace.number is not None:
-                number, trace.number = trace.number, None
-                heapq.heappush(self.free, number)
-            self.traces.pop(id(trace), None)
-            self.gone.popleft()
-        if self.used and not self.traces:  # also numbers that an exception lost
-            self.free.clear()
-            self.used = 0
 
 
 # -- the owner ---------------------------------------------------------------------------------------------------------------
@@ -357,16 +411,16 @@ class SavedTensors:
         """Bytes that are fetched ahead of backward."""
         self._devices = {"cpu", "cuda", store.device.type}
         self._books = _Books.of(store)
-        self._known: dict[int, list[_Trace]] = {}
+        self._known: dict[int, list[_RegionTrace]] = {}
         """By the address of a storage object: its regions."""
-        self._young: dict[int, _Trace] = {}
-        self._cached: dict[int, _Trace] = {}
-        self._stored: dict[int, _Trace] = {}
+        self._young: dict[int, _RegionTrace] = {}
+        self._cached: dict[int, _RegionTrace] = {}
+        self._stored: dict[int, _RegionTrace] = {}
         """The newest regions, those that are restored, and those in the store, by the identity of the trace, oldest first."""
         self._young_bytes = self._cached_bytes = 0
         self.regions = 0
         """Bytes of all regions so far: of what autograd would have kept in memory."""
-        self._shared: list[tuple[int, int, int, _Trace]] = []
+        self._shared: list[tuple[int, int, int, _RegionTrace]] = []
         """A heap of when to look again whether somebody else keeps a region, an order among equals, and what the wait was."""
         self._order = count()
         self._seen = self._in_store = self._placed = 0
@@ -410,7 +464,7 @@ class SavedTensors:
         begin, end = _extent(tensor)
         known = self._known.setdefault(storage._cdata, [])
         for trace in known:
-            region = trace()
+            region: _Region | None = trace()
             if region is not None and region.shows(begin, end) and region.unchanged and region.version == tensor._version:
                 self._counts["shared"] += tensor.nbytes
                 return region
@@ -421,8 +475,8 @@ class SavedTensors:
         else:
             begin, end = 0, whole
         region = _Region(tensor, witness, begin, end - begin)
-        trace = region.trace = _Trace(region, self._books.gone.append)
-        self._books.traces[id(trace)] = trace
+        trace = region.trace = _RegionTrace(region, self._books.gone.append)
+        self._books.watch(trace)
         trace.owner, trace.address, trace.young = weakref.ref(self), storage._cdata, region.nbytes
         known.append(trace)
         self._young[id(trace)] = trace
@@ -450,7 +504,7 @@ class SavedTensors:
             for trace, wait in later:
                 self._offload(trace, min(LATEST, 2 * wait))
 
-    def _offload(self, trace: _Trace, wait: int) -> None:
+    def _offload(self, trace: _RegionTrace, wait: int) -> None:
         """Put a region into the store. Where somebody else keeps its memory, look again when ``wait`` more tensors were saved.
         """
         region = trace()
@@ -466,21 +520,16 @@ class SavedTensors:
             memory[: region.nbytes].copy_(contents)
             region.restored, region.alias = memory.data, None
             return
-        trace.number = self._books.take()
-        lifetime, before = Token(), self.store._waited()
-        pieces = torch.split(contents, self._piece)
-        base = f"{TEMPORARY}{trace.number}"
-        keys = [base] if len(pieces) == 1 else [f"{base}.{number}" for number in range(len(pieces))]
-        for key, piece in zip(keys, pieces, strict=True):
-            self.store._put_temporary(key, piece, lifetime)
+        number = self._books.take(trace)
+        before = self.store._waited()
+        pieces = Pieces(self.store, str(number), contents, self._piece)
         self._waited["forward"] += self.store._waited() - before
         self._placed += 1
         region.place, trace.stored = self._placed, region.nbytes
         self._stored[id(trace)] = trace
         self._counts["offloaded"] += region.nbytes
         self._in_store += region.nbytes
-        region.keys, region.lifetime = keys, lifetime
-        region.alias = None
+        region.pieces, region.alias = pieces, None
         self._passed(region)
 
     def _passed(self, region: _Region) -> None:
@@ -523,18 +572,13 @@ class SavedTensors:
         if region.restored is not None:
             if region.restored._version != 0:
                 raise _changed(saved.dtype, saved.size, saved.version + region.restored._version, saved.version)
-            if region.stream == _stream(region.device) or not region.keys:
+            if region.stream == _stream(region.device) or region.pieces is None:
                 return region.restored
         self._fetch_ahead(region.place)
         memory = region.room()
         target, before = memory.detach()[: region.nbytes], self.store._waited()
-        try:
-            for key, part in zip(region.keys, torch.split(target, self._piece), strict=True):
-                self._counts["hidden"] += part.nbytes if self.store._copy_into(part, key) else 0
-        except KeyNotFound as error:
-            raise MisuseError(
-                "this graph was made before a rollback of the store that had its activations: compute the loss again"
-            ) from error
+        assert region.pieces is not None
+        self._counts["hidden"] += region.pieces.copy_into(target)
         self._waited["backward"] += self.store._waited() - before
         self._counts["restored"] += region.nbytes
         region.hinted, region.stream = False, _stream(region.device)
@@ -548,7 +592,7 @@ class SavedTensors:
             self._forget_restored(next(iter(self._cached.values())))
         return memory
 
-    def _forget_restored(self, trace: _Trace) -> None:
+    def _forget_restored(self, trace: _RegionTrace) -> None:
         """Let go of the memory to which a region was restored; whoever shows it keeps it."""
         self._cached.pop(id(trace), None)
         self._cached_bytes -= trace.cached
@@ -567,7 +611,7 @@ class SavedTensors:
             room -= region.nbytes
             if not region.hinted:
                 region.hinted = True
-                keys += region.keys
+                keys += region.pieces.keys if region.pieces is not None else []
                 device = region.device
             if room <= 0:
                 break
@@ -576,7 +620,7 @@ class SavedTensors:
 
     # -- the end -----------------------------------------------------------------------------------------------------------
 
-    def region_ended(self, trace: _Trace) -> None:
+    def region_ended(self, trace: _RegionTrace) -> None:
         """Count without a region that is gone."""
         for books in (self._young, self._cached, self._stored):
             books.pop(id(trace), None)

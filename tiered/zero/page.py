@@ -269,8 +269,9 @@ def page(
     ``paging``: into what the model is divided, and how that moves, see ``zero.Paging``.
     ``micro_batch``: into how many parts the batch is divided inside units (1: not at all). Parameters are then read twice a
     step however large the batch is, and only one part's inside is in memory; what backward needs of the rest is computed
-    again, from inputs that wait in the store as ``NAME/input/…``. The outermost modules whose parameters are all in memory
-    while they run (``statistics(model).split``; never ``model`` itself when it has some) run on one part after the other. The
+    again, from inputs that wait in the store as ``tiered.saved/NAME/…``. The outermost modules whose parameters are all in
+    memory while they run (``statistics(model).split``; never ``model`` itself when it has some) run on one part after the
+    other. The
     batch is the leading size of the first tensor that ``model`` is given. Arguments of that leading size are split, others,
     parameters and buffers are shared, and a module without an argument to split runs whole. Parts differ by at most one
     sample. Outputs are put together along the first dimension; what has another leading size must be equal for all parts.

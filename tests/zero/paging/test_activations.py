@@ -28,7 +28,7 @@ STEPS = 5
 
 
 def saved(store: TieredStore) -> list[str]:
-    return [key for key in store if key.startswith("tiered.saved/") or "/input/" in key]
+    return [key for key in store if key.startswith("tiered.saved/")]
 
 
 def pager_gone(store: TieredStore) -> None:

@@ -62,7 +62,7 @@ def test_it_comes_back_as_it_was(store: TieredStore, tensor: torch.Tensor, look:
     del parts, kept, whole
     if original.dim() and len(original) > 3:
         del found
-    keeper.sweep()
+    store.offload()  # waits for transfers of what is to be deleted
     assert len(store) == 0
 
 
@@ -71,7 +71,7 @@ def test_large_ones_go_to_the_store_in_pieces_and_small_ones_do_not(store: Tiere
     small = keeper.keep("small", torch.zeros(SMALL - 1, dtype=torch.uint8), [SMALL - 1])
     assert len(store) == 0
     large = keeper.keep("large", torch.zeros(3 * PIECE + 1, dtype=torch.uint8), [3 * PIECE + 1])
-    assert sorted(store) == [f"m/input/large#0.{piece}" for piece in range(4)]
+    assert sorted(store) == [f"tiered.saved/m/large#0.{piece}" for piece in range(4)]
     more_than_the_pool = torch.randn(600_000)
     huge = keeper.keep("huge", more_than_the_pool, [600_000])
     assert huge is not None
@@ -93,12 +93,12 @@ def test_a_tensor_that_did_not_change_is_kept_once(store: TieredStore) -> None:
     assert third is not None
     assert third[0] is not first[0]
     assert torch.equal(third[0].restore(), first[0].restore() + 1)
-    assert "m/input/a#1" in store
+    assert "tiered.saved/m/a#1" in store
     del first, second
-    keeper.sweep()
-    assert "m/input/a#0" not in store
+    store.offload()
+    assert "tiered.saved/m/a#0" not in store
     fourth = keeper.keep("a", torch.randn(5000), [5000])
-    assert "m/input/a#0" in store, "the smallest number that is free"
+    assert "tiered.saved/m/a#0" in store, "the smallest number that is free"
     del fourth, third, halves
 
 

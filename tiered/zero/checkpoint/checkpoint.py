@@ -210,8 +210,6 @@ def rollback(
         raise
     if generation is not None:
         pager.partition.refuse_apart(pager.store)
-    if pager.splitter is not None:
-        pager.splitter.activations.forget()
     pager.gradient_sync.paused = False
     recall(pager)
     extra = load_record(model, pager, read_record(pager.store, pager.name), training)

@@ -1,16 +1,14 @@
 """Keep in the store what autograd saves in forward for backward, and ask autograd what it is doing.
 
-Saved activations are ordinary tensors of the store, which spill to the disk under pressure. The functions that ask or change
+What is kept is in temporary tensors of the store, as what ``offload_activations`` moves there. The functions that ask or change
 autograd's state (hooks, recording, the running backward pass) use private functions of torch; all of those that paging needs
 are here.
 """
 
 from __future__ import annotations
 
-import heapq
 import sys
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
@@ -23,10 +21,9 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tiered.errors import LeaseConflict, MisuseError
+from tiered.errors import MisuseError
 from tiered.store import TieredStore
-from tiered.store.activations import KERNEL_ALIGNMENT, Hooks, are_offloading
-from tiered.zero.paging.storage import TensorStore, in_top_tier, model_named
+from tiered.store.activations import KERNEL_ALIGNMENT, Hooks, Numbers, Pieces, Trace, are_offloading
 
 __all__ = [
     "SMALL",
@@ -247,22 +244,21 @@ SMALL = 4 << 10
 
 
 class SavedActivation:
-    """One tensor in the store, with its strides. Its keys are deleted some time after the last reference to this object is
-    gone.
+    """One tensor in the store, with its strides, until the last reference to this object is gone.
 
     ``restore`` gives a copy: where the tensor was expanded (stride 0), of what it was expanded from.
     """
 
-    def __init__(self, store: TensorStore, books: _Books, tensor: torch.Tensor, piece: int) -> None:
-        self._store, self._books, self._piece = store, books, max(1, piece // tensor.itemsize)
+    def __init__(self, store: TieredStore, tensor: torch.Tensor, piece: int) -> None:
+        self._store, self._piece = store, piece
         self._expanded = tensor.size()
         tensor = unexpanded(tensor)
         self._dtype, self._size, self._stride = tensor.dtype, tensor.size(), tensor.stride()
         self._device = tensor.device
         self._phase = tensor.data_ptr() % KERNEL_ALIGNMENT // tensor.itemsize
         self._dense = tensor.numel() == _span(self._size, self._stride)
-        self.keys: list[str] = []
         self._small: torch.Tensor | None = None
+        self._pieces: Pieces | None = None
 
     def fill(self, tensor: torch.Tensor, key: str) -> None:
         """Put the values under ``key``, in pieces where they are many. Raises what the store raises."""
@@ -271,26 +267,19 @@ class SavedActivation:
             self._small = self._empty()
             self._small.copy_(tensor)
             return
-        flat = tensor.as_strided((tensor.numel(),), (1,)) if self._dense else tensor.reshape(-1)
-        pieces = torch.split(flat, self._piece)
-        for number, part in enumerate(pieces):
-            self.keys.append(key if len(pieces) == 1 else f"{key}.{number}")
-            self._store.put(self.keys[-1], part)
+        flat = tensor.as_strided((tensor.numel(),), (1,)) if self._dense else tensor.reshape(-1).contiguous()
+        self._pieces = Pieces(self._store, key, flat.view(torch.uint8), self._piece)
 
     @torch.no_grad()
     def restore(self) -> torch.Tensor:
         """Return a tensor of the same values, size, strides and dtype, which needs no gradient. Raises what the store raises,
         and MisuseError where the store went back to a commit since."""
-        if self._books.over:
-            raise MisuseError("this graph was made before zero.rollback, and what it needs is gone: compute the loss again")
         made = self._empty()
-        if self._small is not None:
+        if self._pieces is None:
+            assert self._small is not None, "it was filled"
             return made.copy_(self._small).expand(self._expanded)
         flat = made.as_strided((made.numel(),), (1,)) if self._dense else made.new_empty(made.numel())
-        for key, part in zip(self.keys, torch.split(flat, self._piece), strict=True):
-            with self._store.lease(key) as stored:
-                part.copy_(stored)
-            del stored
+        self._pieces.copy_into(flat.view(torch.uint8))
         if not self._dense:
             made.copy_(flat.view(self._size))
         return made.expand(self._expanded)
@@ -300,40 +289,16 @@ class SavedActivation:
         return memory.as_strided(self._size, self._stride, self._phase)
 
 
-class _Trace(weakref.ref[SavedActivation]):
-    """Weak reference to a ``SavedActivation``, with the keys to delete once it is gone. Its callback is a C method, which no
-    signal handler can interrupt. The values are those of one that has nothing yet: a signal handler may end it there."""
-
-    label = ""
-    number: int | None = None
-    keys: Sequence[str] = ()
-
-
-class _Books:
-    """Numbers that are free and used, by label; ``traces`` of the saved activations that are kept, and of those that are
-    ``gone``."""
-
-    def __init__(self) -> None:
-        self.free: dict[str, list[int]] = {}
-        self.used: dict[str, int] = {}
-        self.traces: dict[int, _Trace] = {}  # by identity: one that is gone before it was here cannot be hashed
-        self.gone: deque[_Trace] = deque()
-        self.known = WeakIdKeyDictionary()
-        self.over = False
-        """The store went back to a commit: the keys are gone, or others' by now."""
-
-
 class ActivationStore:
-    """Store of saved activations under ``NAME/input/LABEL#NUMBER``, the smallest number that is free: each step uses the same
-    keys.
+    """Store of activations that are kept as they are now, whatever becomes of their tensors: temporary tensors of the store,
+    under ``tiered.saved/NAME/LABEL#NUMBER``.
 
     A tensor that is kept twice, unchanged, is stored once. Used by one thread; what is kept may be let go of in any.
     """
 
     def __init__(self, store: TieredStore, name: str, piece: int) -> None:
-        self._all, self._owner, self._prefix, self._piece = store, model_named(name), f"{name}/input", piece
-        self._store = in_top_tier(store, self._owner)
-        self._books = _Books()
+        self._store, self._name, self._piece = store, name, piece
+        self._numbers, self._known = Numbers(), WeakIdKeyDictionary()
 
     def keep(self, label: str, tensor: torch.Tensor, sizes: Sequence[int]) -> list[SavedActivation] | None:
         """Keep ``tensor`` in parts of ``sizes`` along the first dimension; a single size is the whole tensor. Return one saved
@@ -345,53 +310,28 @@ class ActivationStore:
         self.sweep()
         if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or overlaps(unexpanded(tensor)):
             return None
-        known = self._books.known.get(tensor)  # type: ignore[no-untyped-call]
-        state = None if tensor.is_inference() else (tensor.data_ptr(), tensor._version, tuple(sizes))
-        if known is not None and known[0] == state:
+        known = self._known.get(tensor)  # type: ignore[no-untyped-call]
+        there = None if tensor.is_inference() else (tensor.data_ptr(), tensor._version, tuple(sizes), self._store.rollbacks)
+        if known is not None and known[0] == there:
             found = [reference() for reference in known[1]]
             if None not in found:
                 return found
         parts = [tensor] if len(sizes) == 1 else torch.split(tensor.detach(), list(sizes))
         kept = [self._keep(label if len(sizes) == 1 else f"{label}.{number}", part) for number, part in enumerate(parts)]
-        if state is not None:  # else nothing would tell that it was changed
-            self._books.known[tensor] = (state, [weakref.ref(one) for one in kept])
+        if there is not None:  # else nothing would tell that it was changed
+            self._known[tensor] = (there, [weakref.ref(one) for one in kept])
         return kept
 
     def _keep(self, label: str, tensor: torch.Tensor) -> SavedActivation:
-        books = self._books
-        kept = SavedActivation(self._store, books, tensor, self._piece)
-        free = books.free.setdefault(label, [])
-        number = heapq.heappop(free) if free else books.used.get(label, 0)
-        books.used[label] = max(books.used.get(label, 0), number + 1)
-        trace = _Trace(kept, books.gone.append)
-        trace.keys, trace.label, trace.number = kept.keys, label, number
-        books.traces[id(trace)] = trace  # from here on its end is noticed, and it has nothing in the store before
-        kept.fill(tensor, f"{self._prefix}/{label}#{number}")
+        kept = SavedActivation(self._store, tensor, self._piece)
+        trace = Trace(kept, self._numbers.gone.append)
+        self._numbers.watch(trace)
+        kept.fill(tensor, f"{self._name}/{label}#{self._numbers.take(trace, label)}")
         return kept
 
     def sweep(self) -> None:
-        """Delete the keys of saved activations that are gone. Their end is noticed elsewhere, perhaps inside a garbage
-        collection, where nothing may be deleted."""
-        books = self._books
-        while books.gone:
-            trace = books.gone[0]
-            try:
-                for key in trace.keys:
-                    if key in self._store:
-                        self._store.delete(key)
-            except LeaseConflict:  # an exception struck who read it: its lease ends with the pass, and a later sweep deletes it
-                return
-            books.gone.popleft()  # whose number is nobody's if this is interrupted here: better than twice somebody's
-            books.traces.pop(id(trace), None)
-            if trace.number is not None:
-                heapq.heappush(books.free[trace.label], trace.number)
-
-    def forget(self) -> None:
-        """Delete everything, because the store went back to a commit: graphs of before cannot be used any more."""
-        self._books.over = True
-        for key in [key for key in self._all.owned(self._owner) if key.startswith(f"{self._prefix}/")]:
-            self._store.delete(key)
-        self._books = _Books()
+        """Have the numbers of what is gone be free."""
+        self._numbers.sweep()
 
 
 def unexpanded(tensor: torch.Tensor) -> torch.Tensor:
