@@ -203,6 +203,21 @@ def test_what_is_kept_is_in_the_store_until_backward_or_until_the_graph_is_gone(
     del again
 
 
+def test_what_is_kept_is_in_no_commit_and_a_rollback_ends_it(store: TieredStore) -> None:
+    model = zero.page(nn.Sequential(*(nn.Linear(256, 256) for _ in range(2))), store, micro_batch=2)
+    x = torch.randn(64, 256)
+    before = model(x).sum()
+    store.commit()
+    assert len(kept(store)) == 4
+    store.rollback()
+    assert kept(store) == []
+    again = model(x).sum()
+    assert kept(store) == [f"tiered.saved/model/{layer}.0.{part}#1" for layer in range(2) for part in range(2)], "of x, too"
+    with pytest.raises(MisuseError, match="made before a rollback"):
+        before.backward()
+    again.backward()
+
+
 def test_a_graph_from_before_a_step_cannot_run_after_it(store: TieredStore) -> None:
     model = zero.page(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), store, micro_batch=2)
     optimizer = zero.AdamW(model.parameters())
