@@ -49,7 +49,7 @@ TREE: dict[str, tuple[str, ...]] = {
         *("intent", "leases", "digests", "collectives", "rank_stores", "rules", "paging", "construction", "record"),
         *("optimizers", "checkpoint", "page"),
     ),
-    "zero.rules": ("rule", "exact", "inexact", "forms"),
+    "zero.rules": ("rule", "exact", "inexact", "forms", "known"),
     "zero.paging": (
         *("units", "step_trace", "storage", "saved_tensors", "update", "tensors", "gradients", "sharding", "unit"),
         *("reduction", "recompute", "pager"),

@@ -135,6 +135,12 @@ def owner_decoded(text: str) -> Owner | None:
 BackendName = Literal["auto", "libaio", "aiofiles", "posix"]
 """Name of an I/O backend; "auto" is the fastest that works here."""
 
+OptimizerName = Literal[
+    "adamw", "adam", "nadam", "radam", "adamax", "sgd", "adagrad", "rmsprop", "lion", "adafactor", "adamw_bf16", "adamw8bit",
+    "adamw4bit",
+]  # fmt: skip
+"""Name of an optimizer in ``tiered.plan`` and ``tiered train --optimizer``: ``CHOICES`` in ``zero/rules/known.py`` has them."""
+
 Then = Literal["again", "end"]
 """What follows the end of an order of touches: the same order again, or nothing that is known."""
 

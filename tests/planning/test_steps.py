@@ -21,7 +21,7 @@ from tiered.cli.train.optimizers import kind_named
 from tiered.cli.train.options import OPTIMIZERS
 from tiered.planning.dry_run import Update
 from tiered.planning.notes import Step, in_groups
-from tiered.planning.plan import _RULES, Choice, Planner, uses_of
+from tiered.planning.plan import Choice, Planner, uses_of
 from tiered.planning.rehearsal import rehearse
 from tiered.planning.simulated import DriveRates
 from tiered.planning.sizes import sizes_of
@@ -194,8 +194,8 @@ def test_the_touches_of_accumulation_and_of_converted_parameters(tmp_path: Path,
 def test_the_touches_of_each_optimizer(tmp_path: Path, name: str) -> None:
     """Of each that ``tiered train`` and ``tiered plan`` offer."""
     kind = kind_named(name)
-    keys, uses, _ = uses_of(planned(Tied(), "on_fetch", 1, Policy(), _RULES[name]))
-    make = partial(kind.ours, lr=1e-3, **kind.settings)
+    keys, uses, _ = uses_of(planned(Tied(), "on_fetch", 1, Policy(), kind.known.usual))
+    make = partial(kind.ours, lr=1e-3)
     found = real(tmp_path / "store", Tied(), "on_fetch", 1, Policy(), make=make)
     assert list(zip(keys, uses, strict=True)) == [(touch.key, touch.use) for touch in found]
 

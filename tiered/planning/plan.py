@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -28,38 +28,16 @@ from tiered.planning.timing import Timing, measure_operations
 from tiered.store.activations import piece_of
 from tiered.store.opening import SMALLEST_DRAM, default_dram
 from tiered.system import KEPT, SELDOM
-from tiered.types import Use, format_size, parse_size
+from tiered.types import OptimizerName, Use, format_size, parse_size
 from tiered.zero.page import smallest_pool
 from tiered.zero.paging.recompute.micro_batch import split_modules
 from tiered.zero.paging.step_trace import LONGEST
 from tiered.zero.paging.units import Limits, ModelPlan, Policy, divide
-from tiered.zero.rules import exact, inexact
 from tiered.zero.rules.forms import forms_of
+from tiered.zero.rules.known import CHOICES
 from tiered.zero.rules.rule import WHOLE, UpdateRule
 
 __all__ = ["Choice", "Memory", "Offloading", "Plan", "Prediction", "Ranks", "Sweep", "plan"]
-
-Optimizer = Literal[
-    "adamw", "adam", "nadam", "radam", "adamax", "sgd", "adagrad", "rmsprop", "lion", "adafactor", "adamw_bf16", "adamw8bit",
-    "adamw4bit",
-]  # fmt: skip
-
-_RULES: dict[str, UpdateRule] = {
-    "adamw": exact.AdamWRule(1e-3, (0.9, 0.999), 1e-8, 0.01, False),
-    "adam": exact.AdamRule(),
-    "nadam": exact.NAdamRule(),
-    "radam": exact.RAdamRule(),
-    "adamax": exact.AdamaxRule(),
-    "sgd": exact.SGDRule(momentum=0.9),
-    "adagrad": exact.AdagradRule(),
-    "rmsprop": exact.RMSpropRule(),
-    "lion": exact.LionRule(),
-    "adafactor": exact.AdafactorRule(),
-    "adamw_bf16": inexact.AdamWBFloat16Rule(),
-    "adamw8bit": inexact.AdamW8bitRule(),
-    "adamw4bit": inexact.AdamW4bitRule(),
-}
-"""By the names of ``tiered train --optimizer``: the rules whose states a plan counts."""
 
 NAME = "model"
 REHEARSED = 3000
@@ -486,7 +464,7 @@ def plan(
     workload: Workload = USUAL,
     machine: Machine | str | os.PathLike[str] | Mapping[str, Any] | None = None,
     dram: int | str | None = None,
-    optimizer: Optimizer = "adamw",
+    optimizer: OptimizerName = "adamw",
     update: Update | None = None,
     activations: Activations | None = None,
     micro_batch: int | Sequence[int] | None = None,
@@ -514,7 +492,7 @@ def plan(
     Bytes are those of the store's own code, played in a store without memory; seconds are estimates. Raises MisuseError for
     what cannot be planned; a model that does not fit is an answer (``Plan.refused``), not an error.
     """
-    one_of("optimizer", optimizer, _RULES)
+    one_of("optimizer", optimizer, CHOICES)
     one_of("update", update, (*get_args(Update), None))
     one_of("activations", activations, (*get_args(Activations), None))
     expect_type(workload, Workload, "workload is a tiered.Workload")
@@ -527,7 +505,7 @@ def plan(
     if sweep.ranks and found is None:
         raise MisuseError("ranks need machine=, with its network")
     subject = subject_of(model, workload)
-    planner = Planner(subject, found, _RULES[optimizer], Policy(storage=storage), accumulate, measure)
+    planner = Planner(subject, found, CHOICES[optimizer].usual, Policy(storage=storage), accumulate, measure)
     budget = parse_size(dram) if dram is not None else _half(found)
     tokens = _tokens(subject) * accumulate
     divided: Sequence[Activations] = [activations or "memory"]  # which compute again anyway

@@ -29,25 +29,15 @@ from tiered.packing.quantised import FORMS, TYPES, packing_of
 from tiered.types import LARGEST, TensorSpec
 from tiered.zero.paging.units import OLDER_SHARE_STEP, Limits, Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import UPDATED_AT_ONCE, States
-from tiered.zero.rules import exact, inexact
 from tiered.zero.rules.forms import StateForm, form_named
+from tiered.zero.rules.known import RULES
 from tiered.zero.rules.rule import settings_of
 
 __all__ = [
-    *("RULES", "VERSION", "checked", "dumps", "in_memory", "limits_of", "loads", "plans", "refuse_other_states"),
+    *("VERSION", "checked", "dumps", "in_memory", "limits_of", "loads", "plans", "refuse_other_states"),
     *("refuse_other_tensors", "states_shown", "states_used", "type_named"),
 ]
 
-RULES: Mapping[str, type[Any]] = {
-    rule.__name__: rule
-    for rule in (
-        *(exact.SGDRule, exact.AdamRule, exact.AdagradRule, exact.RMSpropRule, exact.NAdamRule, exact.RAdamRule),
-        *(exact.AdamaxRule, exact.LionRule, exact.AdafactorRule, exact.MuonRule),
-        *(inexact.MuonBFloat16Rule, inexact.AdamWBFloat16Rule, inexact.AdamW8bitRule, inexact.AdamW4bitRule),
-        *(inexact.AdamWBFloat16RoundedRule, inexact.AdamW8bitRoundedRule, inexact.AdamW4bitRoundedRule),
-    )
-}
-"""Rules whose updates a record may have, by name, beside ``AdamWRule``."""
 INLINE = 16 << 10
 """Bytes: larger tensors become tensors of the store."""
 DEEPEST = 100

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.cli.train.trainings import TINY, losses, same, stop_at, values
 from tests.quick import quick
+from tiered import TieredStore, zero
 from tiered.cli.main import main
-from tiered.cli.train.optimizers import kind_of
-from tiered.cli.train.options import OPTIMIZERS, WITHOUT_REFERENCE, Options, default_of
-from tiered.zero.optimizers.optimizer import NAMED
+from tiered.cli.train.optimizers import kind_named
+from tiered.cli.train.options import OPTIMIZERS
+from tiered.zero.rules.known import CHOICES, KNOWN, Known
 
 PARAMETERS = 117_504
 """The model of TINY has a few more."""
 
 
-def options(**changes: Any) -> Options:
-    return Options(**{name: default_of(name) for name in Options.__dataclass_fields__} | changes)
-
-
-COMPARED = [name for name in OPTIMIZERS if name not in WITHOUT_REFERENCE]
+COMPARED = [name for name in OPTIMIZERS if kind_named(name).known.in_torch is not None]
 
 
 @pytest.mark.parametrize("name", quick(COMPARED, COMPARED[::2]))
@@ -38,10 +34,10 @@ def test_same_numbers_as_in_memory(name: str, tmp_path: Path, monkeypatch: pytes
         torch.set_num_threads(threads)
     report = json.loads(Path("report.json").read_text())
     assert report["identical"]
-    assert report["compared"]["optimizer states"]["numbers"] >= kind_of(options(optimizer=name)).states * PARAMETERS
+    assert report["compared"]["optimizer states"]["numbers"] >= (kind_named(name).bytes_kept - 4) / 4 * PARAMETERS
 
 
-@pytest.mark.parametrize("name", WITHOUT_REFERENCE)
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in COMPARED])
 def test_no_reference(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--check", *TINY, "--optimizer", name]) == 2
     assert f"torch has no {name}" in capsys.readouterr().err
@@ -83,8 +79,27 @@ def test_stopped_and_resumed(
 
 
 def test_names() -> None:
-    from tiered import zero
+    assert tuple(CHOICES) == OPTIMIZERS
+    assert set(COMPARED) == set(OPTIMIZERS) - {"lion", "adamw_bf16", "adamw8bit", "adamw4bit"}
 
-    without = {"Muon"}  # for matrices alone: it needs a second optimizer beside it
-    assert {kind_of(options(optimizer=name)).ours.__name__ for name in OPTIMIZERS} == set(NAMED) - without
-    assert all(issubclass(getattr(zero, name), zero.Optimizer) for name in NAMED)
+
+@pytest.mark.parametrize("known", KNOWN, ids=lambda known: known.rule.__name__)
+def test_an_optimizer_updates_by_its_rule(known: Known, tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.zeros(16, 16, dtype=torch.bfloat16))
+    with TieredStore.open(tmp_path / "store", dram="8MiB") as store:
+        made = getattr(zero, known.optimizer)([weight], **known.settings, **known.arguments, store=store)
+        assert isinstance(made, zero.Optimizer)
+        assert type(made.rule(0)) is known.rule
+        assert {name: made.param_groups[0][name] for name in known.settings} == known.settings
+
+
+def test_bytes_of_states() -> None:
+    kept = {name: round((kind_named(name).bytes_kept - 4) / 4, 6) for name in OPTIMIZERS}
+    assert kept == {
+        **dict.fromkeys(("adamw", "adam", "nadam", "radam", "adamax"), 2),
+        **dict.fromkeys(("sgd", "adagrad", "rmsprop", "lion"), 1),
+        "adafactor": round(2 / 1024, 6),
+        "adamw_bf16": 1,
+        "adamw8bit": round(2 / 4 + 2 / 256, 6),
+        "adamw4bit": round(1 / 4 + 2 / 128, 6),
+    }

@@ -42,6 +42,7 @@ OPTIMIZERS: dict[str, tuple[dict[str, Any], Made]] = {
     ),
     "Adagrad": ({"type": "Adagrad", "params": {"lr": 0.1}}, lambda p: torch.optim.Adagrad(p, 0.1, foreach=False)),
     "RMSprop": ({"type": "RMSprop", "params": {"lr": 1e-3}}, lambda p: torch.optim.RMSprop(p, 1e-3, foreach=False)),
+    "Adafactor": ({"type": "Adafactor", "params": {"lr": 1e-2}}, lambda p: torch.optim.Adafactor(p, 1e-2, foreach=False)),
     "Adadelta": ({"type": "Adadelta", "params": {"lr": 0.5}}, lambda p: torch.optim.Adadelta(p, 0.5, foreach=False)),
 }
 

@@ -123,8 +123,7 @@ class Stepper:
     ) -> None:
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.model = zero.page(model, store, **paging)
-        kind = kind_named(optimizer)
-        self._optimizer = kind.ours(self.model.parameters(), lr=1e-4, update=update, **kind.settings)
+        self._optimizer = kind_named(optimizer).ours(self.model.parameters(), lr=1e-4, update=update)
         self._loss, self._passes, self._meter = loss, passes, Meter(store)
 
     def step(self) -> Usage:

@@ -15,7 +15,6 @@ from tiered.cli.train.options import (
     MODEL_HELP,
     OPTIMIZERS,
     UPDATES,
-    WITHOUT_REFERENCE,
     Options,
     default_of,
 )
@@ -274,6 +273,12 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace, given: lis
     options = _options(parser, parsed, values)
     if parsed.check:
         from tiered.cli.train.check import check
+        from tiered.cli.train.optimizers import kind_of
+
+        if kind_of(options).known.in_torch is None:
+            parser.error(
+                f"--check compares with an optimizer of torch's, and torch has no {options.optimizer}: give another --optimizer"
+            )
 
         return check(options)
     from tiered.cli.train.run import train
@@ -288,10 +293,6 @@ def _options(parser: argparse.ArgumentParser, parsed: argparse.Namespace, given:
         options = replace(options, steps=None)
     if parsed.update == "in_backward":
         options = replace(options, accumulate=1, clip=0.0)
-    if parsed.check and options.optimizer in WITHOUT_REFERENCE:
-        parser.error(
-            f"--check compares with an optimizer of torch's, and torch has no {options.optimizer}: give another --optimizer"
-        )
     if options.width % options.heads:
         parser.error(f"--width {options.width} is not a multiple of --heads {options.heads}")
     return options

@@ -2,77 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from tiered import MisuseError, zero
+from tiered import zero
 from tiered.cli.train.model import GRADIENT_BYTES
-from tiered.cli.train.options import OPTIMIZERS, Options
+from tiered.cli.train.options import Options
+from tiered.zero.rules.forms import forms_of
+from tiered.zero.rules.known import CHOICES, Known
 
 __all__ = ["OptimizerKind", "decayed", "kind_named", "kind_of"]
 
 FP32_BYTES = 4
+MATRIX = torch.Size((1024, 1024))
+"""Shape of the parameter by which bytes of states are counted: these are matrices, but for a few vectors."""
 
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """One optimizer. ``states`` of 4 bytes are kept for each parameter, and of fewer bytes as many as have these together;
-    ``settings`` are those beside learning rate and decay; ``theirs`` is torch's class, None where it has none, with ``kernel``
-    as what makes it the same to the bit."""
+    """One optimizer."""
 
-    ours: Callable[..., zero.Optimizer]
-    theirs: type[torch.optim.Optimizer] | None
-    states: float
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    kernel: Mapping[str, Any] = field(default_factory=dict)
+    known: Known
 
     @property
     def bytes_kept(self) -> float:
         """Return the bytes of a parameter and its states."""
-        return FP32_BYTES * (1 + self.states)
+        elements = MATRIX.numel()
+        forms = forms_of(self.known.usual, torch.float32).values()
+        return FP32_BYTES + sum(form.count(elements, MATRIX) * form.dtype.itemsize for form in forms) / elements
 
     @property
     def bytes_in_memory(self) -> float:
         """Return the bytes of a parameter, its states and its gradient, as training in memory has them."""
         return self.bytes_kept + GRADIENT_BYTES
 
-    def in_store(self, model: nn.Module, options: Options) -> zero.Optimizer:
-        """Make the optimizer of a paged model."""
-        return self.ours(decayed(model, options.weight_decay), lr=options.lr, update=options.update, **self.settings)
-
-    def in_memory(self, model: nn.Module, options: Options) -> torch.optim.Optimizer:
-        """Make torch's optimizer of a model in memory. Raises MisuseError where torch has none."""
-        if self.theirs is None:
-            raise MisuseError(f"torch has no {options.optimizer} to compare with: --check needs another --optimizer")
-        make: Any = self.theirs
-        made: torch.optim.Optimizer = make(
-            decayed(model, options.weight_decay), lr=options.lr, **self.settings, **self.kernel
+    def ours(self, params: Any, **given: Any) -> zero.Optimizer:
+        """Make the optimizer of parameters that are paged, with its usual settings beside what is ``given``."""
+        made: zero.Optimizer = getattr(zero, self.known.optimizer)(
+            params, **{**self.known.settings, **self.known.arguments, **given}
         )
         return made
 
+    def in_store(self, model: nn.Module, options: Options) -> zero.Optimizer:
+        """Make the optimizer of a paged model."""
+        return self.ours(decayed(model, options.weight_decay), lr=options.lr, update=options.update)
 
-_BETAS = {"betas": (0.9, 0.95)}
-_FUSED, _SINGLE = {"fused": True}, {"foreach": False}
-_KINDS = {
-    "adamw": OptimizerKind(zero.AdamW, torch.optim.AdamW, 2, _BETAS, _FUSED),
-    "adam": OptimizerKind(zero.Adam, torch.optim.Adam, 2, _BETAS, _FUSED),
-    "nadam": OptimizerKind(zero.NAdam, torch.optim.NAdam, 2, _BETAS, _SINGLE),
-    "radam": OptimizerKind(zero.RAdam, torch.optim.RAdam, 2, _BETAS, _SINGLE),
-    "adamax": OptimizerKind(zero.Adamax, torch.optim.Adamax, 2, _BETAS, _SINGLE),
-    "sgd": OptimizerKind(zero.SGD, torch.optim.SGD, 1, {"momentum": 0.9}, _FUSED),
-    "adagrad": OptimizerKind(zero.Adagrad, torch.optim.Adagrad, 1, {}, _FUSED),
-    "rmsprop": OptimizerKind(zero.RMSprop, torch.optim.RMSprop, 1, {}, _SINGLE),
-    "lion": OptimizerKind(zero.Lion, None, 1),
-    "adafactor": OptimizerKind(zero.Adafactor, torch.optim.Adafactor, 0, {}, _SINGLE),
-    "adamw_bf16": OptimizerKind(zero.AdamW, None, 2 / 2, _BETAS | {"moments": torch.bfloat16}),
-    "adamw8bit": OptimizerKind(zero.AdamW8bit, None, 2 / 4 + 2 / 256, _BETAS),
-    "adamw4bit": OptimizerKind(zero.AdamW4bit, None, 1 / 4 + 2 / 128, _BETAS),
-}
-assert tuple(_KINDS) == OPTIMIZERS
+    def in_memory(self, model: nn.Module, options: Options) -> torch.optim.Optimizer:
+        """Make torch's optimizer, which torch has, of a model in memory, by the kernels whose bits the one in a store has."""
+        assert self.known.in_torch is not None, "a check is refused for what torch does not have"
+        make: Any = self.known.in_torch
+        kernel = {"fused": True} if getattr(self.known.usual, "fused", False) else {"foreach": False}
+        made: torch.optim.Optimizer = make(
+            decayed(model, options.weight_decay), lr=options.lr, **self.known.settings, **kernel
+        )
+        return made
 
 
 def kind_of(options: Options) -> OptimizerKind:
@@ -82,7 +68,7 @@ def kind_of(options: Options) -> OptimizerKind:
 
 def kind_named(name: str) -> OptimizerKind:
     """Return one of ``OPTIMIZERS``."""
-    return _KINDS[name]
+    return OptimizerKind(CHOICES[name])
 
 
 def decayed(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from tiered.types import BackendName
+from tiered.types import BackendName, OptimizerName
 
 __all__ = [
     "ACTIVATIONS",
@@ -15,7 +15,6 @@ __all__ = [
     "NAME",
     "OPTIMIZERS",
     "UPDATES",
-    "WITHOUT_REFERENCE",
     "Options",
     "Role",
     "StoreOptions",
@@ -29,12 +28,7 @@ NAME = "model"
 
 UPDATES = ("on_fetch", "in_backward")
 ACTIVATIONS = ("memory", "recompute", "store", "auto")
-OPTIMIZERS = (
-    *("adamw", "adam", "nadam", "radam", "adamax", "sgd", "adagrad", "rmsprop", "lion", "adafactor"),
-    *("adamw_bf16", "adamw8bit", "adamw4bit"),
-)
-WITHOUT_REFERENCE = ("lion", "adamw_bf16", "adamw8bit", "adamw4bit")
-"""Of these, optimizers that torch does not have."""
+OPTIMIZERS: tuple[str, ...] = get_args(OptimizerName)
 MODEL_HELP = {
     "layers": "transformer blocks",
     "width": "width of the model, a multiple of --heads",

@@ -22,25 +22,18 @@ from tiered.zero.checkpoint.loaders import Stateful
 from tiered.zero.checkpoint.reshard import Source, opened
 from tiered.zero.optimizers.optimizer import Optimizer
 from tiered.zero.paging.pager import name_of, pager_of
-from tiered.zero.rules.exact import AdagradRule, AdamRule, AdamWRule, LionRule, SGDRule
+from tiered.zero.rules.known import CHOICES
 from tiered.zero.rules.rule import UpdateRule, settings_of, torch_name
 
 __all__ = ["import_saved", "load_imported", "load_saved"]
 
-USUAL: Mapping[str, type[Any]] = {
-    "adam": AdamWRule,
-    "adamw": AdamWRule,
-    "lion": LionRule,
-    "adagrad": AdagradRule,
-    "sgd": SGDRule,
-}
-"""Rules by the names of optimizers in a configuration."""
+IMPORTED = ("adagrad", "adam", "adamw", "lion", "sgd")
+"""Optimizers, as a configuration names them, whose checkpoints become commits without an engine that has one."""
 SCALE = (("left", "cur_hysteresis", 1), ("steps", "cur_iter", 0), ("last_overflow", "last_overflow_iter", -1))
 """Of a dynamic loss scale: our name, DeepSpeed's, and what holds where that is missing."""
 SCHEDULED = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
 """What torch's schedulers write into param groups, and read from them."""
 LARGEST = sys.float_info.max
-ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "maximize": False}
 
 
 def load_saved(
@@ -215,17 +208,18 @@ def _rule(saved: SavedCheckpoint, group: SavedGroup) -> UpdateRule:
     """Return the rule that updates a group, by the configuration in a checkpoint."""
     section, kind = saved.config.get("optimizer"), _kind(saved)
     params = section.get("params") if isinstance(section, dict) else None
-    rule = USUAL.get(kind) if kind is not None else AdamWRule  # an optimizer of the caller's: its states are compared
-    if kind == "adam" and isinstance(params, dict) and params.get("adam_w_mode") is False:
-        rule = AdamRule
-    if rule is None:
+    choice = "adamw" if kind is None else kind  # None: an optimizer of the caller's, and its states are compared
+    if kind == "adam" and not (isinstance(params, dict) and params.get("adam_w_mode") is False):
+        choice = "adamw"
+    if choice not in IMPORTED:
         raise MisuseError(
-            f"{saved.where} was trained with {kind!r:.60}, which tiered import has no rule for ({', '.join(sorted(USUAL))}): "
+            f"{saved.where} was trained with {kind!r:.60}, which tiered import has no rule for ({', '.join(IMPORTED)}): "
             "engine.load_checkpoint loads it into an engine that has that optimizer"
         )
-    usual = settings_of(rule(**(ADAMW if rule is AdamWRule else {})))
+    rule = CHOICES[choice].rule
+    usual = settings_of(rule(weight_decay=0.0))
     given = {key: _sound(key, value, usual[key], saved) for key, value in group.settings.items() if key in usual}
-    if rule in (AdamRule, AdagradRule, SGDRule):
+    if CHOICES[choice].takes_fused:
         given["fused"] = False
     made: UpdateRule = rule(**{**usual, **given})
     return made

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from tiered import zero
 from tiered.errors import MisuseError
 from tiered.integrations.deepspeed.config import Maker
 from tiered.integrations.deepspeed.table import KEYS, Verdict
-from tiered.zero.optimizers import named
 from tiered.zero.optimizers.elementwise import Elementwise
-from tiered.zero.optimizers.optimizer import AdamW, Optimizer
+from tiered.zero.optimizers.optimizer import Optimizer
+from tiered.zero.rules.known import OPTIMIZERS
 
 __all__ = ["Groups", "converted", "groups_of", "made", "resolved"]
 
@@ -32,12 +33,6 @@ _PARAMS = "optimizer.params."
 DROPPED = {key.path.removeprefix(_PARAMS) for key in KEYS if key.path.startswith(_PARAMS) and key.verdict is Verdict.UNNEEDED}
 DROPPED |= {"bias_correction", "per_head_muon"}
 """Arguments that make no difference here, and two that have one value."""
-CLASSES: dict[str, Callable[..., Optimizer]] = {
-    "AdamW": AdamW,
-    **{name: getattr(named, name) for name in ("Adam", "SGD", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Lion")},
-}
-ONE_BY_ONE = ("SGD", "Adagrad", "Adam")
-"""Classes of torch's whose default on a CPU is not the fused kernel."""
 
 
 def groups_of(model: nn.Module, given: Iterable[Any] | None) -> Groups:
@@ -85,18 +80,18 @@ def made(maker: Maker, groups: Groups, model: nn.Module, *, split: bool) -> Opti
         name = "adamw" if params.pop("adam_w_mode", True) else name
     if name == "adagrad" or (name == "adamw" and not params.get("amsgrad")):
         params.pop("amsgrad", None)  # DeepSpeed's have the argument, and these classes do not
-    kinds = {kind.lower(): kind for kind in CLASSES}
-    if name in kinds:
+    known = {one.lower(): found for one, found in OPTIMIZERS.items()}.get(name)
+    if known is not None:
         usual = USUAL.get(name, {})
         if name == "adamw" and maker.params.get("torch_adam"):
             usual = {**usual, "weight_decay": 0.01}
-        kernel = {"fused": False} if kinds[name] in ONE_BY_ONE and name != "adam" else {}
-        return _called(maker.kind, CLASSES[kinds[name]], found, {**usual, **params, **kernel})
+        kernel = {"fused": False} if known.takes_fused and name != "adam" else {}
+        return _called(maker.kind, getattr(zero, known.optimizer), found, {**usual, **params, **kernel})
     kind = getattr(torch.optim, maker.kind, None)
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise MisuseError(
-            f"optimizer.type {maker.kind!r} is no optimizer: there are Adam, AdamW, Lion, Muon, "
-            f"{', '.join(list(CLASSES)[2:-1])} and the element-wise ones of torch.optim"
+            f"optimizer.type {maker.kind!r} is no optimizer: there are {', '.join(OPTIMIZERS)} and the "
+            "element-wise ones of torch.optim"
         )
     return _called(maker.kind, lambda groups, **given: Elementwise(kind, groups, **given), found, params)
 
@@ -117,7 +112,7 @@ def _muon(name: str, params: dict[str, Any], model: nn.Module, *, split: bool) -
     adamw = {"lr": adam_lr, "betas": given.pop("betas"), "eps": given.pop("eps"), "weight_decay": given["weight_decay"]}
     given.pop("lr")
     given |= {"lr": lr, "adamw": adamw, "adjust_lr_fn": "original"}
-    return _called(name, named.Muon, model, given)
+    return _called(name, zero.Muon, model, given)
 
 
 def converted(optimizer: torch.optim.Optimizer, groups: Groups, model: nn.Module) -> Optimizer:
@@ -134,16 +129,16 @@ def converted(optimizer: torch.optim.Optimizer, groups: Groups, model: nn.Module
             f"{home}.{name} cannot update parameters that are in a store: make one of torch.optim, "
             'or name one in the configuration ("optimizer": {"type": "AdamW", ...})'
         )
-    kind = {**CLASSES, "Muon": named.Muon}.get(name)
     found = resolved(groups, model)
-    if kind is None:
+    if name not in OPTIMIZERS:
         made: Optimizer = Elementwise(type(optimizer), found, **optimizer.defaults)
     else:
         kernels = ("foreach", "fused")
+        kind = getattr(zero, name)
         known = inspect.signature(kind).parameters.keys() - kernels
         settings = {key: value for key, value in optimizer.defaults.items() if key in known}
         found = [{key: value for key, value in group.items() if key not in kernels} for group in found]
-        if name in ONE_BY_ONE:
+        if OPTIMIZERS[name].takes_fused:
             settings["fused"] = bool(optimizer.defaults.get("fused"))
         made = kind(found, **settings)
     if optimizer.state:

@@ -37,6 +37,7 @@ from tiered.types import VERSION, Owner
 from tiered.zero.checkpoint.checkpoint import extra_of
 from tiered.zero.checkpoint.loaders import of_random, random_states
 from tiered.zero.paging.pager import Listing, Pager, pager_of
+from tiered.zero.rules.known import OPTIMIZERS
 
 __all__ = ["CommitCheckpoints", "TieredCallback", "TieredTrainer"]
 
@@ -44,7 +45,7 @@ __all__ = ["CommitCheckpoints", "TieredCallback", "TieredTrainer"]
 
 OURS, STATE = "tiered.json", "trainer_state.json"
 """Files of a checkpoint's folder: which generation it is, and Trainer's state."""
-OPTIMIZERS = ("sgd", "adagrad", "rmsprop")
+OF_TORCH = ("sgd", "adagrad", "rmsprop")
 """Of Trainer's ``optim``: classes of torch's of which ``tiered.zero`` has one of the same name."""
 ADAM_LIKE: dict[str, type[zero.Optimizer]] = {
     **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit"), zero.AdamW),
@@ -241,11 +242,11 @@ class CommitCheckpoints:
             kind = ADAM_LIKE[name]
             given = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
             return kind, given if kind is zero.Lion else {**given, "eps": args.adam_epsilon}
-        if name in OPTIMIZERS:
+        if name in OF_TORCH:
             kind, given = Trainer.get_optimizer_cls_and_kwargs(args, model)
-            kernel = {"fused": False} if name in ("sgd", "adagrad") else {}  # of torch's classes, as Trainer makes them
+            kernel = {"fused": False} if OPTIMIZERS[kind.__name__].takes_fused else {}  # as Trainer makes torch's
             return getattr(zero, kind.__name__), {**given, **kernel}
-        others = ", ".join(map(repr, (*OPTIMIZERS, "adamw_8bit", "adamw_torch_4bit", "lion_32bit")))
+        others = ", ".join(map(repr, (*OF_TORCH, "adamw_8bit", "adamw_torch_4bit", "lion_32bit")))
         raise MisuseError(
             f"optim={name}: what updates paged parameters is an optimizer of tiered.zero: give optim='adamw_torch_fused' (or "
             f"{others}), or make one and give it to Trainer (optimizers=)"

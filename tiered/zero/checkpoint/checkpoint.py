@@ -25,7 +25,6 @@ from tiered.zero.paging.units import OLDER_SHARE_STEP, Limits, ModelPlan, Placem
 from tiered.zero.paging.update import Missed, Pending, Update
 from tiered.zero.record import (
     MOST,
-    RULES,
     VERSION,
     checked,
     dumps,
@@ -36,6 +35,7 @@ from tiered.zero.record import (
     states_used,
 )
 from tiered.zero.rules.exact import AdamWRule, refuse_lacking
+from tiered.zero.rules.known import RULES, is_unnamed, recorded
 from tiered.zero.rules.rule import UpdateRule, settings_of
 
 if TYPE_CHECKING:
@@ -342,8 +342,8 @@ def _of_missed(step: int, missed: Missed) -> list[tuple[Any, int]]:
 
 
 def _of_rule(rule: UpdateRule) -> Any:
-    if type(rule) is AdamWRule:
-        return rule.lr, rule.betas, rule.eps, rule.weight_decay, rule.maximize
+    if is_unnamed(rule):
+        return tuple(settings_of(rule).values())
     if RULES.get(type(rule).__name__) is not type(rule):
         raise MisuseError(f"an update by {type(rule).__name__} is pending, which a checkpoint cannot hold: flush() first")
     return {"name": type(rule).__name__, "values": settings_of(rule)}
@@ -365,7 +365,7 @@ def _of_optimizer(optimizer: Optimizer, pager: Pager) -> dict[str, Any]:
             {
                 **{key: value for key, value in group.items() if key != "params"},
                 "names": _names(group["params"], pager),
-                **({} if optimizer.rule_name(index) == "AdamWRule" else {"rule": optimizer.rule_name(index)}),
+                **recorded(optimizer.rule_of(index)),
             }
             for index, group in enumerate(optimizer.param_groups)
         ],

@@ -27,8 +27,9 @@ import torch
 from tiered.errors import CapacityError, MisuseError, TieredError, shown
 from tiered.zero.checkpoint.reshard import Source, opened
 from tiered.zero.checkpoint.safetensors import models_in, refuse_older
-from tiered.zero.record import RULES, in_memory, states_used
+from tiered.zero.record import in_memory, states_used
 from tiered.zero.rules.exact import AdamRule, AdamWRule
+from tiered.zero.rules.known import class_in, name_in
 
 __all__ = ["Exported", "export_dcp", "export_universal"]
 
@@ -59,7 +60,7 @@ class Exported:
         optimizer = self.record["optimizer"]
         self.groups: Sequence[Mapping[str, Any]] = [] if optimizer is None else optimizer["groups"]
         steps = {} if optimizer is None else optimizer["steps"]
-        self._rules = {name: _rule(group) for group in self.groups for name in group["names"]}
+        self._rules = {name: class_in(group) for group in self.groups for name in group["names"]}
         self.names = self._source.order
         self.steps = {name: steps[part] for name in self.names if steps.get(part := self._source.first_part(name))}
         self.buffers = in_memory(self.record)
@@ -122,19 +123,13 @@ class Exported:
         """Return the param groups as torch's class has them, with the names of their parameters under "params"."""
         found = []
         for group in self.groups:
-            rule = group.get("rule", "AdamWRule")
-            kind = getattr(torch.optim, rule.removesuffix("Rule"), None)
+            kind = getattr(torch.optim, name_in(group).removesuffix("Rule"), None)
             some = [torch.zeros(1, 1, dtype=torch.float32, device="cpu")]  # Muon takes nothing but matrices
             usual = {} if kind is None else kind(some).defaults
             known = {key: value for key, value in group.items() if key not in ("names", "rule")}
-            kernel = {"fused": True} if rule == "AdamWRule" else {}  # whose bits its steps are
+            kernel = {"fused": True} if class_in(group) is AdamWRule else {}  # whose bits its steps are
             found.append({**usual, **known, **kernel, "params": list(group["names"])})
         return found
-
-
-def _rule(group: Mapping[str, Any]) -> type[Any]:
-    """Return the class of the rule of a param group; ``object`` for one of the caller's."""
-    return RULES.get(group["rule"], object) if "rule" in group else AdamWRule
 
 
 def export_universal(

@@ -28,9 +28,9 @@ from tiered.zero.paging.storage import model_named
 from tiered.zero.paging.units import Limits, ModelPlan, Placement, UnitPlan
 from tiered.zero.paging.update import flat_view, split
 from tiered.zero.record import VERSION
-from tiered.zero.rules.exact import AdamWRule
 from tiered.zero.rules.forms import forms_of
-from tiered.zero.rules.rule import UpdateRule, name_of, settings_of, torch_name
+from tiered.zero.rules.known import is_unnamed, recorded
+from tiered.zero.rules.rule import UpdateRule, settings_of, torch_name
 
 __all__ = ["ONE", "Described", "Foreign", "ForeignGroup", "Sound", "put", "record_of", "replace", "take_over"]
 
@@ -121,7 +121,7 @@ class ForeignSource:
             for placement in unit.placements:
                 known = self._known(_whole(placement).name)
                 rule = self._rules.get(known)
-                if rule is not None and type(rule) is not AdamWRule:
+                if rule is not None and not is_unnamed(rule):
                     wide = torch.float64 if placement.stored is torch.float64 else torch.float32
                     forms = forms_of(rule, wide)
                     found = foreign.parameters.get(known)
@@ -219,7 +219,7 @@ def record_of(
                     **settings_of(group.rule),
                     **group.settings,
                     "names": list(group.names),
-                    **({} if type(group.rule) is AdamWRule else {"rule": name_of(group.rule)}),
+                    **recorded(group.rule),
                 }
                 for group in groups
             ],

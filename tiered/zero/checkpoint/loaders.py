@@ -21,6 +21,7 @@ from torch.optim.optimizer import Optimizer as TorchOptimizer
 from tiered.errors import ManifestError, MisuseError, TieredError
 from tiered.zero.optimizers.optimizer import Optimizer
 from tiered.zero.paging.units import Placement
+from tiered.zero.rules.known import name_in
 
 __all__ = [
     "Loader",
@@ -89,7 +90,7 @@ def of_optimizer(
         raise MisuseError("the optimizer's param groups have other parameters than those that were committed")
     groups, first = [], 0
     for index, (present, group) in enumerate(zip(optimizer.param_groups, found["groups"], strict=True)):
-        rule = group.get("rule", "AdamWRule")
+        rule = name_in(group)
         if rule != optimizer.rule_name(index):
             raise MisuseError(
                 f"param group {index} was updated by {rule!r:.100} when it was committed, and is by "

@@ -29,7 +29,7 @@ from tiered.zero.rules.exact import (
     refuse_lacking,
 )
 from tiered.zero.rules.inexact import AdamW4bitRoundedRule, AdamW4bitRule, AdamW8bitRoundedRule, AdamW8bitRule, MuonBFloat16Rule
-from tiered.zero.rules.rule import UpdateRule, made_from
+from tiered.zero.rules.rule import UpdateRule, made_from, settings_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -408,9 +408,9 @@ class Muon(Optimizer):
         kind = MuonBFloat16Rule if moments is torch.bfloat16 else MuonRule
         self.split: dict[str, str] = {}
         if isinstance(params, torch.nn.Module):
-            usual = {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "maximize": False}
-            given: dict[str, Any] = {**usual, **(adamw or {})}
-            if given.keys() - AdamWRule.__dataclass_fields__.keys():
+            usual = {**settings_of(AdamWRule()), "lr": lr}
+            given = {**usual, **(adamw or {})}
+            if given.keys() - usual.keys():
                 raise MisuseError(f"adamw={adamw} has what AdamWRule does not: give lr, betas, eps, weight_decay or maximize")
             refuse_out_of_range(given["lr"], given["betas"], given["weight_decay"], given["eps"])
             params = self._divided(params, AdamWRule(**given), kind.__name__)

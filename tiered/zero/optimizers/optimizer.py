@@ -37,6 +37,7 @@ from tiered.zero.paging.update import flat_view
 from tiered.zero.rules.exact import AdamWRule, refuse_lacking
 from tiered.zero.rules.forms import forms_of
 from tiered.zero.rules.inexact import AdamWBFloat16RoundedRule, AdamWBFloat16Rule
+from tiered.zero.rules.known import OPTIMIZERS
 from tiered.zero.rules.rule import (
     UpdateRule,
     constants_of,
@@ -60,12 +61,6 @@ REFUSED = {
     "differentiable": "differentiable=True: a graph of the update would keep all parameters: leave differentiable= out",
 }
 """Why there is no such update as these arguments of ``torch.optim.AdamW`` ask for."""
-NAMED = (
-    *("SGD", "Adam", "AdamW", "Adafactor", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Lion", "Muon", "AdamW8bit"),
-    "AdamW4bit",
-)
-"""Optimizers of ``tiered.zero`` that have the name of one in memory: of torch's, bitsandbytes' or torchao's."""
-
 PARAMS = "an optimizer is given an iterable of parameters, or of param groups"
 
 
@@ -354,7 +349,7 @@ class Optimizer(TorchOptimizer):
         for name in rule.decoded:
             value: Any = found.get(name)
             if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
-                refuse_state(f"parameter {index}", parameter.shape, found, AdamWRule(0, (0, 0), 0, 0, False), "AdamW")
+                refuse_state(f"parameter {index}", parameter.shape, found, AdamWRule(), "AdamW")
             flat = torch.empty_strided(parameter.shape, stride_of(parameter), dtype=torch.float32, device="cpu").copy_(value)
             moments.append(flat_view(flat))
         made[torch_name(rule, rule.state)] = rule.encoded(moments)
@@ -671,7 +666,7 @@ def _refuse_paged(optimizer: TorchOptimizer, args: object, kwargs: object) -> No
     if not any(parameter.requires_grad or parameter.grad is not None for parameter in paged):
         return
     name = type(optimizer).__name__
-    ours = f"tiered.zero.{name}" if name in NAMED else "tiered.zero.AdamW, or another optimizer of tiered.zero,"
+    ours = f"tiered.zero.{name}" if name in OPTIMIZERS else "tiered.zero.AdamW, or another optimizer of tiered.zero,"
     raise MisuseError(
         f"{name} cannot update parameters that are paged, whose values are in the store: make {ours} for them, or keep what "
         f"{name} updates out of the model that is paged{_for_a_trainer(optimizer)}"
@@ -682,7 +677,7 @@ def _for_a_trainer(optimizer: TorchOptimizer) -> str:
     """Return the two lines with which transformers' Trainer makes an optimizer that can, where that is what a program uses."""
     if "transformers.trainer" not in sys.modules:
         return ""
-    name = type(optimizer).__name__ if type(optimizer).__name__ in NAMED else "AdamW"
+    name = type(optimizer).__name__ if type(optimizer).__name__ in OPTIMIZERS else "AdamW"
     given = {key: optimizer.defaults[key] for key in ("lr", "momentum", "betas", "eps") if key in optimizer.defaults}
     return (
         ". A Trainer of transformers makes it with these two lines:\n    from tiered import zero\n"

@@ -35,8 +35,8 @@ from tiered.zero.paging.units import Limits, Placement
 from tiered.zero.paging.update import Pending, States, Update
 from tiered.zero.rank_stores import shared_json
 from tiered.zero.record import MOST, MOST_STEPS, refuse_other_states
-from tiered.zero.rules.exact import AdamWRule
 from tiered.zero.rules.forms import StateForm, forms_of
+from tiered.zero.rules.known import is_unnamed, name_in
 from tiered.zero.rules.rule import SMALLEST_BLOCK, WHOLE, UpdateRule, constants_of, name_of, terms_of
 
 __all__ = ["ResidentUpdates"]
@@ -346,7 +346,7 @@ class ResidentUpdates(Updates):
             "limit": limit,
             "parameters": [local.describe() for local in locals_],
         }
-        if not isinstance(rule, AdamWRule):
+        if not is_unnamed(rule):
             kept = {name: f"torch.{form}" for name, form in forms_of(rule, torch.float32).items()}
             layout["rule"] = {"name": name_of(rule), "states": kept}
             if constants_of(rule):  # what states were computed with
@@ -761,7 +761,7 @@ def _difference(committed: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     for what in ("ranks", "rank"):
         if committed.get(what) != here[what]:
             return f"it was {what} {committed.get(what)}, and is {what} {here[what]}"
-    before, now = ((found.get("rule") or {"name": "AdamWRule"}) for found in (committed, here))
+    before, now = ((found.get("rule") or {"name": name_in({})}) for found in (committed, here))
     if before != now:
         return f"it was updated by {before}, and is by {now}"
     old, new = committed["parameters"], here["parameters"]

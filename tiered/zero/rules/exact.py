@@ -80,11 +80,11 @@ class AdamWRule(_TorchRule):
     kernel: bit-identical to ``torch.optim.AdamW(fused=True)`` wherever a tensor is cut at multiples of 16 elements. (What is
     left over at the end of a tensor, it computes in another way, with other roundings.)"""
 
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    maximize: bool
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+    maximize: bool = False
 
     fused: ClassVar[bool] = True
     torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.AdamW
