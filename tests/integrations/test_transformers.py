@@ -43,7 +43,7 @@ from tests.first_calls import WRONG, refused_in_one_line  # noqa: E402
 from tests.quick import quick  # noqa: E402
 from tiered import MisuseError, TieredStore, zero  # noqa: E402
 from tiered.integrations.transformers import TieredCallback, TieredTrainer, from_pretrained  # noqa: E402
-from tiered.integrations.transformers.training import ADAM_LIKE, OPTIMIZERS  # noqa: E402
+from tiered.integrations.transformers.training import ADAM_LIKE, OF_TORCH  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 KINDS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
@@ -401,7 +401,7 @@ def test_embeddings_are_resized_before_paging(store: TieredStore, pretrained: Pa
     assert same(from_pretrained(AutoModelForCausalLM, pretrained / "llama", store, prepare=resized), expected)
 
 
-@pytest.mark.parametrize("name", quick(OPTIMIZERS, list(OPTIMIZERS)[:1]))
+@pytest.mark.parametrize("name", quick(OF_TORCH, list(OF_TORCH)[:1]))
 def test_other_optimizers_of_trainer(name: str, tmp_path: Path, store: TieredStore) -> None:
     reference = trainer(Trainer, llama(), tmp_path / "a", optim=name)
     reference.train()
@@ -411,7 +411,7 @@ def test_other_optimizers_of_trainer(name: str, tmp_path: Path, store: TieredSto
     assert same(found.model, reference.model)
 
 
-@pytest.mark.parametrize("name", [*ADAM_LIKE, *OPTIMIZERS])
+@pytest.mark.parametrize("name", [*ADAM_LIKE, *OF_TORCH])
 def test_names_of_trainers_optimizers(name: str, store: TieredStore, tmp_path: Path) -> None:
     """``optim`` gives the class of that algorithm, with the values of TrainingArguments."""
     given = {"learning_rate": 0.02, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6, "weight_decay": 0.1}
