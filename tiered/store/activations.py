@@ -33,7 +33,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tiered.engine.claims import Token
 from tiered.errors import ChangedInPlace, KeyNotFound, MisuseError
-from tiered.store.store import TieredStore, is_stored
+from tiered.store.store import TieredStore, in_store_memory
 from tiered.system import Trimmer
 from tiered.telemetry import ActivationStatistics
 from tiered.tensors.specs import TEMPORARY
@@ -436,7 +436,7 @@ class SavedTensors:
             self._counts["left"] += 1
             if self._shared and self._shared[0][0] <= self._seen:
                 self.look_again(self._seen)
-            return tensor.detach() if is_stored(tensor) else Left(tensor)  # whoever has the lease looks for its memory
+            return tensor.detach() if in_store_memory(tensor) else Left(tensor)  # whoever has the lease looks for its memory
         with self._books.lock:
             self._books.sweep()
             self._seen += 1
@@ -454,7 +454,7 @@ class SavedTensors:
         try:
             storage = tensor.untyped_storage()
             there = tensor.is_meta or storage.data_ptr() != 0  # a plan's tensors have no address
-            return storage.nbytes() >= self._least and there and not is_stored(tensor)
+            return storage.nbytes() >= self._least and there and not in_store_memory(tensor)
         except RuntimeError:  # within a transform there is no memory
             return False
 

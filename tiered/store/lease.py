@@ -322,9 +322,9 @@ _METHODS = (
 _ENDS = {method.__code__ for method in _METHODS}
 
 
-def clear_ended(is_stored: Callable[[torch.Tensor], bool]) -> None:
+def clear_ended(in_store_memory: Callable[[torch.Tensor], bool]) -> None:
     """Clear the variables of calls that an exception ended which this thread handles now, or which an interpreter or a
-    notebook has shown last, where one of these calls is of this package or has a variable that ``is_stored`` knows.
+    notebook has shown last, where one of these calls is of this package or has a variable that ``in_store_memory`` knows.
 
     These calls never go on, and only a debugger could show their variables; but what they refer to would stay in memory for as
     long as the exception is kept. (``traceback.clear_frames``, by which unittest lets go of what it expected, would also close
@@ -332,13 +332,13 @@ def clear_ended(is_stored: Callable[[torch.Tensor], bool]) -> None:
     """
     for error in _with_causes([sys.exc_info()[1], *_shown_last()]):
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if not _may_go_on(frame)]
-        if any(frame.f_code.co_filename.startswith(_PACKAGE) or _refers(frame, is_stored) for frame in frames):
+        if any(frame.f_code.co_filename.startswith(_PACKAGE) or _refers(frame, in_store_memory) for frame in frames):
             for frame in frames:
                 with contextlib.suppress(RuntimeError):  # it runs
                     frame.clear()
                 if frame.f_code.co_flags & inspect.CO_OPTIMIZED:
                     frame.f_locals  # noqa: B018 - before Python 3.13 a dict that a debugger asked for, brought up to date now
-            _empty_closures(frames, is_stored)
+            _empty_closures(frames, in_store_memory)
 
 
 _PACKAGE = str(Path(__file__).parents[1])
@@ -354,7 +354,7 @@ def _may_go_on(frame: FrameType) -> bool:
 _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR | inspect.CO_ITERABLE_COROUTINE
 
 
-def _empty_closures(frames: Sequence[FrameType], is_stored: Callable[[torch.Tensor], bool]) -> None:
+def _empty_closures(frames: Sequence[FrameType], in_store_memory: Callable[[torch.Tensor], bool]) -> None:
     """Empty the variables of enclosing calls that only functions of these ended calls refer to, if they have a stored tensor.
 
     A frame that was cleared still has its function, and so what a comprehension (before Python 3.12), or another function
@@ -369,7 +369,7 @@ def _empty_closures(frames: Sequence[FrameType], is_stored: Callable[[torch.Tens
     cells = {id(cell): cell for key in alone for cell in functions[key].__closure__ or ()}
     within = Counter(id(cell) for key in alone for cell in functions[key].__closure__ or ())
     for key in cells:
-        if sys.getrefcount(cells[key]) == once + within[key] and _has_stored(gc.get_referents(cells[key]), is_stored):
+        if sys.getrefcount(cells[key]) == once + within[key] and _has_stored(gc.get_referents(cells[key]), in_store_memory):
             del cells[key].cell_contents
 
 
@@ -378,17 +378,17 @@ def _closures(frame: FrameType) -> list[FunctionType]:
     return [one for one in gc.get_referents(frame) if isinstance(one, FunctionType) and one.__closure__]
 
 
-def _refers(frame: FrameType, is_stored: Callable[[torch.Tensor], bool]) -> bool:
+def _refers(frame: FrameType, in_store_memory: Callable[[torch.Tensor], bool]) -> bool:
     """Return whether a variable of the ended call is a stored tensor, or a list, tuple or dict that has one."""
     found = [one for one in gc.get_referents(frame) if one is not frame.f_globals]
     closed = [cell for one in _closures(frame) for cell in one.__closure__ or ()]
-    return _has_stored(found + [one for cell in closed for one in gc.get_referents(cell)], is_stored)
+    return _has_stored(found + [one for cell in closed for one in gc.get_referents(cell)], in_store_memory)
 
 
-def _has_stored(found: list[Any], is_stored: Callable[[torch.Tensor], bool]) -> bool:
+def _has_stored(found: list[Any], in_store_memory: Callable[[torch.Tensor], bool]) -> bool:
     """Return whether one of ``found`` is a stored tensor, or a list, tuple or dict that has one."""
     within = [one for several in found if type(several) in (list, tuple, dict) for one in gc.get_referents(several)]
-    return any(isinstance(one, torch.Tensor) and is_stored(one) for one in found + within)
+    return any(isinstance(one, torch.Tensor) and in_store_memory(one) for one in found + within)
 
 
 def _shown_last() -> list[object]:

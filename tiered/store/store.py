@@ -68,7 +68,7 @@ from tiered.types import Access, BackendName, Key, Owner, TensorSpec, Urgency, f
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["TieredStore", "is_stored"]
+__all__ = ["TieredStore", "in_store_memory"]
 
 USUAL = Eviction()
 COPIED_TOGETHER = 32 << 20
@@ -994,7 +994,7 @@ class TieredStore(TensorMapping):
         refer to is let go of where a tensor of the store is among it: a debugger does not show their variables afterwards.
         """
         commits = self._committing(None)
-        clear_ended(is_stored)
+        clear_ended(in_store_memory)
         self.rollbacks += 1  # before anything changes: see tiered/tables
         return self._without_ended(lambda: commits.rollback(generation, needs))
 
@@ -1230,7 +1230,7 @@ _open: weakref.WeakSet[TieredStore] = weakref.WeakSet()
 """The stores of this process."""
 
 
-def is_stored(tensor: torch.Tensor) -> bool:
+def in_store_memory(tensor: torch.Tensor) -> bool:
     """Return whether ``tensor`` lies in the memory of a store that is open."""
     try:
         address = tensor.untyped_storage().data_ptr()

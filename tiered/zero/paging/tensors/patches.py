@@ -31,7 +31,7 @@ from tiered.zero.paging.tensors.compiling import passed, traced
 from tiered.zero.paging.tensors.functions import changed, leaves
 from tiered.zero.paging.tensors.parameters import PagedParameter, PagedStorage
 from tiered.zero.paging.tensors.sliced import Divided, slices_of
-from tiered.zero.paging.tensors.stored import StoredTensor, copied, is_stored
+from tiered.zero.paging.tensors.stored import StoredTensor, copied, is_without_memory
 
 __all__ = ["in_force_for"]
 
@@ -72,7 +72,7 @@ def _with_copies(takes: Callable[..., Any], at: int) -> Callable[..., Any]:
     @passed  # dynamo would call what it makes of it where a graph of its own calls the function
     @functools.wraps(takes)
     def take(*args: Any, **kwargs: Any) -> Any:
-        if any(is_stored(value) for value in leaves(args[at])):
+        if any(is_without_memory(value) for value in leaves(args[at])):
             args = (*args[:at], copied(args[at]), *args[at + 1 :])
         return takes(*args, **kwargs)
 
@@ -91,7 +91,7 @@ def _with_values(takes: Callable[..., Any]) -> Callable[..., Any]:
         copies: dict[int, tuple[torch.Tensor, int]] = {}
 
         def copy(value: Any) -> Any:
-            if not is_stored(value):
+            if not is_without_memory(value):
                 return value
             if id(value) not in copies:
                 made = value.clone()
@@ -116,7 +116,7 @@ def _with_memory(takes: Callable[..., Any]) -> Callable[..., Any]:
     @passed
     @functools.wraps(takes)
     def take(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        return tensor.__dlpack__() if is_stored(tensor) else takes(tensor, *args, **kwargs)
+        return tensor.__dlpack__() if is_without_memory(tensor) else takes(tensor, *args, **kwargs)
 
     return take
 
@@ -128,8 +128,8 @@ def _on_memory(takes: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(takes)
     def take(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         for given in (*args[:1], *kwargs.values()):
-            if is_stored(given) or isinstance(given, PagedStorage):
-                shown = given.source.shown if is_stored(given) else given.tiered[1]
+            if is_without_memory(given) or isinstance(given, PagedStorage):
+                shown = given.source.shown if is_without_memory(given) else given.tiered[1]
                 raise MisuseError(f"{shown} has no memory that set_ could put another tensor on: use a copy (.clone())")
         return takes(tensor, *args, **kwargs)
 
@@ -166,7 +166,7 @@ def _with_view(takes: Callable[..., Any]) -> Callable[..., Any]:
     @passed
     @functools.wraps(takes)
     def take(tensor: Any) -> Any:
-        if not is_stored(tensor) or not tensor.requires_grad or tensor.grad_fn is not None:
+        if not is_without_memory(tensor) or not tensor.requires_grad or tensor.grad_fn is not None:
             return takes(tensor)
         with torch.enable_grad():
             view = tensor.view_as(tensor)
@@ -176,7 +176,7 @@ def _with_view(takes: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _parts(value: Any) -> list[Any]:
-    if is_stored(value) and value.step is None and isinstance(value.source, Divided):
+    if is_without_memory(value) and value.step is None and isinstance(value.source, Divided):
         return list(slices_of(value.source.parameter))
     return [value]
 

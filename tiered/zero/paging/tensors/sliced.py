@@ -32,7 +32,7 @@ from tiered.types import Access
 from tiered.zero.paging.tensors.functions import SCALING, asks_for_gradient, name_of, order_of
 from tiered.zero.paging.tensors.parameters import paged_class, refuse_replacing, refuse_sharing
 from tiered.zero.paging.tensors.sources import Call, ParameterOwner, Source, without_us
-from tiered.zero.paging.tensors.stored import StoredTensor, is_stored
+from tiered.zero.paging.tensors.stored import StoredTensor, is_without_memory
 
 __all__ = ["Divided", "Handle", "norm_of_parts", "slice_up", "slices_of"]
 
@@ -109,7 +109,7 @@ class Divided(Source):
 
     def divided_into(self) -> Sequence[Source]:
         slices: list[Any] = slices_of(self.parameter)
-        return [one.source for one in slices if is_stored(one)]
+        return [one.source for one in slices if is_without_memory(one)]
 
     def like(self) -> torch.Tensor:
         made = meta_of(self.parameter)

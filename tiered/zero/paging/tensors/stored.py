@@ -63,7 +63,7 @@ __all__ = [
     "compute",
     "copied",
     "geometry_of",
-    "is_stored",
+    "is_without_memory",
     "no_copy",
     "reading",
     "shown",
@@ -263,7 +263,8 @@ def no_copy() -> MisuseError:
 
 
 @traced
-def is_stored(value: Any) -> bool:
+def is_without_memory(value: Any) -> bool:
+    """Return whether ``value`` is a tensor whose values are in the store, and which has no memory."""
     return isinstance(value, StoredTensor)
 
 
@@ -421,7 +422,7 @@ def _call(call: Call) -> Any:
         return first
     if name == "data.__set__":
         return _set_data(args[0], args[1])
-    if any(map(is_stored, leaves(kwargs.get("out")))):
+    if any(map(is_without_memory, leaves(kwargs.get("out")))):
         return _into(call)
     if name.startswith("_foreach_"):
         return _for_each(call)
@@ -493,7 +494,7 @@ def _into(call: Call) -> Any:
     out = call.kwargs["out"]
 
     def apart(value: Any) -> Any:
-        if not is_stored(value):
+        if not is_without_memory(value):
             return value
         differentiated = value.requires_grad and torch.is_grad_enabled()  # which torch refuses
         return torch.empty(0, dtype=value.dtype, device=value.device, requires_grad=differentiated)
@@ -518,7 +519,7 @@ def _into(call: Call) -> Any:
 
 def _transformed(call: Call, stored: Sequence[StoredTensor]) -> Any:
     """Call a function within a transform of torch.func with copies, which are made outside of the transform."""
-    if any(map(is_stored, leaves(written_by(call.name, call.args, call.kwargs)))):
+    if any(map(is_without_memory, leaves(written_by(call.name, call.args, call.kwargs)))):
         raise MisuseError(f"{shown(stored)} cannot be written to within torch.func.grad, vmap, jvp and the like")
     given = copied((tuple(call.args), call.kwargs))
     return call.func(*given[0], **given[1])
@@ -530,7 +531,7 @@ def copied(values: Any) -> Any:
     with temporarily_clear_interpreter_stack():
         torch._C._autograd._saved_tensors_hooks_enable()
         try:
-            return changed(values, lambda value: value.clone() if is_stored(value) else value)
+            return changed(values, lambda value: value.clone() if is_without_memory(value) else value)
         finally:
             if disabled is not None:
                 torch._C._autograd._saved_tensors_hooks_disable(disabled)
@@ -543,13 +544,13 @@ def _gradients(call: Call, stored: Sequence[StoredTensor]) -> Any:
     given = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
     inputs = given.pop("inputs")
     sources = list(inputs) if isinstance(inputs, list | tuple) else [inputs]
-    if any(map(is_stored, leaves(given))) or any(is_stored(one) and not _is_input(one) for one in sources):
+    if any(map(is_without_memory, leaves(given))) or any(is_without_memory(one) and not _is_input(one) for one in sources):
         raise MisuseError(
             f"{shown(stored)}: torch.autograd.grad takes parameters as inputs, no detached views of them, and no outputs "
             "that are parameters: give it the parameters, and copies (.clone()) as outputs"
         )
     zeros, allowed = given.pop("materialize_grads", False), given.pop("allow_unused", None)
-    parts = [one.source.edges() if is_stored(one) and one.step is None else [_edge(one)] for one in sources]
+    parts = [one.source.edges() if is_without_memory(one) and one.step is None else [_edge(one)] for one in sources]
     whole = [len(mine) == 1 for mine in parts]
     given["allow_unused"] = True if zeros or not all(whole) else allowed
     found = iter(torch.autograd.grad(inputs=[edge for mine in parts for edge in mine], **given))
@@ -577,7 +578,7 @@ def _is_input(value: StoredTensor) -> bool:
 
 def _edge(value: Any) -> Any:
     """Return where gradients of a view arrive; anything else as it is."""
-    if not is_stored(value):
+    if not is_without_memory(value):
         return value
     with torch.enable_grad():
         used = _Use.apply(value, value.geometry.detach())  # type: ignore[no-untyped-call]
@@ -606,9 +607,9 @@ def _view(call: Call) -> Any:
     name, func, _, args, kwargs = call
     source: Any = args[0] if args else kwargs.get("input", kwargs.get("self"))
     rest = changed(tuple(args[1:]), geometry_of), changed(kwargs, geometry_of)
-    if name in ("view_as", "reshape_as", "expand_as") and isinstance(source, torch.Tensor) and not is_stored(source):
+    if name in ("view_as", "reshape_as", "expand_as") and isinstance(source, torch.Tensor) and not is_without_memory(source):
         return func(source, *rest[0], **rest[1])  # other.view_as(parameter)
-    if not args or not is_stored(source):
+    if not args or not is_without_memory(source):
         return NotImplemented
     geometry = geometry_of(source)
     try:
@@ -634,7 +635,7 @@ def _view(call: Call) -> Any:
 
 def _as_now(value: Any) -> Any:
     """Return an index as it is now: whoever gave it may write to it. Of other tensors a view takes the shape alone."""
-    is_index = isinstance(value, torch.Tensor) and not is_stored(value) and not value.is_floating_point()
+    is_index = isinstance(value, torch.Tensor) and not is_without_memory(value) and not value.is_floating_point()
     return value.clone() if is_index else value
 
 
@@ -655,7 +656,7 @@ def _makes_parameter() -> bool:
 def _converts_nothing(call: Call) -> bool:
     """Return whether a conversion of the first argument returns it."""
     name, kwargs = call.name, call.kwargs
-    if not call.args or not is_stored(call.args[0]):
+    if not call.args or not is_without_memory(call.args[0]):
         return False
     source, rest = call.args[0], tuple(call.args[1:])
     if kwargs.get("memory_format", torch.preserve_format) is not torch.preserve_format:
@@ -797,7 +798,7 @@ def _compute(call: Call, stored: Sequence[StoredTensor]) -> Any:
         copies: dict[int, torch.Tensor] = {}
 
         def copy(value: Any) -> Any:
-            if not is_stored(value):
+            if not is_without_memory(value):
                 return value
             if id(value) not in copies:
                 copies[id(value)] = value.clone()
@@ -839,7 +840,7 @@ def _compute(call: Call, stored: Sequence[StoredTensor]) -> Any:
             if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or type(value) is nn.Parameter:
                 return value
             found = values.restored(value)
-            if found is not value or is_stored(value) or any(value is one for one in used) or not shows(value):
+            if found is not value or is_without_memory(value) or any(value is one for one in used) or not shows(value):
                 return found
             parameter = next((one for one in used if shares(one, value)), used[0])
             mine = [one for one in stored if sources[id(one)].held is parameter]
@@ -880,5 +881,5 @@ def _inside(source: Source) -> Iterator[torch.Tensor]:
 
 def shown(values: Any) -> str:
     """Return how errors name the first stored tensor among ``values``."""
-    found = next((value for value in leaves(values) if is_stored(value)), None)
+    found = next((value for value in leaves(values) if is_without_memory(value)), None)
     return "a parameter" if found is None else found.source.shown
