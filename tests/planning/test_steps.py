@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,21 @@ class Frozen(Tied):
         self.blocks[1].requires_grad_(False)
         self.embedding.requires_grad_(False)
         self.norm.bias.requires_grad_(False)
+
+
+class Measuring(Tied):
+    """Its blocks change their buffers in forward, one of them twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens).flatten(0, 1)
+        for block in (*self.blocks, self.blocks[0]):
+            x = block(x)
+        return F.linear(self.norm(x), self.embedding.weight).unflatten(0, tokens.shape)
 
 
 class Wide(nn.Module):
@@ -268,14 +284,14 @@ def tokens_of(model: nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("name", "way"),
     quick(
-        [(name, way) for name in MODELS for way in WAYS],
-        [("tied", "store"), ("checkpointed", "store"), ("frozen", "recompute"), ("tied", "thirds")],
+        [*product(MODELS, WAYS), *product(["measuring"], ["store", "recompute"])],
+        [("tied", "store"), ("checkpointed", "store"), ("frozen", "recompute"), ("measuring", "recompute"), ("tied", "thirds")],
     ),
 )
 def test_the_touches_of_activations_in_the_store(tmp_path: Path, name: str, way: str) -> None:
     """By the pager's own code on the meta device: what waits, in which pieces, and when it comes back."""
     update: Update = "in_backward" if way == "thirds" else "on_fetch"
-    model = MODELS[name]()
+    model = Measuring() if name == "measuring" else MODELS[name]()
     choice = Choice(update, dram={"wide": 5, "vocabulary": 4}.get(name, 2) << 20, **WAYS[way])
     step, tokens = waiting(model, choice), tokens_of(model)
     with TieredStore.open(tmp_path / "store", dram=choice.dram, durability="none") as store:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from tiered.errors import MisuseError
-from tiered.zero.paging.saved_tensors import ParameterReferences
+from tiered.zero.paging.saved_tensors import ParameterReferences, place_of
 
 __all__ = ["ModuleState", "changed", "uncopied"]
 
@@ -36,22 +36,29 @@ _BESIDE = frozenset(vars(nn.Module())) - {"training"}
 
 @dataclass(slots=True)
 class _Memory:
-    """Memory of one or more tensors, with a copy from before forward, and whether forward has changed it."""
+    """Memory of one or more tensors, of which ``alias`` shows it, with a copy from before forward, and whether forward has
+    changed it."""
 
     storage: torch.UntypedStorage
     copy: torch.Tensor | None
+    alias: torch.Tensor
+    version: int
     written: bool = False
+
+    def _differs(self) -> bool:
+        """Return whether it has other values than the copy. Where there are no bytes, the version of ``alias`` says so."""
+        assert self.copy is not None
+        return _version(self.alias) != self.version if self.alias.is_meta else not torch.equal(_bytes(self.storage), self.copy)
 
     def settle(self) -> None:
         """Look what forward has done. The copy of what it left as it was stays where it is small: others may change that."""
-        assert self.copy is not None
-        self.written = not torch.equal(_bytes(self.storage), self.copy)
-        if not self.written and self.copy.nbytes > SMALL:
+        self.written = self._differs()
+        if not self.written and self.storage.nbytes() > SMALL:
             self.copy = None
 
     def again(self, made: dict[int, torch.UntypedStorage]) -> torch.UntypedStorage | None:
         """Return memory with the values of before, which is put into ``made``, where forward may not use the real one."""
-        if self.copy is None or not (self.written or not torch.equal(_bytes(self.storage), self.copy)):
+        if self.copy is None or not (self.written or self._differs()):
             return None
         if id(self) not in made:
             made[id(self)] = self.copy.clone().untyped_storage()
@@ -139,10 +146,10 @@ class ModuleState:
         if tensor.grad_fn is not None or not _is_copied(tensor):
             return None
         storage = tensor.untyped_storage()
-        address = storage.data_ptr()
-        if address not in self._memories:
-            self._memories[address] = _Memory(storage, _bytes(storage).clone())
-        return self._memories[address]
+        place = place_of(storage)
+        if place not in self._memories:
+            self._memories[place] = _Memory(storage, _bytes(storage).clone(), tensor.detach(), _version(tensor))
+        return self._memories[place]
 
     def settle(self) -> str | None:
         """Keep what forward has changed. Return the name of a buffer that it has changed and that cannot be restored, if there
@@ -230,7 +237,7 @@ def changed(before: list[tuple[str, torch.Tensor, int]]) -> str | None:
 
 
 def _is_copied(tensor: torch.Tensor) -> bool:
-    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
         return False
     return not tensor.is_nested and tensor.untyped_storage().nbytes() <= COPIED
 
