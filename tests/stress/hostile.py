@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import hashlib
 import io
 import json
@@ -67,6 +68,8 @@ CAP = 768 << 20
 """Bytes of address space that all trials together may take beyond what the process has before."""
 ROOM = "2MiB"
 """Of a store whose files are compared."""
+ARENA_MAX = -8
+"""``M_ARENA_MAX`` of malloc.h: each arena takes 64 MiB of address space, however little of it is used."""
 WIDEST = 1200
 """Characters of a line that a command prints, about."""
 
@@ -77,6 +80,7 @@ Trial = Callable[[random.Random], "tuple[str, bool]"]
 def main(kind: str, count: int, folder: Path) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    assert ctypes.CDLL(None).mallopt(ARENA_MAX, 2)
     trial = KINDS[kind](folder)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + CAP, used + CAP))

@@ -6,16 +6,14 @@ from __future__ import annotations
 
 import ast
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import programs
 from tests.stress.tally import Tally
 
-ROOT = Path(__file__).resolve().parents[2]
 PROMISE = "24 (what a store or a peer says is data)"
 COUNTS: dict[str, tuple[int, int]] = {"files": (80, 5000)}
 COUNTS |= {"records": (6, 2000), "manifests": (12, 2000), "headers": (40, 2000), "peers": (75, 1500)}
@@ -32,8 +30,7 @@ COUNTS |= {"records": (6, 2000), "manifests": (12, 2000), "headers": (40, 2000),
 def test_what_was_changed_is_refused_or_is_data(tmp_path: Path, kind: str, count: int, tally: Tally) -> None:
     """In a process of its own, whose memory is limited."""
     command = [sys.executable, "-m", "tests.stress.hostile", kind, str(count), str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_ARENA_MAX": "2", "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=7000, check=False)
+    ran = programs.run(command, cwd=programs.ROOT, capture_output=True, text=True, timeout=7000)
     assert ran.returncode == 0, ran.stderr[-3000:]
     seen = json.loads(ran.stdout.splitlines()[-1])
     for _ in range(seen["refused"]):
@@ -56,7 +53,7 @@ UNPICKLING = {
 def test_nothing_is_unpickled() -> None:
     """In no file of the package, also between ranks."""
     found = []
-    for path in sorted((ROOT / "tiered").rglob("*.py")):
+    for path in sorted((programs.ROOT / "tiered").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             names: list[str] = []
             if isinstance(node, ast.Import):
@@ -70,5 +67,5 @@ def test_nothing_is_unpickled() -> None:
                 names = [] if names == ["eval"] and not node.args else names  # a module's
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 names = [node.func.id] if node.func.id in ("eval", "exec") else []
-            found += [f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}: {name}" for name in names if name in UNPICKLING]
+            found += [f"{path}:{getattr(node, 'lineno', 0)}: {name}" for name in names if name in UNPICKLING]
     assert found == []
