@@ -164,30 +164,33 @@ def _early(environment: Mapping[str, str]) -> dict[str, str]:
 # The side of the tests
 
 _SERVERS: dict[tuple[int, tuple[str, ...]], _Server] = {}
-_STARTING = threading.Lock()
+_STARTING = threading.RLock()
 
 
 def _server(imported: tuple[str, ...]) -> _Server:
     """Of this process: one that was forked from another has its own."""
+    which = os.getpid(), imported
     with _STARTING:
-        which = os.getpid(), imported
         if which not in _SERVERS:
             _SERVERS[which] = _started(imported)
         return _SERVERS[which]
 
 
 def _started(imported: tuple[str, ...]) -> _Server:
+    """What a server is asked comes through its standard input. One that imports more is forked from the one that does not."""
     channel, theirs = socket.socketpair()
+    environment = {name: value for name, value in ONE_THREAD.items() if name != "PYTHONPATH"} | _NO_THREADS
     with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.programs", str(theirs.fileno()), *imported],
-            cwd=ROOT,
-            env={name: value for name, value in ONE_THREAD.items() if name != "PYTHONPATH"} | _NO_THREADS,
-            stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-        )
+        if imported:
+            program = _Program(["-m", "tests.programs", *imported], (), environment, str(ROOT), False)
+            pid = _server(()).fork(program, [theirs.fileno(), 1, 2])
+            server = _Server(channel, lambda: os.waitpid(pid, 0))
+        else:
+            command = [sys.executable, "-m", "tests.programs"]
+            process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=theirs.fileno())
+            server = _Server(channel, process.wait)
     _received(channel, 1)
-    return _Server(channel, process.wait)
+    return server
 
 
 class _Server:
@@ -345,7 +348,7 @@ def _main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the console script does before it imports torch
     for name in ("torch._dynamo", *RANKS):  # torch imports it when a layer first gets initial values: as long again
         importlib.import_module(name)
-    for name in sys.argv[2:]:
+    for name in sys.argv[1:]:
         with suppress(ImportError):
             importlib.import_module(name)
 
@@ -358,7 +361,8 @@ def _main() -> None:
     _one_thread()
     path = sys.path[1:]
     gc.freeze()
-    with socket.socket(fileno=int(sys.argv[1])) as channel:
+    with socket.socket(fileno=os.dup(0)) as channel, open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
         channel.sendall(b"!")
         program, streams = _serve(channel)
     _live(program, streams, path)
