@@ -21,7 +21,7 @@ from tests.zero.narrow import MasterAdamW
 from tiered import MisuseError, TieredStore, zero
 from tiered.zero.paging import unit
 
-WIDTH, LAYERS = 128, 24
+WIDTH, LAYERS = 128, 16
 BUDGETS = {"all fits": "64MiB", "nothing fits": "1MiB"}
 Write = Callable[[torch.Tensor], Any]
 
