@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.filesystems import mounted, root, small_ext4
+from tests.quick import quick
 from tests.store.chains import hurried
 from tiered import (
     CapacityError,
@@ -481,7 +482,8 @@ def test_rollback_under_a_lease_or_before_a_commit(folder: Path) -> None:
         store.rollback()
 
 
-def test_rollback_while_others_use_the_store(folder: Path) -> None:
+@pytest.mark.parametrize("rollbacks", quick([40, 400], [40]))
+def test_rollback_while_others_use_the_store(folder: Path, rollbacks: int) -> None:
     """What they lease is whole and of one time or the other."""
     with opened(folder) as store:
         for number in range(20):
@@ -506,7 +508,7 @@ def test_rollback_while_others_use_the_store(folder: Path) -> None:
         threads = [threading.Thread(target=use, args=(seed,)) for seed in range(4)]
         for thread in threads:
             thread.start()
-        for _ in range(200):
+        for _ in range(rollbacks):
             with contextlib.suppress(LeaseConflict):
                 store.rollback()
         stop.set()
