@@ -147,7 +147,6 @@ LONG_OR_SHORT: dict[str, str] = {
     "tables.kernel": "copies of rows, in C or without it",
     "planning.sizes": "the tensors of a model and its optimizer, as far as units say",
     "planning.plan": "what a plan says: predictions of choices, and which changes are better or fit",
-    "io.backends": "which backend a name means, and what is tried for \"auto\"",
     "io.probe": "whether libaio works here, asked without importing it",
     "store.store": "the public calls of a store, which threads and coroutines share",
     "store.commit": "generations of an open store: commit, rollback, recovery",

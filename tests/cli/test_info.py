@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from tests.cli.train.test_train import MIB, failure
 from tests.filesystems import mounted, root
-from tiered import TieredStore
-from tiered.cli.info import machine
+from tiered import MisuseError, TieredStore
 from tiered.cli.info import machine as facts
 from tiered.cli.main import main
-from tiered.io import probe
+from tiered.interfaces import IOBackend
+from tiered.io.backends import BACKENDS, Shipped, open_backend, unavailable
+from tiered.types import BackendName
 
 
 @pytest.fixture(autouse=True)
@@ -70,13 +71,23 @@ def test_nothing_is_made_without_measuring(
 def test_a_backend_that_does_not_work_says_why(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe, "libaio_unavailable", lambda: "not built; install a C compiler")
+    monkeypatch.setitem(BACKENDS, "libaio", BACKENDS["libaio"]._replace(unavailable=lambda: "not built; install a C compiler"))
     assert main(["info", "--dir", str(tmp_path), "--no-measure"]) == 0
     assert "libaio: not built; install a C compiler\n" in capsys.readouterr().out
 
 
-def test_a_backend_that_cannot_even_be_asked_says_why() -> None:
-    assert "nonsense" in (machine._unavailable("nonsense") or "")
+def test_a_backend_that_cannot_even_be_asked_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: int) -> IOBackend:
+        raise ImportError("no module of\n that name")
+
+    monkeypatch.setitem(BACKENDS, "aiofiles", Shipped(broken))
+    assert unavailable()["aiofiles"] == "no module of that name"
+    with pytest.raises(MisuseError, match="the aiofiles backend does not work here"):
+        open_backend("aiofiles", 8)
+
+
+def test_the_names_are_those_of_the_shipped_backends() -> None:
+    assert get_args(BackendName) == ("auto", *BACKENDS)
 
 
 def test_folders_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

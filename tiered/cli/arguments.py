@@ -9,10 +9,10 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 from tiered.errors import MisuseError
-from tiered.types import parse_size
+from tiered.types import BackendName, parse_size
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[Any]
@@ -74,7 +74,7 @@ def launched() -> Launched:
     return Launched(rank, ranks, max(1, here), restarts, may_restart, int(os.environ.get("LOCAL_RANK", 0)))
 
 
-BACKENDS = ("auto", "libaio", "aiofiles", "posix")
+BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
 LARGEST_COUNT = (1 << 63) - 1
 KEYWORD = re.compile(r"(?<![\w/'\"=.-])(?P<name>[a-z_]+)=(?:(?P<quote>['\"]?)(?P<value>[\w.-]+)(?P=quote))?(?=$|[\s,;:)])")
 """A keyword argument in a message, with a value or without."""

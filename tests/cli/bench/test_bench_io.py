@@ -87,7 +87,7 @@ class TestSweep:
     def test_a_backend_that_does_not_work(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(sweep, "backends", lambda: {"libaio": "no such ring", "posix": None})
+        monkeypatch.setattr(sweep, "unavailable", lambda: {"libaio": "no such ring", "posix": None})
         words = [*SWEEP, *FEW, "--dir", tmp_path]
         report = found(capsys, *words, "--backends", "libaio,posix")
         assert report["unavailable"] == {"libaio": "no such ring"}

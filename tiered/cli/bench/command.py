@@ -105,6 +105,7 @@ examples:
 """
 
 BLOCKS = "256KiB,1MiB,4MiB"
+SWEPT = tuple(name for name in BACKENDS if name != "auto")
 DEPTHS = "1,4,16"
 SIZES = "4KiB,64KiB,1MiB,16MiB,256MiB,1GiB"
 MODES = ("read", "write", "mixed", "flood")
@@ -163,8 +164,9 @@ def _add_io(below: Commands) -> None:
     sweep = io.add_argument_group("with --sweep")
     sweep.add_argument("--block", metavar="SIZE,...", type=sizes, help=f"sizes of blocks (default: {BLOCKS})")
     sweep.add_argument("--depth", metavar="N,...", type=counts, help=f"numbers of requests in flight (default: {DEPTHS})")
-    known = [name for name in BACKENDS if name != "auto"]
-    sweep.add_argument("--backends", metavar="B,...", type=names(*known), help=f"I/O backends (default: {','.join(known)})")
+    sweep.add_argument(
+        "--backends", metavar="B,...", type=names(*SWEPT), help=f"I/O backends (default: {','.join(SWEPT)})"
+    )
     sweep.add_argument("--checksums", metavar="C,...", type=names("off", "on"), help="off, on, or off,on (default: off)")
     sweep.add_argument("--buffered", action="store_const", const="buffered", help="use the page cache, not O_DIRECT")
     sweep.add_argument("--seconds", metavar="S", type=positive, help="longest time of one pass (default: 0.5)")
@@ -242,7 +244,7 @@ def _run_io(parser: argparse.ArgumentParser, parsed: argparse.Namespace, given: 
                 orders=orders,
                 blocks=parsed.block or sizes(BLOCKS),
                 depths=parsed.depth or counts(DEPTHS),
-                backends=parsed.backends or ("libaio", "aiofiles", "posix"),
+                backends=parsed.backends or SWEPT,
                 checksums=parsed.checksums or ("off",),
                 cache=parsed.buffered or "direct",
                 seconds=parsed.seconds or 0.5,

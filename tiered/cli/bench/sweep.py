@@ -16,7 +16,7 @@ from tiered.cli.bench.io import Beside
 from tiered.cli.bench.plot import plot_sweep
 from tiered.cli.bench.reports import Measuring, reported
 from tiered.cli.bench.series import Run, Series, in_rounds, ratios, refuse_full_disk, series_as_json
-from tiered.cli.info.machine import IN_MEMORY, backends, filesystem
+from tiered.cli.info.machine import IN_MEMORY, filesystem
 from tiered.cli.output import (
     counted,
     duration,
@@ -27,7 +27,7 @@ from tiered.cli.output import (
     told_io,
     told_noise,
 )
-from tiered.io.backends import open_backend
+from tiered.io.backends import open_backend, unavailable
 from tiered.measuring import fio
 from tiered.measuring.drive import Cache, Checksums, Drive, Order, Point
 from tiered.measuring.meters import Spread, scratch_folder
@@ -104,7 +104,7 @@ def _measure(options: SweepOptions, under: Measuring) -> Callable[[], str]:
 
 def _working(options: SweepOptions) -> tuple[list[BackendName], dict[str, str]]:
     """Return the backends that work here, and the reasons why others do not. Raises MisuseError where none works."""
-    known, working = backends(), []
+    known, working = unavailable(), []
     left_out: dict[str, str] = {}
     for name in options.backends:
         why = known.get(name)

@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,38 +19,21 @@ import psutil
 import torch
 
 from tiered import MisuseError, TieredError
-from tiered.cli.arguments import BACKENDS
 from tiered.cli.output import counted, rate, refuse_unwritable, write_report
 from tiered.cli.stop import Stopped, StopRequest
 from tiered.format.locked_file import makes_direct
+from tiered.io.backends import unavailable
 from tiered.measuring.meters import DATA_FILE, bytes_of, environment, measure, scratch_store
 from tiered.store.opening import SMALLEST_DRAM, default_dram
 from tiered.system import cgroup_room, direct_io_alignment
 from tiered.tiers.dram import HUGE_PAGE, DramConfig, DramTier
 from tiered.types import BackendName, format_size
 
-__all__ = ["backends", "cuda", "filesystem", "huge_pages", "info", "limits", "store_facts"]
+__all__ = ["cuda", "filesystem", "huge_pages", "info", "limits", "store_facts"]
 
 IN_MEMORY = ("tmpfs", "ramfs")
 SMALLEST_ALIGNMENT = 4096
 """Least alignment of the store; a drive may need more."""
-
-
-def backends() -> dict[str, str | None]:
-    """Return each I/O backend with the reason why it does not work here, None where it works."""
-    return {name: _unavailable(name) for name in ("libaio", "aiofiles", "posix")}
-
-
-def _unavailable(module: str) -> str | None:
-    probe = getattr(import_module("tiered.io.probe"), f"{module}_unavailable", None)
-    try:
-        if probe is not None:
-            reason: str | None = probe()
-            return reason
-        import_module(f"tiered.io.{module}")
-    except Exception as error:  # any error is a reason why the backend does not work
-        return " ".join(str(error).split()) or type(error).__name__
-    return None
 
 
 def cuda() -> dict[str, Any]:
@@ -210,7 +192,7 @@ def info(folder: str, what: Literal["rates", "none"], json: str | None) -> int:
     memory = psutil.virtual_memory()
     report |= {
         "memory_available_bytes": memory.available,
-        "backends": [{"name": name, "unavailable": why} for name, why in backends().items()],
+        "backends": [{"name": name, "unavailable": why} for name, why in unavailable().items()],
         "cuda": cuda(),
         "filesystem": filesystem(folder),
         "huge_pages": huge_pages(),
@@ -325,8 +307,7 @@ def describe(report: dict[str, Any]) -> str:
         f"{format_size(report['memory_available_bytes'])} available",
     ]
     for label, backend in zip(_label("backends"), report["backends"], strict=False):
-        works = "works" if backend["name"] in BACKENDS else "works, but no option selects it"
-        lines.append(f"{label}{backend['name']}: {backend['unavailable'] or works}")
+        lines.append(f"{label}{backend['name']}: {backend['unavailable'] or 'works'}")
     for label, device in zip(_label("CUDA"), report["cuda"]["devices"], strict=False):
         lines.append(f"{label}cuda:{device['index']}: {device['name']}, {format_size(device['memory_bytes'])}")
     if not report["cuda"]["devices"]:
