@@ -88,7 +88,7 @@ def statistics(model: nn.Module) -> PagingStatistics:
     return PagingStatistics(
         units=len(units),
         largest_unit=max(unit.plan.nbytes for unit in units),
-        updates=sum(unit.updates for unit in units),
+        updates=sum(unit.updates_made for unit in units),
         update_seconds=sum(unit.states.update_seconds for unit in units),
         split=pager.splitter.split if pager.splitter is not None else (),
         computed_again=pager.splitter.computed_again if pager.splitter is not None else 0,

@@ -20,6 +20,7 @@ from tests.quick import quick
 from tests.zero.narrow import MasterAdamW
 from tiered import MisuseError, TieredStore, zero
 from tiered.zero.paging import unit
+from tiered.zero.paging.pager import pager_of
 
 WIDTH, LAYERS = 128, 16
 BUDGETS = {"all fits": "64MiB", "nothing fits": "1MiB"}
@@ -453,3 +454,28 @@ def test_what_a_backward_pass_wrote_before_an_exception_is_rolled_back(store: Ti
     for _ in range(2):
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         zero.offload(model)
+
+
+@pytest.mark.parametrize("way", ["in place", "NumPy"])
+def test_a_unit_that_is_held_for_layers_is_written_to(store: TieredStore, way: str) -> None:
+    """A function of torch that writes asks for the unit for writing, and gets it although it is held for reading."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    theirs = copy.deepcopy(model)
+    zero.page(model, store)
+    states = []
+
+    def write(module: nn.Module, _: Any) -> None:
+        if hasattr(module.weight, "_tiered"):
+            states.append(pager_of(model)._home[module.weight][0].state)  # type: ignore[index]
+        quietly(WAYS[way], module.weight)  # type: ignore[arg-type]
+
+    for one in (model, theirs):
+        handle = one[0].register_forward_pre_hook(write)
+        with torch.no_grad():
+            one(torch.ones(2, 8))
+        handle.remove()
+    assert states == [unit.Held.FOR_LAYERS]
+    zero.offload(model)
+    assert torch.equal(model[0].weight, theirs[0].weight)
+    with torch.no_grad():
+        assert torch.equal(model(torch.ones(2, 8)), theirs(torch.ones(2, 8)))

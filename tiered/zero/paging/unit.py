@@ -168,8 +168,9 @@ class Held(Enum):
     """Parameters are on memory that is leased for READ. To drop the unit costs a digest of what a tier below has, too, and a
     write where somebody wrote."""
     FOR_LAYERS = auto()
-    """As for reading, but parameters that only layers of torch ask for have no memory, and no digest. A parameter that
-    somebody has then is one in the store to him, and may be written to: the digest tells."""
+    """As for reading, the whole unit is on memory that is leased for READ; but parameters that only layers of torch ask for
+    show none of it, and have no digest. A parameter that somebody has then is one in the store to him, and may be written to:
+    it is shown first, with a digest that tells."""
     FOR_WRITING = auto()
     """Parameters are on memory that is leased for WRITE: nobody else has it, no other tier keeps the bytes of before, and
     masters are made anew where bytes have changed."""
@@ -180,14 +181,14 @@ class Unit:
 
     While nobody holds the unit its parameters are NaN without memory (a stale read is loud); while somebody does, they
     are on the store's own memory, in the top tier: each has a storage that begins and ends with it, as in memory, so that an
-    offset counts from its first element and reaches no other parameter. ``updates``: the store, where gradients and states are
-    leased. ``version`` counts optimizer steps: what a graph saved before one cannot be used after it.
+    offset counts from its first element and reaches no other parameter. ``update_store``: the store as updates have it, where
+    gradients and states are leased. ``version`` counts optimizer steps: what a graph saved before one cannot be used after it.
     """
 
     def __init__(
         self,
         store: TieredStore,
-        updates: TensorStore,
+        update_store: TensorStore,
         prefix: str,
         plan: UnitPlan,
         chunk: int,
@@ -199,7 +200,7 @@ class Unit:
         self.owner = checkpoint.owner
         self.key = f"{prefix}/param/{plan.name}"
         self.version = 0
-        self.updates = 0
+        self.updates_made = 0
         self.intent = intent
         self.pending: Pending | None = None
         self.base: torch.Tensor | None = None
@@ -210,10 +211,10 @@ class Unit:
         self._apart = store.device.type in APART
         self._extents = [(p, p.offset, p.offset + p.nbytes) for p in plan.placements]
         self.parts = plan.parts(partition.rank)
-        storage = partition.stored(store, updates, self.key, plan, checkpoint)
+        storage = partition.stored(store, update_store, self.key, plan, checkpoint)
         self.storage: ParameterStorage = Cast(storage, store, checkpoint.owner, self.key, plan) if plan.converted else storage
         self.gradients = UnitGradients(
-            updates, f"{self.key}/grad", plan.placements, self.parts, checkpoint, self.apply_update
+            update_store, f"{self.key}/grad", plan.placements, self.parts, checkpoint, self.apply_update
         )
         self.arriving = partition.arriving(store, checkpoint.owner, self.key, plan, self.gradients)
         self.held = 0
@@ -229,11 +230,11 @@ class Unit:
         """Whether a commit had yet to write the memory of the unit when it was held."""
         self._narrow = [p for p in plan.placements if p.stored in NARROW]
         self.aside: dict[Placement, torch.Tensor | None] = {}
-        """Parameters that have no memory although the unit is held, and what layers were given of them."""
+        """Parameters that show no memory although the unit is held, and what layers were given of them."""
         self._versions: list[int] = []
         self._left: list[int] | None = None
         """Versions of the parameters when the unit was last dropped, where somebody kept a tensor on their memory."""
-        self._memory: tuple[int, StorageWeakRef] | None = None
+        self._last_memory: tuple[int, StorageWeakRef] | None = None
         """What the parameters were views of then: its address, and whether anything still is."""
         self._placeholders = {p: Placeholder.on(store.device, p.shape, p.dtype) for p in plan.placements}
         self._kinds = {p: type(p.parameter) for p in plan.placements}
@@ -248,7 +249,7 @@ class Unit:
         self._witnesses: list[_Witness] = []
         """Of those that somebody kept when the unit was dropped."""
         kinds = {placement.stored for placement in plan.placements}
-        self.states = States(updates, self.key, list(self.parts.values()), even_chunks(plan.elements, chunk), kinds)
+        self.states = States(update_store, self.key, list(self.parts.values()), even_chunks(plan.elements, chunk), kinds)
         self._cut = plan.cut if plan.shares > 1 else set()
         if self._cut:
             self.states.gather = partial(partition.whole, plan)
@@ -313,6 +314,8 @@ class Unit:
         if not self.held:
             self._hold_anew(Held.FOR_WRITING if access is Access.WRITE else Held.FOR_READING)
             return
+        # Not refused for layers: a function of torch that writes to a parameter which shows no memory asks for it here, in
+        # forward. ``show`` takes the digest first, so ``drop`` finds the write and lands it, as any that is made in forward.
         if access is Access.WRITE and self.state is Held.FOR_READING:
             raise MisuseError(f"the parameters of {self.plan.name!r} are in use: write to them outside forward and backward")
         if self.aside:
@@ -419,9 +422,9 @@ class Unit:
 
     def _is_shown(self) -> bool:
         """Return whether a tensor that somebody kept since an earlier hold is on the memory that the unit has now."""
-        if self._memory is None or self.base is None:
+        if self._last_memory is None or self.base is None:
             return False
-        address, storage = self._memory
+        address, storage = self._last_memory
         return address == _address(self.base) and not storage.expired()  # type: ignore[no-untyped-call]
 
     def shown_by(self, tensor: torch.Tensor, address: int) -> Placement | None:
@@ -607,7 +610,7 @@ class Unit:
             if self.base is not None:
                 self._left = None
                 if not self._is_shown():
-                    self._memory = _address(self.base), StorageWeakRef(self.base.untyped_storage())  # type: ignore[no-untyped-call]
+                    self._last_memory = _address(self.base), StorageWeakRef(self.base.untyped_storage())  # type: ignore[no-untyped-call]
                 self._left = self._versions_now()
             self.release_parameters()
             if self.gradients.passing:
@@ -616,7 +619,7 @@ class Unit:
             self.memory, self.places = {}, {}
             self.aside = {}
             self.storage.close()
-            if self._memory is not None and self._memory[1].expired():  # type: ignore[no-untyped-call]
+            if self._last_memory is not None and self._last_memory[1].expired():  # type: ignore[no-untyped-call]
                 self._left = None  # nobody kept anything: no write to the memory can come
             if lent or self._witnesses:
                 self._witnesses = [one for one in (*self._witnesses, *lent) if not one.storage.expired()]  # type: ignore[no-untyped-call]
@@ -783,7 +786,7 @@ class Unit:
             self.states.apply(pending, unit, gradient)
             del unit, gradient
         self.pending = None
-        self.updates += 1
+        self.updates_made += 1
         with self._checkpoint.applying():
             self.forget_gradients()
 
