@@ -304,6 +304,22 @@ def test_values_that_cannot_be(kind: type, asked: dict[str, Any], told: str) -> 
         kind(**asked)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch, as it compiles
+def test_a_plan_is_the_same_wherever_it_is_made() -> None:
+    """Whatever is recorded there, and for a compiled model, which is not compiled for it."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))
+    asked: dict[str, Any] = {"workload": Workload(inputs=torch.zeros(4, 64)), "dram": "1MiB", "update": "on_fetch"}
+    expected = tiered.plan(model, **asked)
+    assert expected.chosen is not None
+    with torch.no_grad():
+        assert tiered.plan(model, **asked).chosen == expected.chosen
+    with torch.inference_mode():
+        assert tiered.plan(model, **asked).chosen == expected.chosen
+    model[1] = torch.compile(model[1])
+    assert tiered.plan(model, **asked).chosen == expected.chosen
+    assert tiered.plan(torch.compile(model), **asked).chosen == expected.chosen
+
+
 def test_models_that_cannot_be_planned(tmp_path: Path) -> None:
     class ByValue(nn.Module):
         def __init__(self) -> None:
@@ -315,6 +331,13 @@ def test_models_that_cannot_be_planned(tmp_path: Path) -> None:
 
     with pytest.raises(MisuseError, match="meta device"):
         tiered.plan(ByValue(), workload=Workload(inputs=torch.zeros(1, 4)), dram="1MiB")
+    for model in (nn.Linear(4, 4).requires_grad_(False), nn.ReLU()):
+        with pytest.raises(MisuseError, match="has no parameter that is trained"):
+            tiered.plan(model, workload=Workload(inputs=torch.zeros(1, 4)), dram="1MiB")
+    with pytest.raises(MisuseError, match=r"'weight' has no shape yet, .* call the model once, then plan"):
+        tiered.plan(nn.LazyLinear(4), workload=Workload(inputs=torch.zeros(1, 4)), dram="1MiB")
+    with pytest.raises(MisuseError, match="returns is a tensor, not None"):
+        tiered.plan(nn.Linear(4, 4), workload=Workload(inputs=torch.zeros(1, 4), loss=lambda *_: None), dram="1MiB")  # type: ignore[arg-type, return-value]
     with pytest.raises(MisuseError, match=r"config\.json"):
         tiered.plan(tmp_path)
     with pytest.raises(MisuseError, match="heads"):

@@ -12,7 +12,7 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,12 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import flop_registry
 
-from tiered.errors import MisuseError
+from tiered.errors import MisuseError, expect_type
 from tiered.planning.notes import Described, NotingRanks, NotingStore, OperationKind, Step, Work
 from tiered.types import TensorSpec
 from tiered.zero.optimizers.paged import PagedUpdates
@@ -89,11 +90,13 @@ class _Optimizer:
 
 def on_meta(model: nn.Module) -> nn.Module:
     """Return a copy of ``model`` on the meta device; parameters and buffers that are shared stay so. Raises MisuseError for a
-    model that is paged."""
+    model that is paged, and for one whose parameters have no shapes yet."""
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if hasattr(parameter, "_tiered"):
             raise MisuseError(f"parameter {name!r} is paged already: plan before zero.page")
+        if is_lazy(parameter):
+            raise MisuseError(f"parameter {name!r} has no shape yet, as it is lazy: call the model once, then plan")
         if id(parameter) not in memo:
             memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter.detach(), device="meta"), parameter.requires_grad)
     for buffer in model.buffers():
@@ -111,14 +114,15 @@ def dry_run(
     """
     paged = on_meta(model)
     try:
-        with closing(NotingStore(training.pool)) as store:
+        with torch.enable_grad(), closing(NotingStore(training.pool)) as store:
             optimizer, live = _paged(paged, store, training), _Live(store)
             store.put_away = live.watch
             for number in range(BEFORE + 1):
                 store.step_begins()
                 for _ in range(training.passes):
-                    with _whole_sequences(), _Attention(), live if number == BEFORE else nullcontext():
+                    with _whole_sequences(), _Attention(), live if number == BEFORE else _Uncompiled():  # type: ignore[no-untyped-call]
                         value = loss(paged(*args, **kwargs), target)
+                        expect_type(value, torch.Tensor, "what loss(output, target) returns is a tensor")
                         store.step.saved = live.look()
                         store.turn(backward=True)
                         _backward(value)
@@ -178,6 +182,14 @@ def _backward(value: torch.Tensor) -> None:
 
 EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 """Operations that write nothing."""
+
+
+class _Uncompiled(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Has modules of ``torch.compile`` run as they are, as torch does within a dispatch mode: there is nothing to compile for.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -458,6 +458,7 @@ class Sweep:
 USUAL, NOTHING = Workload(), Sweep()
 
 
+@torch.inference_mode(False)  # in which nothing can be trained
 def plan(
     model: nn.Module | str | os.PathLike[str] | Numbers | Mapping[str, Any],
     *,

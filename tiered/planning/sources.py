@@ -182,6 +182,8 @@ def subject_of(
     else:
         folder = path_of(what, "what is planned for, if no torch.nn.Module and no numbers,")
         model, name = model_of_folder(folder), os.path.basename(os.path.abspath(folder))
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise MisuseError(f"{name} has no parameter that is trained, and a plan is of a training: see requires_grad_")
     args, kwargs = _arguments(workload)
     tokens = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)), None)
     target = workload.target
