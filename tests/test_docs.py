@@ -191,6 +191,30 @@ def test_the_design_has_the_tree_that_is_enforced() -> None:
         assert row[1].split() == [name for name in files if f"{package}.{name}" not in TREE], package
 
 
+def test_what_the_design_names_is_there() -> None:
+    """Classes by their names, each `Name` in a `file` in that file, and what the diagrams have beside a file."""
+    design = (ROOT / "docs" / "design.md").read_text()
+    sources = {path: path.read_text() for path in (ROOT / "tiered").rglob("*.py")}
+    everywhere = "\n".join([*sources.values(), *(path.read_text() for path in (ROOT / "tests" / "contracts").glob("*.py"))])
+    classes = set(re.findall(r"^ *class (\w+)|^(\w+) = ", everywhere, re.MULTILINE))
+    known = {name for pair in classes for name in pair}
+    named = set(re.findall(r"`(?:tiered\.)?(_?[A-Z][a-z]\w*)[.(`]", design))
+    assert named <= known, sorted(named - known)
+
+    places = re.findall(r"((?:`[\w.]+`(?:, | and |, and )?)+) in `(tiered/[\w/]+\.py)`", design)
+    places += re.findall(r"(`[\w.]+`) \(`(tiered/[\w/]+\.py)`\)", design)
+    drawn = re.findall(r"^ +([A-Z]\w+\.\w+) +((?:\w+/)*\w+\.py)", design, re.MULTILINE)
+    places += [(f"`{name}`", f"tiered/{file}") for name, file in drawn]
+    assert len(places) > 70
+    wrong = [
+        f"{name} in {file}"
+        for names, file in places
+        for name in re.findall(r"`(?!NAME_)([\w.]+)`", names)
+        if not all(re.search(rf"\b{part}\b", (ROOT / file).read_text()) for part in name.split("."))
+    ]
+    assert not wrong
+
+
 # The generated page
 
 
