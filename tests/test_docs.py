@@ -16,7 +16,7 @@ import pytest
 import tiered
 from tests import programs
 from tests.quick import quick
-from tests.test_layers import TREE
+from tests.test_layers import TREE, USES
 from tiered import errors, zero
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -188,7 +188,18 @@ def test_the_design_has_the_tree_that_is_enforced() -> None:
             continue
         row = re.search(rf"^\| `{('tiered/' + package.replace('.', '/')).rstrip('/')}` \| `([^|]*)` \|", design, re.MULTILINE)
         assert row, package
-        assert row[1].split() == [name for name in files if f"{package}.{name}" not in TREE], package
+        assert row[1].split() == [f"{name}/" if f"{package}.{name}" in TREE else name for name in files], package
+
+
+def test_the_design_has_a_package_below_those_that_it_may_import() -> None:
+    design = (ROOT / "docs" / "design.md").read_text()
+    rows = [name.replace("/", ".") for name in re.findall(r"^\| `tiered(?:/([\w/]+))?` \|", design, re.MULTILINE)]
+    assert sorted(rows) == sorted(TREE.keys() - {"data"})
+    for package in rows:
+        above = rows[: rows.index(package)]
+        assert "." not in package or package.rpartition(".")[0] in above, package
+        used = {use.lstrip("=").split(".")[0] for use in USES.get(package, ())} & set(rows)
+        assert used <= set(above), package
 
 
 def test_what_the_design_names_is_there() -> None:
