@@ -1,4 +1,4 @@
-"""Which backends work here, found without importing them: a reason is an answer, not an exception."""
+"""Why libaio does not work here, found without importing its backend: a reason is an answer, not an exception."""
 
 from __future__ import annotations
 
