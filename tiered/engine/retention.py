@@ -1,10 +1,10 @@
 """The retention plan: which tensors to keep until their next use, along a known order of touches. Pure, no dependencies.
 
-Finding the best choice is NP-hard; ``bench/optimum.py`` gives the sources and a bound. The plan drops the tensor that is needed
-furthest in the future (Belady, "A study of replacement algorithms", 1966), where a dirty copy counts as nearer by a price. Or
-the tensors that are touched most often stay for good, and the streaming working set uses the rest. Of a few prices, and of a
-few shares of memory for tensors that stay, it takes the one that moves the fewest bytes, counted along the order as if free
-room were never fragmented. Takes tenths of a second for 2,000 touches.
+Finding the best choice is NP-hard; ``tiered/planning/optimum.py`` gives the sources and a bound. The plan drops the tensor
+that is needed furthest in the future (Belady, "A study of replacement algorithms", 1966), where a dirty copy counts as nearer
+by a price. Or the tensors that are touched most often stay for good, and the streaming working set uses the rest. Of a few
+prices, and of a few shares of memory for tensors that stay, it takes the one that moves the fewest bytes, counted along the
+order as if free room were never fragmented. Takes tenths of a second for 2,000 touches.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rules that give the bits of torch's classes, by torch's own kernels; and Lion."""
+"""Rules that round no state: those with the bits of torch's classes, by torch's own kernels, and Lion, which torch has not."""
 
 from __future__ import annotations
 
