@@ -148,7 +148,7 @@ def _paged(model: nn.Module, store: NotingStore, training: Training) -> _Optimiz
         partition = Sharded(NotingRanks(store, training.ranks), Stage3())
     plan = divide(model, training.limits, {}, training.policy, training.ranks)
     for unit in plan.units:
-        store.have(f"{training.name}/param/{unit.name}", TensorSpec("uint8", (unit.stored_nbytes // unit.shares,), 1))
+        store.have(f"{training.name}/param/{unit.name}", TensorSpec("uint8", (unit.share_nbytes,), 1))
     config = PagerConfig(
         *(training.name, training.pool, partition, training.micro_batch, training.activations), Paging(prefetch="off")
     )

@@ -45,4 +45,4 @@ def _unit_sizes(unit: UnitPlan, key: str, chunk: int, rule: UpdateRule) -> UnitS
         {one: max(states.sizes(one)) * states.form_of(one).dtype.itemsize for one in keys} for _, keys in states.chunks(trained)
     ]
     gradient = max((part.offset + part.nbytes for part in trained), default=0)
-    return UnitSizes(key, unit.stored_nbytes // unit.shares, gradient, chunks)
+    return UnitSizes(key, unit.share_nbytes, gradient, chunks)

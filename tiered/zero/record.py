@@ -578,8 +578,7 @@ def refuse_other_tensors(
     share = record["layout"].get("share", {"rank": 0, "stage": "Alone"})
     for unit, found in zip(units, record["units"], strict=True):
         key, parts = f"{name}/param/{unit.name}", {p.name: part for p, part in unit.parts(share["rank"]).items()}
-        divided = unit.shares if share["stage"] == "Stage3" else 1
-        _expect(store, key, "uint8", unit.stored_nbytes // divided)
+        _expect(store, key, "uint8", unit.share_nbytes if share["stage"] == "Stage3" else unit.stored_nbytes)
         pending = found["pending"] or {"updates": {}}
         needing = {p for p, update in pending["updates"].items() if update.get("graded", True)}
         graded = [part for p, part in parts.items() if p in needing or found["gradients"].get(p, {}).get("there")]

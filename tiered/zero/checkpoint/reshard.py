@@ -440,7 +440,7 @@ def _reshard_unit(
     for placement in unit.placements:
         source.refuse_other(placement)
     whole = partition.shares == 1 or partition.replicated
-    size = unit.stored_nbytes if whole else unit.stored_nbytes // unit.shares
+    size = unit.stored_nbytes if whole else unit.share_nbytes
 
     def read(placement: Placement, kind: str) -> torch.Tensor | None:
         name, begin, end = span_of(placement)

@@ -122,7 +122,7 @@ class Stage3(Stage):
     def filling(
         self, store: TieredStore, owner: Owner, key: str, plan: UnitPlan, ranks: Ranks
     ) -> Iterator[torch.Tensor]:
-        share, host = plan.stored_nbytes // plan.shares, in_dram(store, owner)
+        share, host = plan.share_nbytes, in_dram(store, owner)
         gathered = AllGathered(store, key, CheckpointRecord(store, owner), host, plan, ranks)
         host.create(key, TensorSpec("uint8", (share,), 1))
         with gathered.room() as unit:

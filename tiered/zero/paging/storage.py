@@ -306,7 +306,7 @@ class Replicated(Local):
     ) -> None:
         super().__init__(store, key, checkpoint, updates)
         self._ranks = ranks
-        share = plan.stored_nbytes // plan.shares
+        share = plan.share_nbytes
         self._share = slice(ranks.rank * share, (ranks.rank + 1) * share)
         self._stale = False
 
@@ -354,7 +354,7 @@ class AllGathered:
         self._updates, self._host = updates, in_dram(store, checkpoint.owner)
         self._gathered = f"{key}/gathered"
         self._nbytes = plan.stored_nbytes
-        share = plan.stored_nbytes // plan.shares
+        share = plan.share_nbytes
         self._share = slice(ranks.rank * share, (ranks.rank + 1) * share)
         self._on_top = store.statistics().tiers[0].name == "dram"
         self._room = ExitStack()

@@ -149,8 +149,8 @@ class Held(Enum):
     """Who has the parameters of a unit, and what that costs. A unit is in a state from before the first parameter gets its
     memory until after the last one has lost it: where an exception strikes between, ``Unit.held`` is 0.
 
-    Bytes, by the unit's ``UnitPlan``. In any state: ``stored_nbytes`` somewhere in the store (divided by ``shares`` where each
-    rank has a share), what ``gradients.py`` stores of it, and one element of ordinary memory for each parameter. While it is
+    Bytes, by the unit's ``UnitPlan``. In any state: ``stored_nbytes`` somewhere in the store (``share_nbytes`` where each rank
+    has a share), what ``gradients.py`` stores of it, and one element of ordinary memory for each parameter. While it is
     held: these bytes are in use in the top tier, and nothing else may have their room:
 
     - ``Local`` (stored as used): ``nbytes``, where the store has them.

@@ -382,7 +382,8 @@ class UnitPlan:
     unit.
 
     ``step``: elements at multiples of which parameters begin and shares end. ``nbytes``: those of the unit in use,
-    ``stored_nbytes``: in the store; ``converted``: these are not the same bytes.
+    ``stored_nbytes``: of the whole unit as stores have it, all shares together (``share_nbytes``: of one of them);
+    ``converted``: as stored it is not the same bytes as in use.
     ``read_only``: it belongs to a model that is quantised, and nothing writes to it; placements are as they were given.
 
     With several ``shares`` the unit is one row of elements of one type (``divide`` sees to it), padded so that all shares are
@@ -423,6 +424,10 @@ class UnitPlan:
         first = self.placements[0]
         self.nbytes = self.shares * self.elements * first.dtype.itemsize
         self.stored_nbytes = self.shares * self.elements * first.stored.itemsize
+
+    @property
+    def share_nbytes(self) -> int:
+        return self.stored_nbytes // self.shares
 
     def parts(self, rank: int) -> dict[Placement, Placement]:
         """Return by parameter the part of it in one share; parameters without an element in the share are left out."""
