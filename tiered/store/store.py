@@ -998,8 +998,9 @@ class TieredStore(TensorMapping):
         self.rollbacks += 1  # before anything changes: see tiered/tables
         return self._without_ended(lambda: commits.rollback(generation, needs))
 
-    def _held_by(self, holder: Holder) -> None:
-        """Ask ``holder``, which is not kept, for its leases where they are in the way of a commit or the like."""
+    def held_by(self, holder: Holder) -> None:
+        """Have ``holder.let_go_of_ended()`` called where leases of calls that an exception ended are in the way: of a commit, a
+        rollback, a deletion. It ends those leases. ``holder`` is referred to weakly."""
         self._holders.add(holder)
 
     def _without_ended(self, call: Callable[[], Made]) -> Made:

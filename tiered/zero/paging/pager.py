@@ -367,7 +367,7 @@ class Pager:
                 module.forward = self._guarded(module, module.forward)  # of this one object
             self._forwards[module].append(module.__dict__.get("forward"))
         _pagers.add(self)
-        store._held_by(self)
+        store.held_by(self)
         store.before_commits(f"model {name}", partial(_remember, weakref.ref(self)))
 
     # -- installing --------------------------------------------------------------------------------------------------------
