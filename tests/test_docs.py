@@ -23,6 +23,12 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 LINKED = sorted([*PAGES, *(ROOT / "docs" / "decisions").glob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"])
 SKIPPED = "Not run in the tests: "
+TORCHRUN = '"torch.distributed.run"'
+FORKED = {
+    "import subprocess\n": "from tests import programs as subprocess; subprocess.fork_from_here()\n",
+    TORCHRUN: '"tests.cli.train.launched"',
+}
+"""What is put in the place of what, so that torchrun and its ranks are forked."""
 NUMBER = r"(?<![\w.,])\d+(?:,\d{3})*(?:\.\d+)?(?!\w)"
 
 
@@ -60,11 +66,16 @@ def blocks_of(text: str) -> list[Block]:
     return found
 
 
-def run(block: Block, page: Path, folder: Path) -> str:
-    """What the block prints. A file is only written, ``test_*.py`` also run by pytest."""
-    where = f"{page.name}:{block.line}"
+def run(block: Block, page: Path, folder: Path, *, fresh: bool = False) -> str:
+    """What the block prints. A file is only written, ``test_*.py`` also run by pytest. ``fresh``: in an interpreter of its own,
+    as what it starts is, too."""
+    where, source = f"{page.name}:{block.line}", block.source
+    if TORCHRUN in source and not fresh:
+        for theirs, ours in FORKED.items():
+            assert source.count(theirs) == 1, where
+            source = source.replace(theirs, ours)
     script = folder / (block.file or f"{page.stem}_{block.line}.py")
-    script.write_text(block.source if block.file else "\n" * (block.line - 1) + block.source)  # tracebacks show the page's line
+    script.write_text(source if block.file else "\n" * (block.line - 1) + source)  # tracebacks show the page's line
     command = [sys.executable, *([] if block.libraries else ["-W", "error"]), str(script)]
     if block.file.startswith("test_"):
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(script)]
@@ -72,7 +83,7 @@ def run(block: Block, page: Path, folder: Path) -> str:
         return ""
     environment = {**programs.ONE_THREAD, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
     common: dict[str, Any] = {"cwd": folder, "env": environment, "capture_output": True, "text": True, "timeout": 300}
-    if page.name == "README.md":  # in interpreters of their own
+    if fresh:
         done = subprocess.run(command, check=False, **common)
     else:
         done = programs.run(command, imported=programs.LIBRARIES if block.libraries else (), **common)
@@ -85,10 +96,19 @@ def test_programs_run(page: Path, tmp_path: Path) -> None:
     """A page's blocks in order, in one folder; each is a program of its own, or a file that later ones import."""
     for block in blocks_of(page.read_text()):
         if not block.why_not and all(find_spec(name) for name in block.libraries):
-            printed = run(block, page, tmp_path)
+            printed = run(block, page, tmp_path, fresh=page.name == "README.md")
             assert printed or page.name != "README.md", f"{page.name}:{block.line} shows nothing"
             rows = [line for line in printed.splitlines() if line.startswith("| ")]
             assert all(row in page.read_text().splitlines() for row in rows), f"{page.name}:{block.line} prints another table"
+
+
+@pytest.mark.soak
+def test_a_program_that_starts_torchrun_runs_as_it_is(tmp_path: Path) -> None:
+    pages = [page for page in PAGES if TORCHRUN in page.read_text()]
+    assert pages
+    for page in pages:
+        for block in blocks_of(page.read_text()):
+            assert run(block, page, tmp_path, fresh=True) or block.file
 
 
 def test_the_readmes_programs_are_short() -> None:

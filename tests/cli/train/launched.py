@@ -12,7 +12,7 @@ from tests import programs
 __all__ = ["PIDS"]
 
 PIDS = "TIERED_TEST_PIDS"
-"""The variable that names a folder; in it, a file by the name of each rank has the process's number."""
+"""The variable that may name a folder; in it, a file by the name of each rank has the process's number."""
 
 
 class Rank(programs.Popen):
@@ -22,9 +22,10 @@ class Rank(programs.Popen):
     def __init__(self, args: tuple[str, ...], *, env: dict[str, str], **more: Any) -> None:
         env = {name: value for name, value in env.items() if not name.startswith("TORCH_NCCL_")}
         super().__init__([word for word in args if word != "-u"], env=env, **more)
-        file = Path(os.environ[PIDS]) / env["RANK"]
-        file.with_suffix(".new").write_text(str(self.pid))
-        file.with_suffix(".new").replace(file)
+        if folder := os.environ.get(PIDS):
+            file = Path(folder) / env["RANK"]
+            file.with_suffix(".new").write_text(str(self.pid))
+            file.with_suffix(".new").replace(file)
 
 
 if __name__ == "__main__":
