@@ -197,13 +197,14 @@ def cgroup_room() -> CgroupRoom | None:
             if folder == root.parent:
                 break
             try:
-                most, used = int((folder / limit).read_text()), int((folder / usage).read_text())
-                cached = _page_cache(folder / "memory.stat")
+                most = int((folder / limit).read_text())
+                if most >= 1 << 60:  # v1 writes "none" as nearly 2**63; what is asked below takes the kernel longer
+                    continue
+                used, cached = int((folder / usage).read_text()), _page_cache(folder / "memory.stat")
             except (OSError, ValueError):
                 continue  # "max", or a hierarchy that is mounted elsewhere
             found.append(CgroupRoom(str(folder), most, max(0, most - used + cached)))
-    limited = [room for room in found if room.limit < 1 << 60]  # v1 writes "none" as nearly 2**63
-    return min(limited, key=lambda room: room.headroom, default=None)
+    return min(found, key=lambda room: room.headroom, default=None)
 
 
 def _page_cache(statistics: Path) -> int:
