@@ -15,7 +15,7 @@ from tiered import TieredError, TieredStore, zero
 
 __all__ = ["SHARE", "InMemory", "InStore", "Outcome", "copied", "outcome", "seeded", "seen", "tensors", "total"]
 
-SHARE = 15
+SHARE = 25
 """One entry in so many is in every run."""
 Outcome = tuple[str, Any]
 """How it ended ("value", "refused" by ``tiered``, "error"), and the value, the message, or the name of the error."""

@@ -109,7 +109,7 @@ WAYS = [
 def samples_of(op: Any, count: int) -> Iterator[Any]:
     """Samples with a first operand that may be a parameter."""
     seeded(0)
-    for sample in op.sample_inputs("cpu", torch.float32, requires_grad=False):
+    for sample in op.sample_inputs_func(op, "cpu", torch.float32, False):  # op.sample_inputs looks up which test asks
         several = isinstance(sample.input, list | tuple) and len(sample.input)
         first = sample.input[0] if several else sample.input
         plain = isinstance(first, torch.Tensor) and first.is_floating_point() and first.layout is torch.strided
@@ -250,7 +250,7 @@ def test_views_with_a_bit_that_autograd_saves(store: TieredStore, part: int) -> 
     wrong, found = [], Counter[str]()
     for op in chosen:
         seeded(0)
-        samples = (one for one in op.sample_inputs("cpu", torch.complex64, requires_grad=False))
+        samples = (one for one in op.sample_inputs_func(op, "cpu", torch.complex64, False))
         plain = (
             one for one in samples if isinstance(one.input, torch.Tensor) and one.input.is_complex() and one.input.dim() > 1
         )
