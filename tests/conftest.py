@@ -14,19 +14,22 @@ from tests.stress.tally import TALLY
 
 HERE = Path(__file__).parent
 SLOW = (
-    *("cli/train/test_train_ranks.py", "test_docs.py", "zero/test_device.py", "zero/test_ranks.py"),
-    *("stress/test_memory_limits.py", "stress/test_errors.py", "stress/test_struck.py", "stress/test_hostile.py"),
-    *("zero/test_rank_commits.py", "zero/test_interrupted.py", "stress/test_sanitizers.py", "stress/test_bad_steps.py"),
-    *("zero/test_wire.py", "stress/test_kill_ranks.py", "stress/test_ranks.py", "zero/checkpoint/test_checkpoint.py"),
-    *("integrations/test_accelerate.py", "integrations/test_lightning.py"),
-    *("zero/test_rank_trouble.py", "cli/train/test_resume.py", "cli/train/test_train.py", "stress/test_identity.py"),
-    *("integrations/test_transformers.py", "integrations/test_kv_cache.py", "cli/test_generate.py"),
-    *("planning/test_plan.py", "zero/test_compile.py", "zero/test_rules.py", "zero/test_few_bytes.py"),
-    *("zero/test_rank_features.py", "zero/paging/test_experts.py", "zero/paging/test_parameters.py"),
-    *("zero/paging/test_torch_operations.py", "zero/paging/test_torch_modules.py"),
-    *("integrations/test_experts_generate.py", "integrations/test_generation_families.py", "stress/test_small_tensors.py"),
+    *("test_docs.py", "zero/test_device.py", "planning/test_plan.py", "zero/test_ranks.py", "planning/test_steps.py"),
+    *("zero/paging/test_written.py", "zero/test_rank_commits.py", "integrations/test_transformers.py"),
+    *("cli/train/test_train_ranks.py", "zero/paging/test_parameters.py", "zero/test_compile.py", "zero/paging/test_experts.py"),
+    *("zero/paging/test_paging.py", "stress/test_errors.py", "stress/test_sanitizers.py", "stress/test_small_tensors.py"),
+    *("zero/test_few_bytes.py", "zero/test_rules.py", "bench/test_gpu_steps.py", "bench/test_calls.py", "io/test_build.py"),
+    *("zero/test_rank_features.py", "cli/train/test_train.py", "earlier/test_earlier.py", "store/test_striping.py"),
+    *("store/test_chains.py", "integrations/test_import_model.py", "zero/test_rank_trouble.py", "stress/test_power_loss.py"),
+    *("integrations/deepspeed/test_engine.py", "zero/checkpoint/test_checkpoint.py", "links/test_disk.py"),
+    *("store/test_verify.py", "zero/paging/test_stored_gradients.py", "integrations/test_kv_cache.py", "cli/test_generate.py"),
+    *("format/test_manifest.py", "zero/test_interrupted.py", "integrations/test_experts_generate.py", "stress/test_ranks.py"),
+    *("zero/paging/test_torch_modules.py", "integrations/deepspeed/test_ranks.py", "stress/test_notebook.py"),
+    *("stress/test_kill.py", "stress/test_struck.py", "cli/test_plan.py", "test_packaging.py", "cli/train/test_resume.py"),
+    *("stress/test_identity.py", "integrations/test_generation_families.py", "zero/paging/test_torch_operations.py"),
 )
-"""Files that take ten seconds or more. A process that began one of them last would keep the others waiting."""
+"""Files that take five seconds of processor time or ten in all, the longest first. A process that began one of them last would
+keep the others waiting."""
 
 
 @pytest.hookimpl(tryfirst=True)
