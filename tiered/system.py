@@ -319,7 +319,7 @@ class Trimmer:
     Trimmed memory must be faulted in anew: a step that trims after every few gradients takes a third longer, one that trims its
     activations a tenth. So memory that a step takes again is left with the process: the heap may be as large as its highest use
     at any one time, unless headroom is scarce. That use may lie between two looks: where the heap is again as large as before
-    the last trim, the step has taken again what was returned, and it is left, as far as that is ``OFTEN`` bytes more than is
+    the last trim, the step has taken again what was returned, and it is left, as far as that is ``SELDOM`` bytes more than is
     kept in any case: beyond, it may be what fragments leave over, which nobody takes. (Blocks of 32 MiB and more are mappings
     of their own, which return when they are freed.) Measuring the use walks over all free blocks, so it is done only when the
     process is larger than the last measurement explains.
@@ -351,7 +351,7 @@ class Trimmer:
             self._most = max(self._most, heap)
             kept = size - mapped - self._others
             more = kept - self._most - self._kept
-            if self._left < more <= OFTEN and kept <= self._before:
+            if self._left < more <= SELDOM and kept <= self._before:
                 self._left = more
             elif more > self._left:
                 self._before = kept
