@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from bench.optimum import budget_of, lower_bound
 from bench.rehearsal import MovablePlaces, Rehearsal
 from bench.traces import TRACES, Access, Key, Trace
-from tiered.engine.retention import RetentionPlan, decide
+from tiered.engine.retention import RetentionPlan, plan_retention
 
 __all__ = ["Run", "decision_for", "main"]
 
@@ -42,7 +42,7 @@ class Run:
 
 def decision_for(trace: Trace, budget: int) -> RetentionPlan:
     """As ``store.follow`` makes it."""
-    return decide(*_touches(trace), budget, then=trace.then)
+    return plan_retention(*_touches(trace), budget, then=trace.then)
 
 
 def _touches(trace: Trace) -> tuple[list[Key], list[Access], list[int]]:

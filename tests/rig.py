@@ -12,7 +12,7 @@ from tiered.engine.engine import Engine, EngineConfig
 from tiered.engine.policy import LRU, NextUse, Touch
 from tiered.engine.requests import Delete, Install, Lease, Prefetch, Request, Room
 from tiered.engine.residency import Copy, Entry, State
-from tiered.engine.retention import decide, room_for
+from tiered.engine.retention import plan_retention, room_for
 from tiered.engine.scheduler import Scheduler
 from tiered.engine.snapshot import Flush
 from tiered.engine.state import EngineState
@@ -247,7 +247,7 @@ class Rig:
         sizes = [max(1, found.get(key, 1)) for key in keys]
         rooms = [room_for(tier.capacity, tier.capacity, max(sizes, default=0)) for tier in self.tiers[: self.bottom]]
         decisions = [
-            decide(keys, uses, sizes, tier.capacity, spare=room)
+            plan_retention(keys, uses, sizes, tier.capacity, spare=room)
             for tier, room in zip(self.tiers[: self.bottom], rooms, strict=True)
         ]
         self.engine.follow(order, lambda plan: [NextUse.along(plan, one.price, one.keep) for one in decisions], rooms)

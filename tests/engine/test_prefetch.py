@@ -17,7 +17,7 @@ from tiered.engine.engine import Engine, EngineConfig
 from tiered.engine.policy import LRU, NEVER, NextUse, OrderPlan, Touch
 from tiered.engine.requests import Install, Lease, Room
 from tiered.engine.residency import State
-from tiered.engine.retention import PRICES, RetentionPlan, affordable, bytes_moved, decide, largest_streamed, room_for
+from tiered.engine.retention import PRICES, RetentionPlan, affordable, bytes_moved, largest_streamed, plan_retention, room_for
 from tiered.engine.snapshot import Flush
 from tiered.types import Access, Direction, TensorSpec, Then, Transfer, Urgency, Use
 
@@ -230,7 +230,7 @@ def test_a_decision_is_no_worse_than_belady(order: list[tuple[str, Use]], sizes:
     size = dict(zip("abcdef", sizes, strict=True))
     keys, uses, nbytes = [k for k, _ in order], [u for _, u in order], [size[k] for k, _ in order]
     belady = bytes_moved(keys, uses, nbytes, budget, RetentionPlan(), then)
-    decision = decide(keys, uses, nbytes, budget, then=then)
+    decision = plan_retention(keys, uses, nbytes, budget, then=then)
     assert bytes_moved(keys, uses, nbytes, budget, decision, then) <= belady
 
 
@@ -241,7 +241,7 @@ def test_a_decision_is_no_worse_than_belady(order: list[tuple[str, Use]], sizes:
 def test_tensors_stay_for_good_only_where_that_saves_bytes(order: list[tuple[str, Use]], budget: int) -> None:
     keys, uses = [key for key, _ in order], [use for _, use in order]
     nbytes = [100] * len(order)
-    decision = decide(keys, uses, nbytes, 100 * budget)
+    decision = plan_retention(keys, uses, nbytes, 100 * budget)
     if decision.keep is None:
         return
     lengths = [next(n for n in range(1, len(keys) + 1) if keys[(i + n) % len(keys)] == key) for i, key in enumerate(keys)]
@@ -252,7 +252,7 @@ def test_tensors_stay_for_good_only_where_that_saves_bytes(order: list[tuple[str
 
 
 def test_with_room_to_spare_a_decision_says_of_each_touch_whether_to_keep() -> None:
-    kept = decide("abcd", [Use.READ] * 4, [1] * 4, 3, spare=1).keep
+    kept = plan_retention("abcd", [Use.READ] * 4, [1] * 4, 3, spare=1).keep
     assert kept is not None
     assert len(kept) == 4
     assert sum(kept) == 1, "beside the one that is touched there is room for one"
@@ -264,7 +264,7 @@ def test_of_tensors_that_are_read_those_of_the_largest_kind_are_streamed() -> No
     keys, sizes = zip(("embedding", 10), *layers, ("head", 10), strict=True)
     uses = [Use.READ] * len(keys)
     assert largest_streamed(keys, uses, sizes, 116) == 4
-    kept = decide(keys, uses, sizes, 116, spare=8).keep
+    kept = plan_retention(keys, uses, sizes, 116, spare=8).keep
     assert kept is not None
     left = [key for key, stays in zip(keys, kept, strict=True) if not stays]
     assert all(key.startswith("matrix") for key in left)
@@ -281,7 +281,7 @@ def test_streaming_one_kind_moves_little_more_than_belady(
     sizes: list[int], share: float, spare: int
 ) -> None:
     keys, uses, capacity = [str(i) for i in range(len(sizes))], [Use.READ] * len(sizes), int(sum(sizes) * share) + max(sizes)
-    plan = decide(keys, uses, sizes, capacity, spare=spare)
+    plan = plan_retention(keys, uses, sizes, capacity, spare=spare)
     budget = max(capacity - spare, max(sizes))
     belady = bytes_moved(keys, uses, sizes, budget, RetentionPlan())
     in_use = max(sizes)  # a tensor that always stays leaves room for each that is in use; Belady's choice changes with it
@@ -364,7 +364,7 @@ class Simulation:
         if room is None:
             room = room_for(capacity, len(set(keys)) * self.nbytes - capacity, self.nbytes)
         sizes = [self.nbytes] * len(order)
-        decision = decide(keys, [use] * len(order), sizes, capacity, then=then, spare=room)
+        decision = plan_retention(keys, [use] * len(order), sizes, capacity, then=then, spare=room)
         self.engine.follow(order, lambda plan: [NextUse.along(plan, decision.price, decision.keep)], [room], then)
         self.turn()
 

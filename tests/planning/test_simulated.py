@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tiered import CapacityError, TensorSpec, TieredStore
 from tiered.engine.policy import Touch
-from tiered.engine.retention import RetentionPlan, bytes_moved, decide
+from tiered.engine.retention import RetentionPlan, bytes_moved, plan_retention
 from tiered.planning.simulated import DriveRates, SimulatedStore
 from tiered.types import Use
 
@@ -61,7 +61,7 @@ def test_it_moves_what_the_plan_counts_where_sizes_are_equal(order: list[tuple[s
     """The oracle is a count without places, of a second round from an empty memory: ``bytes_moved``."""
     keys, uses = [key for key, _ in order], [use for _, use in order]
     touched: Any = (keys, uses, [PAGE] * len(keys))
-    decision = decide(*touched, room * PAGE)
+    decision = plan_retention(*touched, room * PAGE)
     with SimulatedStore(room * PAGE, RATES) as store:
         found = moved(store, dict.fromkeys("abcdef", 1), order)
     assert isinstance(decision, RetentionPlan)

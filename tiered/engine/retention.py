@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from tiered.types import Key, Then, Use
 
-__all__ = ["RetentionPlan", "affordable", "bytes_moved", "dead_after", "decide", "largest_streamed", "room_for"]
+__all__ = ["RetentionPlan", "affordable", "bytes_moved", "dead_after", "largest_streamed", "plan_retention", "room_for"]
 
 PRICES = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0)  # of a write-back, in mean interval lengths; the best one is taken
 SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # of the room, for tensors that stay for good
@@ -64,7 +64,7 @@ class RetentionPlan(NamedTuple):
         return self.keep is not None and not self.keep[position], next_use - (self.price if dirty else 0.0)
 
 
-def decide(
+def plan_retention(
     keys: Sequence[Key], uses: Sequence[Use], sizes: Sequence[int], capacity: int, *, then: Then = "again", spare: int = 0
 ) -> RetentionPlan:
     """Return the plan for ``capacity`` bytes along this order.
@@ -86,8 +86,8 @@ def _decision(touches: _Touched, capacity: int, spare: int, then: Then) -> Reten
 
 
 def largest_streamed(keys: Sequence[Key], uses: Sequence[Use], sizes: Sequence[int], capacity: int) -> int:
-    """Return the bytes of the largest tensor that will not stay in ``capacity`` bytes, by what ``decide`` keeps; of an order
-    that does more than read each tensor once a round, the largest of all."""
+    """Return the bytes of the largest tensor that will not stay in ``capacity`` bytes, by what ``plan_retention`` keeps; of an
+    order that does more than read each tensor once a round, the largest of all."""
     largest = max(sizes, default=0)
     if any(use is not Use.READ for use in uses) or len(set(keys)) < len(keys):
         return largest

@@ -29,7 +29,7 @@ from tiered.errors import MisuseError, expect_type, path_of
 from tiered.format.foreign.documents import json_of
 from tiered.integrations.saves import Pair, SavedCommit, is_paged, restore, save, store_of
 from tiered.store import TieredStore
-from tiered.zero.paging.pager import owner_of, pager_of
+from tiered.zero.paging.pager import pager_of, pager_of_parameter
 
 __all__ = ["FILE", "export_state", "register"]
 
@@ -215,7 +215,7 @@ class _Registered(Accelerator):
         optimizers: dict[Any, zero.Optimizer] = {}
         for prepared in self._optimizers:
             if isinstance(prepared.optimizer, zero.Optimizer) and not prepared.optimizer.resident:
-                pager = owner_of(prepared.optimizer.param_groups[0]["params"][0])
+                pager = pager_of_parameter(prepared.optimizer.param_groups[0]["params"][0])
                 if pager in optimizers:
                     raise MisuseError(
                         f"model {pager.name!r} has two optimizers, and a commit has one: give it one with two param groups"

@@ -19,7 +19,7 @@ from tiered.errors import MisuseError
 from tiered.store import TieredStore
 from tiered.store.at_rest import listing
 from tiered.zero.checkpoint.checkpoint import extra_of
-from tiered.zero.paging.pager import owner_of, pager_of
+from tiered.zero.paging.pager import pager_of, pager_of_parameter
 
 __all__ = ["MARK", "SavedCommit", "is_paged", "marks_of", "restore", "save", "store_of"]
 
@@ -57,7 +57,7 @@ def is_paged(model: nn.Module) -> bool:
     """Return whether the values of ``model`` are in a store. Raises MisuseError for a model that only has one in it."""
     paged = {name: parameter for name, parameter in model.named_parameters() if hasattr(parameter, "_tiered")}
     for name, parameter in paged.items():
-        if owner_of(parameter).model is model:
+        if pager_of_parameter(parameter).model is model:
             break
         raise MisuseError(
             f"parameter {name!r} is paged as part of another module than this {type(model).__name__}: page the model that "

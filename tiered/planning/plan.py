@@ -14,7 +14,7 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from tiered.engine.retention import bytes_moved, decide
+from tiered.engine.retention import bytes_moved, plan_retention
 from tiered.errors import CapacityError, MisuseError, expect_type, listed, one_of, whole_number
 from tiered.planning.dry_run import Activations, Training, Update
 from tiered.planning.machine import Machine
@@ -334,7 +334,7 @@ class Planner:
             ] = None
         step = in_groups(step, self._pieces(choice, of_activations))
         rates = _in_blocks(DriveRates(1e9, 1e9) if self.machine is None else self.machine.drive, together)
-        least = bytes_moved(*uses_of(step), choice.dram, decide(*uses_of(step), choice.dram))
+        least = bytes_moved(*uses_of(step), choice.dram, plan_retention(*uses_of(step), choice.dram))
         found = rehearse(step, choice.dram, rates, self.seconds(), warm_up=warm_up, counted=counted)
         return Prediction(
             choice=choice,

@@ -39,11 +39,11 @@ __all__ = [
     "names_key",
     "number_after",
     "open_key",
-    "owner_of",
     "page_key",
     "page_of",
     "place_of",
     "record_key",
+    "small_owner",
     "spec_of",
 ]
 
@@ -136,7 +136,7 @@ class Head(ctypes.LittleEndianStructure):
         return None
 
 
-def owner_of(name: str) -> Owner:
+def small_owner(name: str) -> Owner:
     """Return the owner of the pages, the names and the record of small tensors."""
     return Owner("small tensors", name)
 

@@ -43,12 +43,12 @@ from tiered.small.names import (
     names_key,
     number_after,
     open_key,
-    owner_of,
     page_key,
     page_of,
     place_of,
     presence,
     record_key,
+    small_owner,
     spec_of,
     units,
 )
@@ -151,7 +151,7 @@ class Pages:
     """
 
     def __init__(self, store: Store, name: str, page: int, budget: int) -> None:
-        self.store, self.name, self.page, self.owner = store, name, page, owner_of(name)
+        self.store, self.name, self.page, self.owner = store, name, page, small_owner(name)
         self._together = max(1, budget // QUARTER)
         self._open, self._record = open_key(name), record_key(name)
         self._known: Known | None = None  # None: to be read from the store

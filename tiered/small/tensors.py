@@ -21,10 +21,10 @@ from tiered.small.names import (
     names_key,
     number_after,
     open_key,
-    owner_of,
     page_key,
     page_of,
     record_key,
+    small_owner,
     spec_of,
 )
 from tiered.small.pages import BATCH, HOST, Known, Pages, Prepared, Store
@@ -285,7 +285,7 @@ def open_small(store: Store, name: str, page: int | str | None, budget: int, *, 
     key, opened = record_key(name), open_key(name)
     with _MAKING:
         if key in store and (opened in store or not may_make):
-            if store.owner_of(key) != owner_of(name):
+            if store.owner_of(key) != small_owner(name):
                 raise MisuseError(
                     f"tensor {key!r} belongs to {store.owner_of(key) or 'the user'}, and is no record of small tensors: give "
                     "another name"
@@ -305,8 +305,8 @@ def open_small(store: Store, name: str, page: int | str | None, budget: int, *, 
         first = torch.zeros(record.page, dtype=torch.uint8, device="cpu")
         head = Head(stamp=random.SystemRandom().getrandbits(62), page=0, next_page=1)
         ctypes.memmove(first.data_ptr(), ctypes.addressof(head), HEAD_BYTES)
-        store.put(key, torch.frombuffer(bytearray(record.encoded()), dtype=torch.uint8), owner=owner_of(name))
-        store.put(opened, first, owner=owner_of(name))  # last: without it, they are made again
+        store.put(key, torch.frombuffer(bytearray(record.encoded()), dtype=torch.uint8), owner=small_owner(name))
+        store.put(opened, first, owner=small_owner(name))  # last: without it, they are made again
         return SmallTensors(store, name, record, budget)
 
 

@@ -21,7 +21,7 @@ from tiered.engine.engine import Engine
 from tiered.engine.policy import NextUse, OrderPlan, Recording, Touch, touch_of
 from tiered.engine.requests import Delete, Install, Rename, Room, Work
 from tiered.engine.residency import Entry
-from tiered.engine.retention import affordable, decide, largest_streamed, room_for
+from tiered.engine.retention import affordable, largest_streamed, plan_retention, room_for
 from tiered.errors import (
     ForkedStore,
     KeyNotFound,
@@ -685,7 +685,7 @@ class TieredStore(TensorMapping):
                 spare = room_for(memory.capacity, missing, largest_streamed(keys, uses, needed, memory.capacity))
                 spare = affordable(keys, uses, needed, memory.capacity, spare, then)
                 rooms.append(spare)
-            decisions.append(decide(keys, uses, needed, memory.capacity, then=then, spare=spare))
+            decisions.append(plan_retention(keys, uses, needed, memory.capacity, then=then, spare=spare))
 
         def policies(plan: OrderPlan) -> list[NextUse]:
             return [NextUse.along(plan, decision.price, decision.keep, others) for decision in decisions]

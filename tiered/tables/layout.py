@@ -23,7 +23,9 @@ import torch
 from tiered.errors import ManifestError, MisuseError, expect_type, one_of, quoted, whole_number
 from tiered.types import LARGEST, Key, Owner, format_size, parse_size
 
-__all__ = ["Layout", "Pattern", "Run", "TableOptions", "appended_key", "block_prefix", "buffer_key", "owner_of", "record_key"]
+__all__ = [
+    *("Layout", "Pattern", "Run", "TableOptions", "appended_key", "block_prefix", "buffer_key", "record_key", "table_owner"),
+]
 
 Pattern = Literal["random", "sequential"]
 BLOCK_BYTES: dict[Pattern, int] = {"random": 32 << 10, "sequential": 1 << 20}
@@ -164,7 +166,7 @@ class Layout:
         return layout
 
 
-def owner_of(name: str) -> Owner:
+def table_owner(name: str) -> Owner:
     """Return the owner of the blocks, the counters and the record of a table that is nobody's part."""
     return Owner("table", name)
 

@@ -27,8 +27,8 @@ from tiered.tables.layout import (
     appended_key,
     block_prefix,
     buffer_key,
-    owner_of,
     record_key,
+    table_owner,
 )
 from tiered.tables.places import Lent, MovedError, Places, Store, There, Wanted, again, int64, leased, numbers
 from tiered.tensors.specs import spec_of
@@ -346,7 +346,7 @@ class Table:
         off is completed by another one. Raises as ``TieredStore.delete``."""
         if record_key(self.name) not in self._store:
             return  # the record goes last
-        if self._places.owner == owner_of(self.name):
+        if self._places.owner == table_owner(self.name):
             self._delete_states()
         with self._places.turn():
             prefixes = block_prefix(self.name), buffer_key(self.name)
@@ -440,7 +440,7 @@ def open_table(
     name = options.name
     if record_key(name) in store:
         found = store.owner_of(record_key(name))
-        if found is None or found.kind != owner_of(name).kind:
+        if found is None or found.kind != table_owner(name).kind:
             raise MisuseError(
                 f"tensor {record_key(name)!r} belongs to {found or 'the user'}, and is no record of a table: give another name"
             )
@@ -453,7 +453,7 @@ def open_table(
     for prefix in (block_prefix(name), buffer_key(name)):
         if buffer_key(name) in store or any(_is_block(key, prefix) for key in store):
             raise MisuseError(f"{store} has tensors that begin with {prefix!r} and are of no table: delete them first")
-    mine = owner_of(name) if owner is None else owner
+    mine = table_owner(name) if owner is None else owner
     store.put(appended_key(name), int64([0]), owner=mine)
     store.put(record_key(name), layout.encoded(), owner=mine)
     return Table(store, name, mine, layout, budget, cache)

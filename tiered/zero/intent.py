@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tiered.errors import InterruptedStep
 
-__all__ = ["Intent", "decide"]
+__all__ = ["Intent", "all_or_none"]
 
 Deed = Callable[[], object]
 
@@ -91,7 +91,7 @@ class Intent:
             )
 
 
-def decide(intents: Iterable[Intent], deeds: Sequence[Deed]) -> None:
+def all_or_none(intents: Iterable[Intent], deeds: Sequence[Deed]) -> None:
     """Do all of ``deeds``, in order, or none of them. Each is idempotent and cannot fail."""
     decision, concerned = _Decision(deeds), list(intents)
     for intent in concerned:

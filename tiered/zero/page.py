@@ -45,7 +45,16 @@ from tiered.zero.construction.deferred import Deferred, expect
 from tiered.zero.construction.shown import ShownParameters
 from tiered.zero.construction.staging import PREFIX, Staged, Window, current, find
 from tiered.zero.optimizers.optimizer import Optimizer, refuse_others
-from tiered.zero.paging.pager import Activations, Pager, PagerConfig, Paging, owner_of, pager_of, pagers_of, placements_of
+from tiered.zero.paging.pager import (
+    Activations,
+    Pager,
+    PagerConfig,
+    Paging,
+    pager_of,
+    pager_of_parameter,
+    pagers_in,
+    placements_of,
+)
 from tiered.zero.paging.recompute.micro_batch import SAVED_SHARE, refuse_batch_dependent, split_modules
 from tiered.zero.paging.saved_tensors import outside_inference
 from tiered.zero.paging.sharding import FILLING, Partition, Sharded, Stage, Stage3, Unsharded
@@ -131,7 +140,7 @@ def gathered(what: nn.Module | torch.Tensor | Iterable[torch.Tensor], *, write: 
     pagers: dict[Pager, list[torch.Tensor]] = {}
     for parameter in given:
         if hasattr(parameter, "_tiered"):
-            mine = pagers.setdefault(owner_of(parameter), [])
+            mine = pagers.setdefault(pager_of_parameter(parameter), [])
             mine += [placement.parameter for _, _, placement in placements_of(parameter)]
     with ExitStack() as stack:
         for pager, mine in pagers.items():
@@ -545,7 +554,7 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
             if isinstance(error, OSError):
                 raise _unreadable(error, options.weights) from error
             raise
-    for other in pagers_of(store):
+    for other in pagers_in(store):
         if other.name == pager.name and other is not pager:
             other.give_up()
             other.intent.spoil(

@@ -32,7 +32,7 @@ from tiered.zero.construction.construct import init
 from tiered.zero.construction.staging import find
 from tiered.zero.optimizers.optimizer import Optimizer
 from tiered.zero.page import page
-from tiered.zero.paging.pager import Paging, owner_of
+from tiered.zero.paging.pager import Paging, pager_of_parameter
 from tiered.zero.paging.sharding import Stage, Stage1, Stage2, Stage3, Unsharded
 from tiered.zero.rank_stores import folder_of, has_commit, open_store
 
@@ -187,7 +187,7 @@ def _store_for(model: nn.Module, config: Config) -> tuple[TieredStore, bool]:
     whether the engine is to close it."""
     for parameter in model.parameters():
         if hasattr(parameter, "_tiered"):
-            return owner_of(parameter).store, False
+            return pager_of_parameter(parameter).store, False
         staged = find(parameter)
         if staged is not None:
             store = staged.window.store

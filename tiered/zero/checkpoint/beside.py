@@ -18,7 +18,7 @@ from tiered.errors import MisuseError
 from tiered.zero.checkpoint.loaders import Loader
 from tiered.zero.collectives import Term
 from tiered.zero.digests import digest_of
-from tiered.zero.paging.pager import Listing, Pager, owner_of
+from tiered.zero.paging.pager import Listing, Pager, pager_of_parameter
 from tiered.zero.paging.saved_tensors import without_grad
 
 __all__ = ["beside", "gone", "loader_of", "refuse_forgotten", "set_extra_states", "terms", "transient"]
@@ -44,10 +44,10 @@ def beside(model: nn.Module, pager: Pager) -> dict[str, Any]:
                 raise _unknown(name)
             found[name] = value
         elif hasattr(value, "_tiered"):
-            if owner_of(value) is not pager:
+            if (other := pager_of_parameter(value)) is not pager:
                 raise MisuseError(
-                    f"parameter {name!r} is of another paged model, {owner_of(value).name!r}, than {pager.name!r}: call this "
-                    "for each of the models that zero.page was given"
+                    f"parameter {name!r} is of another paged model, {other.name!r}, than {pager.name!r}: call this for each of "
+                    "the models that zero.page was given"
                 )
         elif id(value) not in own and not name.endswith(EXTRA):
             raise _unknown(name)

@@ -16,7 +16,7 @@ from tiered.types import TensorSpec
 from tiered.zero.checkpoint import beside, loaders
 from tiered.zero.checkpoint.loaders import Loader, Stateful, random_states
 from tiered.zero.optimizers.optimizer import Optimizer
-from tiered.zero.paging.pager import Pager, buffer_places, name_of, owner_of, pager_of, pagers_of
+from tiered.zero.paging.pager import Pager, buffer_places, name_of, pager_of, pager_of_parameter, pagers_in
 from tiered.zero.paging.saved_tensors import without_grad
 from tiered.zero.paging.sharding import Partition
 from tiered.zero.paging.storage import CheckpointRecord, model_named
@@ -191,7 +191,7 @@ def rollback(
     """
     training = Training(optimizer, scheduler, scaler, data)
     pager = pager_of(model)
-    others = pagers_of(pager.store)
+    others = pagers_in(pager.store)
     for other in others:
         other.give_up()
     pager.partition.refuse_apart(pager.store)
@@ -227,12 +227,12 @@ def extra_of(store: TieredStore, name: str) -> Any:
 def optimizer_record(optimizer: Optimizer) -> dict[str, Any]:
     """Return the param groups and step counts of an optimizer for paged parameters; its states are in the store. What a commit
     has of it, for those who keep it elsewhere."""
-    return _of_optimizer(optimizer, owner_of(optimizer.param_groups[0]["params"][0]))
+    return _of_optimizer(optimizer, pager_of_parameter(optimizer.param_groups[0]["params"][0]))
 
 
 def load_optimizer(optimizer: Optimizer, record: Mapping[str, Any]) -> None:
     """Load what ``optimizer_record`` returned. Raises MisuseError where the param groups have other parameters."""
-    pager = owner_of(optimizer.param_groups[0]["params"][0])
+    pager = pager_of_parameter(optimizer.param_groups[0]["params"][0])
     here = [_names(group["params"], pager) for group in optimizer.param_groups]
     named = {placement.name: placement for placement in pager.placements}
     loaders.load_all([loaders.of_optimizer(optimizer, here, named, record)])
@@ -374,7 +374,7 @@ def _of_optimizer(optimizer: Optimizer, pager: Pager) -> dict[str, Any]:
 
 
 def _names(parameters: list[nn.Parameter], pager: Pager) -> list[str]:
-    if any(owner_of(parameter) is not pager for parameter in parameters):
+    if any(pager_of_parameter(parameter) is not pager for parameter in parameters):
         raise MisuseError(f"the optimizer has parameters of another model than {pager.name!r}: make one for each model")
     return [name_of(parameter) for parameter in parameters]
 

@@ -25,7 +25,7 @@ from tiered.errors import MisuseError, TieredError, listed, one_of
 from tiered.store import TieredStore
 from tiered.zero.collectives import Agree, Ranks, Term
 from tiered.zero.optimizers.loaded import beside_states, refuse_scalars, refuse_state, torch_names
-from tiered.zero.optimizers.paged import HALF_LOADED, PagedUpdates, pagers_of
+from tiered.zero.optimizers.paged import HALF_LOADED, PagedUpdates, pagers_of_params
 from tiered.zero.optimizers.resident import ResidentUpdates
 from tiered.zero.optimizers.updates import Updates
 from tiered.zero.paging.pager import Pager, placements_of
@@ -166,7 +166,7 @@ class Optimizer(TorchOptimizer):
             asked: list[tuple[Pager | None, Agree]] = []
             if ranks is not None:
                 asked.append((None, stack.enter_context(ranks.agreeing(what))))
-            asked += [(pager, stack.enter_context(pager.partition.agreeing(what))) for pager in pagers_of(params)]
+            asked += [(pager, stack.enter_context(pager.partition.agreeing(what))) for pager in pagers_of_params(params)]
             yield
             for pager, agree in asked:
                 agree(self.terms(pager))

@@ -16,10 +16,10 @@ import torch
 from tiered.errors import CapacityError, MisuseError
 from tiered.system import compiler, refuse_little_room
 from tiered.zero.collectives import Term
-from tiered.zero.intent import decide
+from tiered.zero.intent import all_or_none
 from tiered.zero.optimizers.loaded import refuse_state, torch_names
 from tiered.zero.optimizers.updates import Group, Optimizing, Updates
-from tiered.zero.paging.pager import Pager, name_of, owner_of, placement_of, placements_of
+from tiered.zero.paging.pager import Pager, name_of, pager_of_parameter, placement_of, placements_of
 from tiered.zero.paging.saved_tensors import without_grad
 from tiered.zero.paging.storage import host
 from tiered.zero.paging.tensors.gradients import is_spent, whole_norms
@@ -31,7 +31,7 @@ from tiered.zero.paging.update import Update
 from tiered.zero.rules.forms import StateForm, forms_of
 from tiered.zero.rules.rule import SMALLEST_BLOCK, WHOLE, UpdateRule, rounds_by_chance, scalars_of, terms_of, torch_name
 
-__all__ = ["HALF_LOADED", "PagedUpdates", "pagers_of", "refuse_masters"]
+__all__ = ["HALF_LOADED", "PagedUpdates", "pagers_of_params", "refuse_masters"]
 
 LOGGED = 256
 """After so many steps the rules of those are forgotten that no slice of a parameter has yet to make."""
@@ -102,7 +102,7 @@ class PagedUpdates(Updates):
             raise MisuseError(MIXED)
 
     def term_of(self, parameter: torch.Tensor, pager: Pager | None) -> str | None:
-        return repr(name_of(parameter)) if owner_of(parameter) is pager else None
+        return repr(name_of(parameter)) if pager_of_parameter(parameter) is pager else None
 
     def add(self, names: Sequence[str], rule: UpdateRule) -> None:
         index = len(self.groups) - 1
@@ -366,7 +366,7 @@ class PagedUpdates(Updates):
     def _decide(self, deeds: Sequence[Callable[[], object]]) -> None:
         for pager in self.pagers():
             pager.checkpoint.note()
-        decide([pager.intent for pager in self.pagers()], deeds)
+        all_or_none([pager.intent for pager in self.pagers()], deeds)
 
     # -- state -------------------------------------------------------------------------------------------------------------
 
@@ -567,20 +567,20 @@ def _at(placement: Placement) -> int | slice:
     return placement.sliced.at(placement.number)
 
 
-def pagers_of(params: Sequence[Any]) -> list[Pager]:
+def pagers_of_params(params: Sequence[Any]) -> list[Pager]:
     """Return the pagers of paged parameters: of those, by name or alone, or of param groups."""
     groups = [group.get("params") for group in params if isinstance(group, dict)]
     given = [parameter for group in groups if isinstance(group, list | tuple) for parameter in group] if groups else params
     given = [*given, *(group for group in groups if isinstance(group, torch.Tensor))]
     alone = (one[1] if isinstance(one, tuple) and len(one) > 1 else one for one in given)
     paged = (parameter for parameter in alone if isinstance(parameter, torch.Tensor) and hasattr(parameter, "_tiered"))
-    return list(dict.fromkeys(owner_of(parameter) for parameter in paged))
+    return list(dict.fromkeys(pager_of_parameter(parameter) for parameter in paged))
 
 
 def _refuse_little_room(params: Sequence[Any]) -> None:
     """Raise CapacityError where a memory cgroup leaves no room for the gradients of paged parameters, which are whole in
     ordinary memory before they are stored: one at a time, or two of one that several modules share."""
-    for pager in pagers_of(params):
+    for pager in pagers_of_params(params):
         named = [parameter for _, parameter in pager.model.named_parameters(remove_duplicate=False)]
         uses = Counter(id(parameter) for parameter in named)
         gradients = [p.nbytes * min(max(uses[id(p.parameter)], 1), 2) for p in pager.placements if p.parameter.requires_grad]

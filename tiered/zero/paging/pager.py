@@ -90,9 +90,9 @@ __all__ = [
     "Reference",
     "SlicedHandle",
     "name_of",
-    "owner_of",
     "pager_of",
-    "pagers_of",
+    "pager_of_parameter",
+    "pagers_in",
     "placement_of",
     "placements_of",
     "weak_hook",
@@ -1382,7 +1382,7 @@ def placements_of(parameter: torch.Tensor) -> list[tuple[Pager, Unit, Placement]
     return [placement_of(one) for one in (handle.slices if isinstance(handle, SlicedHandle) else [parameter])]
 
 
-def owner_of(parameter: torch.Tensor) -> Pager:
+def pager_of_parameter(parameter: torch.Tensor) -> Pager:
     """Return the pager of a parameter. Raises as ``placement_of``."""
     handle = getattr(parameter, "_tiered", None)
     owner = handle.owner() if isinstance(handle, ParameterHandle) and handle.is_of(parameter) else None
@@ -1391,7 +1391,7 @@ def owner_of(parameter: torch.Tensor) -> Pager:
 
 def name_of(parameter: torch.Tensor) -> str:
     """Return the name of a paged parameter in its model. Raises as ``placement_of``."""
-    owner_of(parameter)
+    pager_of_parameter(parameter)
     return parameter._tiered.name  # type: ignore[attr-defined,no-any-return]
 
 
@@ -1402,9 +1402,9 @@ def pager_of(model: nn.Module) -> Pager:
     parameters = list(model.parameters())
     for parameter in parameters:
         if hasattr(parameter, "_tiered"):
-            return owner_of(parameter)
+            return pager_of_parameter(parameter)
     for parameter in parameters:
-        return owner_of(parameter)  # which says that it is not paged
+        return pager_of_parameter(parameter)  # which says that it is not paged
     raise MisuseError("this model has no parameters")
 
 
@@ -1479,7 +1479,7 @@ def _remember(pager: Callable[[], Pager | None]) -> None:
             unit.remember()
 
 
-def pagers_of(store: TieredStore) -> list[Pager]:
+def pagers_in(store: TieredStore) -> list[Pager]:
     """Return the pagers of all models in ``store``."""
     return [pager for pager in list(_pagers) if pager.store is store]
 

@@ -35,7 +35,7 @@ from tiered.store import TieredStore
 from tiered.types import Access
 from tiered.zero.collectives import Term
 from tiered.zero.digests import digests
-from tiered.zero.intent import Intent, decide
+from tiered.zero.intent import Intent, all_or_none
 from tiered.zero.paging.gradients import UnitGradients
 from tiered.zero.paging.saved_tensors import place_of, refuse_tracing, refuse_transforms
 from tiered.zero.paging.sharding import Partition
@@ -707,7 +707,7 @@ class Unit:
                 updates[placement], count = stepper(placement)
                 deeds += [count, partial(self.gradients.spend, placement)]
         self.storage.give_up()
-        decide([self.intent], [*deeds, self.defer_update(updates), self.intent.half_updated])
+        all_or_none([self.intent], [*deeds, self.defer_update(updates), self.intent.half_updated])
         self.apply_update()
 
     # -- updates -----------------------------------------------------------------------------------------------------------

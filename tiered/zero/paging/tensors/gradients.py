@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from tiered.errors import MisuseError, TieredError
-from tiered.zero.intent import Intent, decide
+from tiered.zero.intent import Intent, all_or_none
 from tiered.zero.paging.storage import CheckpointRecord
 from tiered.zero.paging.tensors.functions import SCALING, order_of
 from tiered.zero.paging.tensors.sources import Call, Source
@@ -340,7 +340,7 @@ def _decide(graded: Sequence[Graded], deeds: Sequence[Callable[[], object]]) -> 
     models = list(dict.fromkeys(model for model, _, _ in graded))
     for model in models:
         model.checkpoint.note()
-    decide([model.intent for model in models], deeds)
+    all_or_none([model.intent for model in models], deeds)
 
 
 def _factor(tensor: Any, other: Any, call: Call | None) -> torch.Tensor | None:

@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from tiered.errors import MisuseError
 from tiered.zero.paging.tensors.functions import RESHAPED, asks_for_gradient, words
-from tiered.zero.paging.tensors.sources import Call, Source, owner_of, without_us
+from tiered.zero.paging.tensors.sources import Call, Source, parameter_owner, without_us
 from tiered.zero.paging.tensors.stored import Kept, StoredTensor, no_copy, reading
 
 __all__ = ["PagedParameter", "PagedStorage", "Whole", "give", "paged_class", "refuse_replacing", "refuse_sharing", "unpage"]
@@ -143,11 +143,12 @@ class Whole(Source):
 
     @property
     def version(self) -> int:
-        return owner_of(self.parameter).version(self.parameter)
+        return parameter_owner(self.parameter).version(self.parameter)
 
     def like(self) -> torch.Tensor:
         parameter = self.parameter
-        made = torch.empty_strided(parameter.shape, owner_of(parameter).stride(parameter), dtype=parameter.dtype, device="meta")
+        stride = parameter_owner(parameter).stride(parameter)
+        made = torch.empty_strided(parameter.shape, stride, dtype=parameter.dtype, device="meta")
         return made.requires_grad_() if parameter.requires_grad else made
 
     @property
@@ -163,7 +164,7 @@ class Whole(Source):
             if name == "_has_compatible_shallow_copy_type":
                 refuse_replacing(self, value, args[1])
             if asks_for_gradient(name, args, call.kwargs):
-                owner_of(self.parameter).refuse_training()
+                parameter_owner(self.parameter).refuse_training()
             if name in ("data_ptr", "untyped_storage"):
                 self._show()
             found = call.as_it_is()

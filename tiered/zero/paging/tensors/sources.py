@@ -19,7 +19,7 @@ __all__ = [
     "Source",
     "hold",
     "is_too_much",
-    "owner_of",
+    "parameter_owner",
     "shares",
     "without_us",
 ]
@@ -198,7 +198,7 @@ class Source:
         return None
 
 
-def owner_of(parameter: torch.Tensor) -> ParameterOwner:
+def parameter_owner(parameter: torch.Tensor) -> ParameterOwner:
     """Return the model of a parameter. Raises MisuseError for another tensor that was given its class or attributes, and where
     the model is gone."""
     handle: Any = parameter.__dict__.get("_tiered")
@@ -211,9 +211,9 @@ def owner_of(parameter: torch.Tensor) -> ParameterOwner:
 
 
 def is_too_much(parameters: Sequence[torch.Tensor]) -> bool:
-    owners = {id(owner): owner for owner in map(owner_of, parameters)}
+    owners = {id(owner): owner for owner in map(parameter_owner, parameters)}
     return len(parameters) > 1 and any(
-        owner.nbytes([p for p in parameters if owner_of(p) is owner]) > owner.room for owner in owners.values()
+        owner.nbytes([p for p in parameters if parameter_owner(p) is owner]) > owner.room for owner in owners.values()
     )
 
 
@@ -225,9 +225,9 @@ def hold(
     shows = []
     for access in (Access.WRITE, Access.READ):
         mine = [p for p in parameters if any(p is other for other in written) is (access is Access.WRITE)]
-        owners = {id(owner): owner for owner in map(owner_of, mine)}
+        owners = {id(owner): owner for owner in map(parameter_owner, mine)}
         for owner in owners.values():
-            shows.append(stack.enter_context(owner.accessing([p for p in mine if owner_of(p) is owner], access)))
+            shows.append(stack.enter_context(owner.accessing([p for p in mine if parameter_owner(p) is owner], access)))
     return lambda tensor: any(show(tensor) for show in shows)
 
 

@@ -54,7 +54,7 @@ from tiered.zero.paging.tensors.functions import (
     name_of,
     written_by,
 )
-from tiered.zero.paging.tensors.sources import Call, Source, hold, is_too_much, owner_of, shares, without_us
+from tiered.zero.paging.tensors.sources import Call, Source, hold, is_too_much, parameter_owner, shares, without_us
 
 __all__ = [
     "Kept",
@@ -815,7 +815,7 @@ def _compute(call: Call, stored: Sequence[StoredTensor]) -> Any:
     with ExitStack() as stack:
         values, written = _Values(targets), _parameters(targets)
         shows = hold(stack, used, written)
-        recomputed = any(owner_of(parameter).recomputes() for parameter in used)
+        recomputed = any(parameter_owner(parameter).recomputes() for parameter in used)
 
         def real(value: Any) -> Any:
             if isinstance(value, StoredTensor):
