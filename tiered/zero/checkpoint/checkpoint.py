@@ -195,7 +195,8 @@ def rollback(
     for other in others:
         other.give_up()
     pager.partition.refuse_apart(pager.store)
-    others = [other for other in others if other is pager or other.checkpoint.changed]
+    to = pager.store.generation if generation is None else generation
+    others = [other for other in others if other is pager or other.checkpoint.changed_since(to)]
     before = [other.intent.spoiled for other in others]
     for other in others:
         other.intent.spoil(
