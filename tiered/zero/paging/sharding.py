@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 from uuid import uuid4
 
 import torch
@@ -33,18 +33,19 @@ from tiered.zero.rules.forms import StateForm
 
 __all__ = ["Partition", "Sharded", "Stage", "Stage1", "Stage2", "Stage3", "Unsharded"]
 
+FILLING = "fill the units of this model"
+"""What ranks agree on before each unit's first values are exchanged, and when all of them are."""
+
+
 @dataclass(frozen=True)
 class Stage(ABC):
     """What ranks divide beside the optimizer's states, and which processes these are: those of ``group`` (None: all).
 
-    ``timeout``: seconds that a rank waits for the others before all raise RankError (None: as ``group`` has it). ``early``:
-    gradients are reduced as soon as backward has completed a unit; otherwise they are reduced once a step. ``replicated``: each
-    rank has all parameters. Raises MisuseError for a group that is none, and a timeout that is not above 0."""
+    ``timeout``: seconds that a rank waits for the others before all raise RankError (None: as ``group`` has it). Raises
+    MisuseError for a group that is none, and a timeout that is not above 0."""
 
     group: dist.ProcessGroup | None = None
     timeout: float | None = None
-    early: ClassVar[bool]
-    replicated: ClassVar[bool]
 
     def __post_init__(self) -> None:
         if self.group is not None:
@@ -52,18 +53,17 @@ class Stage(ABC):
         if self.timeout is not None:
             number_between("timeout is how many seconds a rank waits for the others", self.timeout, 0, math.inf)
 
+    @property
     @abstractmethod
-    def stored(
-        self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, checkpoint: CheckpointRecord, ranks: Ranks
-    ) -> ParameterStorage:
-        """Make the storage of one unit's parameters. ``updates``: the store, where updates are computed."""
+    def early(self) -> bool:
+        """Return whether gradients are reduced as soon as backward has completed a unit; otherwise they are reduced once a
+        step."""
         ...
 
+    @property
     @abstractmethod
-    def filling(
-        self, store: TieredStore, owner: Owner, key: str, plan: UnitPlan, ranks: Ranks
-    ) -> AbstractContextManager[torch.Tensor]:
-        """Give memory for the first values of a unit, as ``Partition.filling`` does."""
+    def replicated(self) -> bool:
+        """Return whether each rank has all parameters."""
         ...
 
 
@@ -76,16 +76,6 @@ class Stage1(Stage):
 
     early, replicated = False, True
 
-    def stored(
-        self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, checkpoint: CheckpointRecord, ranks: Ranks
-    ) -> ParameterStorage:
-        return Replicated(store, key, checkpoint, updates, plan, ranks)
-
-    def filling(
-        self, store: TieredStore, owner: Owner, key: str, plan: UnitPlan, ranks: Ranks
-    ) -> AbstractContextManager[torch.Tensor]:
-        return Unsharded().filling(store, owner, key, plan)
-
 
 class Stage2(Stage):
     """Optimizer states and gradients are divided, among ranks as with ``Stage1``: each backward pass reduces them, unless it is
@@ -93,42 +83,11 @@ class Stage2(Stage):
 
     early, replicated = True, True
 
-    def stored(
-        self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, checkpoint: CheckpointRecord, ranks: Ranks
-    ) -> ParameterStorage:
-        return Replicated(store, key, checkpoint, updates, plan, ranks)
-
-    def filling(
-        self, store: TieredStore, owner: Owner, key: str, plan: UnitPlan, ranks: Ranks
-    ) -> AbstractContextManager[torch.Tensor]:
-        return Unsharded().filling(store, owner, key, plan)
-
-
-FILLING = "fill the units of this model"
-"""What ranks agree on before each unit's first values are exchanged, and when all of them are."""
-
 
 class Stage3(Stage):
     """Parameters are divided, too, among ranks as with ``Stage1``: those of a unit are gathered before it computes."""
 
     early, replicated = True, False
-
-    def stored(
-        self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, checkpoint: CheckpointRecord, ranks: Ranks
-    ) -> ParameterStorage:
-        return AllGathered(store, key, checkpoint, updates, plan, ranks)
-
-    @contextmanager
-    def filling(
-        self, store: TieredStore, owner: Owner, key: str, plan: UnitPlan, ranks: Ranks
-    ) -> Iterator[torch.Tensor]:
-        share, host = plan.share_nbytes, in_dram(store, owner)
-        gathered = AllGathered(store, key, CheckpointRecord(store, owner), host, plan, ranks)
-        host.create(key, TensorSpec("uint8", (share,), 1))
-        with gathered.room() as unit:
-            yield unit
-            gathered.write_back(unit)
-            del unit
 
 
 class _Unfinished(str):
@@ -309,7 +268,8 @@ class Sharded:
     def stored(
         self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, checkpoint: CheckpointRecord
     ) -> ParameterStorage:
-        return self.stage.stored(store, updates, key, plan, checkpoint, self.ranks)
+        kind = Replicated if self.replicated else AllGathered
+        return kind(store, key, checkpoint, updates, plan, self.ranks)
 
     def arriving(
         self, store: TieredStore, owner: Owner, key: str, plan: UnitPlan, gradients: UnitGradients
@@ -320,9 +280,21 @@ class Sharded:
     def filling(self, store: TieredStore, owner: Owner, key: str, plan: UnitPlan) -> Iterator[torch.Tensor]:
         with ExitStack() as filled:
             with self.agreeing(FILLING):  # or what is wrong on one rank has the others wait for its values
-                unit = filled.enter_context(self.stage.filling(store, owner, key, plan, self.ranks))
+                fill = Unsharded().filling if self.replicated else self._gathered
+                unit = filled.enter_context(fill(store, owner, key, plan))
                 yield unit
             self.ranks.broadcast(unit, f"the first values of unit {plan.name!r}")
+            del unit
+
+    @contextmanager
+    def _gathered(self, store: TieredStore, owner: Owner, key: str, plan: UnitPlan) -> Iterator[torch.Tensor]:
+        """Give memory for all of a unit, of which the store has this rank's part then."""
+        share, host = plan.share_nbytes, in_dram(store, owner)
+        gathered = AllGathered(store, key, CheckpointRecord(store, owner), host, plan, self.ranks)
+        host.create(key, TensorSpec("uint8", (share,), 1))
+        with gathered.room() as unit:
+            yield unit
+            gathered.write_back(unit)
             del unit
 
     def same_buffers(self, model: nn.Module) -> None:
