@@ -1,10 +1,11 @@
 """Sums up what tests of faults counted, wherever they ran (pytest -n runs them in processes of their own); begins with the
-files that take longest; and what is there before the first test, garbage collections leave out."""
+files that take longest; and garbage collections leave out what is there before the first test, and what tests import."""
 
 from __future__ import annotations
 
 import gc
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -31,6 +32,9 @@ SLOW = (
 """Files that take five seconds of processor time or ten in all, the longest first. A process that began one of them last would
 keep the others waiting."""
 
+FROZEN: list[int] = []
+"""How many modules there were each time when what there was was left out of garbage collections."""
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
@@ -43,9 +47,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """Some tests are the first that compile or plan, for which torch imports as much again."""
+    if len(sys.modules) > FROZEN[-1] + 100:
+        freeze()
+
+
+def freeze() -> None:
     """Most of a collection is otherwise going through all that torch has made: a tenth of a second, in hundreds of tests."""
     gc.collect()
     gc.freeze()
+    FROZEN.append(len(sys.modules))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
