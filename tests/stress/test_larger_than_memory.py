@@ -26,8 +26,8 @@ from tiered.types import TensorSpec
 
 PROMISE = "17 (limits)"
 MIB = 1 << 20
-LIMIT = 416 * MIB
-"""About half of it is Python with torch."""
+ROOM = 208 * MIB
+"""Beside Python with torch, which takes 230 (torch 2.13) to 375 MiB (2.14) where nobody else has its files in memory."""
 NBYTES = 768 * MIB
 EACH = 24 * MIB
 
@@ -38,9 +38,28 @@ pytestmark = [
 ]
 
 
+IMPORTS = """
+import os, sys
+import torch._dynamo
+import tiered.zero
+names = "memory.current", "memory.usage_in_bytes"
+print(next(int(open(f"{sys.argv[1]}/{name}").read()) for name in names if name in os.listdir(sys.argv[1])))
+"""
+
+
+@pytest.fixture(scope="module")
+def limit() -> int:
+    """Of a process's memory: ``ROOM`` beside what its imports take."""
+    used = 0
+    for _ in range(2):  # the files that are new in memory count for the first process
+        with cgroup(16 * NBYTES) as folder:
+            used = int(run(folder, "-c", IMPORTS, folder))
+    return used + ROOM
+
+
 @pytest.fixture
-def limited() -> Iterator[Path]:
-    with cgroup(LIMIT) as folder:
+def limited(limit: int) -> Iterator[Path]:
+    with cgroup(limit) as folder:
         yield folder
 
 
@@ -58,9 +77,9 @@ def run(folder: Path, *command: object) -> str:
     return done.stdout
 
 
-def test_the_limit_is_one(limited: Path) -> None:
+def test_the_limit_is_one(limited: Path, limit: int) -> None:
     """What has to be killed, is."""
-    much = f"print(len(bytearray({LIMIT})))"
+    much = f"print(len(bytearray({limit})))"
     with pytest.raises(AssertionError, match=r"^-9"):
         run(limited, "-c", much)
 
@@ -104,11 +123,11 @@ with TieredStore.open(folder, dram="112MiB") as store:
 """
 
 
-def test_a_model_with_updates_that_are_pending(tmp_path: Path, limited: Path, tally: Tally) -> None:
+def test_a_model_with_updates_that_are_pending(tmp_path: Path, limited: Path, limit: int, tally: Tally) -> None:
     """By the model, which applies them, and by the command, which applies them to copies."""
     (tmp_path / "train.py").write_text(TRAINING)
     nbytes = int(run(limited, tmp_path / "train.py", tmp_path / "state", tmp_path / "by model"))
-    assert nbytes > 1.8 * LIMIT
+    assert nbytes > 1.4 * limit
     tally.ran()
     run(limited, "-m", "tiered.cli", "export", tmp_path / "state", "--out", tmp_path / "at rest")
     tally.ran()
