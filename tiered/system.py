@@ -300,6 +300,8 @@ KEPT = 32 << 20
 """Most bytes of freed memory that a process keeps before it is trimmed."""
 OFTEN = 8 << 20
 SELDOM = 16 << 20
+AGAIN = 8
+"""Of the highest use of the heap, the part that is left beside it."""
 LOOK_SHARE = 4
 """A trimmer looks at the process after this fraction of the pool was allocated and freed, within OFTEN and SELDOM bytes."""
 SCARCE = 64 << 20
@@ -319,10 +321,10 @@ class Trimmer:
     Trimmed memory must be faulted in anew: a step that trims after every few gradients takes a third longer, one that trims its
     activations a tenth. So memory that a step takes again is left with the process: the heap may be as large as its highest use
     at any one time, unless headroom is scarce. That use may lie between two looks: where the heap is again as large as before
-    the last trim, the step has taken again what was returned, and it is left, as far as that is ``SELDOM`` bytes more than is
-    kept in any case: beyond, it may be what fragments leave over, which nobody takes. (Blocks of 32 MiB and more are mappings
-    of their own, which return when they are freed.) Measuring the use walks over all free blocks, so it is done only when the
-    process is larger than the last measurement explains.
+    the last trim, the step has taken again what was returned, and it is left, as far as that is an ``AGAIN``-th of the highest
+    use (within OFTEN and SELDOM bytes) more than is kept in any case: beyond, it may be what fragments leave over, which nobody
+    takes. (Blocks of 32 MiB and more are mappings of their own, which return when they are freed.) Measuring the use walks over
+    all free blocks, so it is done only when the process is larger than the last measurement explains.
     """
 
     def __init__(self, pool: int, largest: int = 0) -> None:
@@ -351,7 +353,7 @@ class Trimmer:
             self._most = max(self._most, heap)
             kept = size - mapped - self._others
             more = kept - self._most - self._kept
-            if self._left < more <= SELDOM and kept <= self._before:
+            if self._left < more <= min(max(OFTEN, self._most // AGAIN), SELDOM) and kept <= self._before:
                 self._left = more
             elif more > self._left:
                 self._before = kept
