@@ -86,7 +86,7 @@ def test_what_a_step_takes_and_frees_between_two_looks_costs_one_trim(monkeypatc
     process = Process(monkeypatch, 100 * MIB)
     trimmer = process.trimmer()
     for _ in range(10):
-        process.kept = 44 * MIB  # an eighth of 100 MiB more than is kept in any case; free at each look, because the step had it in use before
+        process.kept = 44 * MIB  # free at each look, because the step had it in use before
         trimmer.passed(16 * MIB)
     assert process.trims == 1
     process.kept = 45 * MIB
