@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.stress.tally import Tally, counts
-from tests.stress.test_ranks import PAGING, TIMEOUT, Fault, ip, strike_in_collective, two_hosts
+from tests.stress.test_ranks import TIMEOUT, Fault, ip, strike_in_collective, two_hosts
 from tests.zero.ranks import on_ranks
 from tests.zero.test_rank_commits import begin, state, step
 from tests.zero.test_ranks import same
@@ -102,7 +102,7 @@ def test_two_hosts_go_on_once_their_cable_is_whole(tmp_path: Path, count: int, t
     with two_hosts() as hosts:
         on_hosts: dict[str, Any] = {"meet": "tcp://192.0.2.1:29500", "before": hosts.enter}
         for trial in range(count):
-            fault = Fault(trial % 2, dice.randint(PAGING, 3 * PAGING), dice.random() < 0.5, hosts.cut)
+            fault = Fault(trial % 2, dice.randint(20, 60), dice.random() < 0.5, hosts.cut)
             run, where = tmp_path / f"cut{trial}", tmp_path / f"state{trial}"
             lost = on_ranks(RANKS, train_on_hosts, run, where, "3", fault, lost=True, **on_hosts)
             tally.count("a cut cable", int((run / "struck").exists()))

@@ -100,7 +100,9 @@ def test_interrupted_in_a_notebook(tmp_path: Path, kind: str, count: int, tally:
             if not error and "Exception ignored" in told:
                 ignored += 1  # as in each finalizer
                 continue
-            assert error.startswith("KeyboardInterrupt"), (where, told, error)
+            # IPython's traceback fails where an interrupt struck an instruction without a line, and then it shows that instead.
+            shown = error.startswith("KeyboardInterrupt") or "assert isinstance(frame_info.lineno, int)" in told
+            assert shown, (where, told, error)
             assert kept, "the kernel keeps no exception"
             place = "in tiered" if where else "in torch or the model"
             tally.count(f"an interrupt {place}", 1)
