@@ -481,32 +481,6 @@ def test_rollback_of_one_model_tells_the_others_in_the_store(store: TieredStore)
     assert [model.loss(0).item() for model in (one, other, frozen)] == expected
 
 
-def test_rollback_tells_models_that_its_commit_has_otherwise_or_not_at_all(store: TieredStore) -> None:
-    """A model that took another's place would compute with that one's values; one that went on would have a step too many."""
-    one, replaced, steady = (zero.page(Tied(), store, name=name) for name in ("one", "other", "steady"))
-    optimizer = zero.AdamW(one.parameters())
-    zero.commit(replaced)
-    first = zero.commit(one, optimizer)
-    expected = [model.loss(0).item() for model in (one, steady)]
-    other = zero.page(nn.Linear(4, 4), store, name="other", existing="overwrite")
-    new = zero.page(nn.Linear(4, 4), store, name="new")
-    zero.rollback(one, optimizer)
-    for name, model in (("other", other), ("new", new)):
-        with pytest.raises(InterruptedStep, match=f"model '{name}' in it has not followed yet"):
-            model(torch.ones(4))
-    with pytest.raises(MisuseError, match="'other'"):
-        zero.rollback(other)
-    again = zero.page(Tied(), store, name="other", existing="resume")
-    steps = zero.AdamW(again.parameters())
-    again.loss(0).backward()
-    steps.step()
-    zero.commit(again, steps)
-    zero.rollback(one, optimizer, generation=first)
-    with pytest.raises(InterruptedStep, match="model 'other' in it has not followed yet"):
-        again.loss(0)
-    assert [model.loss(0).item() for model in (one, steady)] == expected
-
-
 def traced_by_make_fx(model: nn.Module, tokens: torch.Tensor) -> None:
     from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -484,11 +484,10 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
     limits = Limits.of(pool, partition.shares)
     if options.existing == "resume":
         partition.refuse_apart(store)
-    taken_over = options.source is not None and f"{options.name}/checkpoint" not in store
-    if taken_over:
-        _take_over(model, store, options, limits, partition, pool)
-    elif options.source is not None:
+    if options.existing == "resume" and options.source is not None and f"{options.name}/checkpoint" in store:
         _refuse_newer(options.source, store, partition)
+    elif options.existing == "resume" and options.source is not None:
+        _take_over(model, store, options, limits, partition, pool)
     with partition.agreeing("divide this model into units") as agree:
         limits, slicing = _ways(model, store, options, limits, strides, partition.shares)
         tentative = divide(model, limits, strides, options.policy, partition.shares, slicing)
@@ -506,8 +505,6 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
         window.sweep()
         _end_graphs(model)
         pager = Pager(model, store, plan, config)
-        if taken_over:
-            pager.checkpoint.note()  # no commit of this store has it yet
         _place(buffers)
         checkpoint.recall(pager)
         unguard(model, window)
@@ -548,7 +545,6 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
                 buffers = _buffers_for(model, store)
                 _end_graphs(model)
                 pager = Pager(model, store, plan, config)
-                pager.checkpoint.note()  # no commit has this model yet
                 _place(buffers)
                 unguard(model, window)
         except BaseException as error:

@@ -104,7 +104,7 @@ def test_refused(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     with TieredStore.open(folder, dram="32MiB"):
         assert main(["verify", str(folder)]) == 0
     assert "is not a tiered store" in failure(capsys, "verify", tmp_path / "none")
-    assert "a store's folder has a name" in failure(capsys, "verify", "")
+    assert "a store's folder is '', which is not the name" in failure(capsys, "verify", "")
     assert "there are: 1, 2" in failure(capsys, "verify", folder, "--generation", 3)
     assert "No such file" in failure(capsys, "verify", folder, "--json", tmp_path / "no" / "it.json")
 

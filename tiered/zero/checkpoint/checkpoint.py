@@ -195,8 +195,7 @@ def rollback(
     for other in others:
         other.give_up()
     pager.partition.refuse_apart(pager.store)
-    to = pager.store.generation if generation is None else generation
-    others = [other for other in others if other is pager or other.checkpoint.changed_since(to)]
+    others = [other for other in others if other is pager or other.checkpoint.changed]
     before = [other.intent.spoiled for other in others]
     for other in others:
         other.intent.spoil(

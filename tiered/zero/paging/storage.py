@@ -144,17 +144,16 @@ class CheckpointRecord:
     def __init__(self, store: TieredStore, owner: Owner) -> None:
         self.key, self.owner = f"{owner.name}/checkpoint", owner
         self._store = store
-        self._changed_in = store.generation - 1
-        """The newest commit before the last change. Of changes before the store was opened nothing is known: they are taken to
-        be of the commit that was opened."""
+        self._changed_in: int | None = None
         self._awaited = self._applying = False
         self.before: torch.Tensor | None = None
         """The record, which is not in the store any more because updates of its commit were applied, while ``await_resume``
         holds and nothing else has changed since."""
 
-    def changed_since(self, generation: int) -> bool:
-        """Return whether anything changed, as far as is known, since a commit."""
-        return self._changed_in >= generation
+    @property
+    def changed(self) -> bool:
+        """Return whether anything changed since the last commit."""
+        return self._changed_in == self._store.generation
 
     def note(self) -> None:
         """Note that something outside of the tensors is about to change."""
@@ -162,7 +161,7 @@ class CheckpointRecord:
 
     def unchanged(self) -> None:
         """Note that everything is as in the last commit."""
-        self._changed_in = min(self._changed_in, self._store.generation - 1)
+        self._changed_in = None
 
     def await_resume(self) -> None:
         """Have an update that was pending in the last commit leave the record in ``before``: optimizer and others still have to
