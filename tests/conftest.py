@@ -1,5 +1,5 @@
 """Sums up what tests of faults counted, wherever they ran (pytest -n runs them in processes of their own); begins with the
-files that take longest; and garbage collections leave out what is there before the first test, and what tests import."""
+files that take longest; and garbage collections leave out what is there before a file's first test, and what tests import."""
 
 from __future__ import annotations
 
@@ -51,14 +51,15 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown() -> None:
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Some tests are the first that compile or plan, for which torch imports as much again."""
-    if len(sys.modules) > FROZEN[-1] + 100:
+    if nextitem is None or nextitem.path != item.path or len(sys.modules) > FROZEN[-1] + 100:
         freeze()
 
 
 def freeze() -> None:
-    """Most of a collection is otherwise going through all that torch has made: a tenth of a second, in hundreds of tests."""
+    """Most of a collection is otherwise going through what torch has made, and what earlier files left to libraries: a tenth of
+    a second at first, more than half of one after many files, in hundreds of tests."""
     gc.collect()
     gc.freeze()
     FROZEN.append(len(sys.modules))
