@@ -19,11 +19,11 @@ help: ## this list
 
 setup: $(STAMP) ## make .venv/ with the package installed in it; quick when that is done
 
-# One process more than there are cores, because tests wait for drives and children; four at most. Each runs whole files. Idle
+# Two processes more than there are cores, because tests wait for drives and children; four at most. Each runs whole files. Idle
 # threads of torch's would spin where another test computes. Compiled modules are kept, whatever the environment says: dozens of
 # processes import them.
 test: setup $(LIBRARIES) ## every test but the long ones
-	@PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -q -n $$(( $$(nproc) + 1 )) --maxprocesses 4 --dist loadfile
+	@PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -q -n $$(( $$(nproc) + 2 )) --maxprocesses 4 --dist loadfile
 
 check: setup ## ruff and mypy --strict
 	$(BIN)/ruff check .
