@@ -11,7 +11,7 @@ from tiered.io.posix import PosixBackend, PosixConfig
 from tiered.io.probe import libaio_unavailable
 from tiered.types import BackendName
 
-__all__ = ["BACKENDS", "Shipped", "open_backend", "unavailable"]
+__all__ = ["BACKENDS", "Shipped", "open_backend", "refuse_unknown", "unavailable"]
 
 
 class Shipped(NamedTuple):
@@ -42,6 +42,12 @@ BACKENDS: Mapping[str, Shipped] = {
 """Beside "auto", all that ``BackendName`` has."""
 
 
+def refuse_unknown(backend: object) -> None:
+    """Raise MisuseError for what is neither a name of a backend nor a function that makes one."""
+    if not callable(backend):
+        one_of("backend, where it is no function that makes one,", backend, get_args(BackendName))
+
+
 def open_backend(backend: BackendName | Callable[[], IOBackend], depth: int) -> IOBackend:
     """Open a backend with ``depth`` requests in flight. "auto" is libaio, or posix where libaio is not built or the kernel
     refuses it.
@@ -49,9 +55,9 @@ def open_backend(backend: BackendName | Callable[[], IOBackend], depth: int) -> 
     Raises MisuseError for one that is unknown or does not work here, CapacityError where the kernel has no room for it,
     TieredError where the process has no descriptor or thread left for it.
     """
+    refuse_unknown(backend)
     if not isinstance(backend, str):
         return backend()
-    one_of("backend, where it is no function that makes one,", backend, get_args(BackendName))
     if backend == "auto":
         try:
             return open_backend("libaio", depth)

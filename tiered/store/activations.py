@@ -341,7 +341,7 @@ class Pieces:
 
 
 class _RegionTrace(Trace):
-    """Of a region."""
+    """Trace of a region: where it is counted, and with how many bytes."""
 
     owner: Callable[[], SavedTensors | None] = staticmethod(lambda: None)
     address = -1

@@ -21,7 +21,7 @@ from tiered.errors import CapacityError, MisuseError, TieredError, expect_type, 
 from tiered.format.folder import cannot_open, mend_of
 from tiered.format.generations import generations
 from tiered.interfaces import EvictionPolicy, IOBackend, Link, Memory, Tier
-from tiered.io.backends import open_backend
+from tiered.io.backends import open_backend, refuse_unknown
 from tiered.links.disk import DiskConfig, DiskLink
 from tiered.store.at_rest import StoreAtRest
 from tiered.store.commit import Commits, Generations
@@ -231,8 +231,7 @@ class OpenOptions:
                 )
             return
         path_of(self.path, "the path of a store's folder, if not None,")
-        if not callable(self.backend):
-            one_of("backend, where it is no function that makes one,", self.backend, get_args(BackendName))
+        refuse_unknown(self.backend)
         if self.paths is not None and (not isinstance(self.paths, list | tuple) or not self.paths):
             raise MisuseError(f"paths is a list of folders, one on each drive, not {quoted(self.paths)}")
         for one in self.paths or ():

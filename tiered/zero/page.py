@@ -280,10 +280,9 @@ def page(
     step however large the batch is, and only one part's inside is in memory; what backward needs of the rest is computed
     again, from inputs that wait in the store as ``tiered.saved/NAME/…``. The outermost modules whose parameters are all in
     memory while they run (``statistics(model).split``; never ``model`` itself when it has some) run on one part after the
-    other. The
-    batch is the leading size of the first tensor that ``model`` is given. Arguments of that leading size are split, others,
-    parameters and buffers are shared, and a module without an argument to split runs whole. Parts differ by at most one
-    sample. Outputs are put together along the first dimension; what has another leading size must be equal for all parts.
+    other. The batch is the leading size of the first tensor that ``model`` is given. Arguments of that leading size are split,
+    others, parameters and buffers are shared, and a module without an argument to split runs whole. Parts differ by at most
+    one sample. Outputs are put together along the first dimension; what has another leading size must be equal for all parts.
     Numbers are those of the same split with ``torch.utils.checkpoint`` in memory, bit for bit. MisuseError, then or when the
     model is called, names a module that computes across the batch (BatchNorm in training, one of yours with an attribute
     ``batch_dependent = True``, one that changes a buffer), has it in the second dimension, or cannot be split otherwise.

@@ -23,7 +23,7 @@ MATRIX = torch.Size((1024, 1024))
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """One optimizer."""
+    """Optimizer of ``tiered train``, as it is made for a paged model and for one in memory, and the bytes that it needs."""
 
     known: Known
 
