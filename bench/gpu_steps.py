@@ -226,6 +226,9 @@ STEPS = (
 # -- running them -------------------------------------------------------------------------------------------------------------
 
 
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
 class Stopped(BaseException):
     """This program is to end."""
 
@@ -258,11 +261,15 @@ def in_process(step: Step, work: Work, log: Path, outcome: Outcome, grace: float
     """Run ``step`` in a process of its own, with all it prints in ``log``. Returns what became of it."""
     before = psutil.virtual_memory().available
     ends = time.monotonic() + outcome.limit
-    child = os.fork()
-    if not child:
-        in_child(step, work, log)
     ended: int | None = None
+    child = 0
     try:
+        # A signal that ends this program must not come between fork and the line that knows whom to kill.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+        child = os.fork()
+        if not child:
+            in_child(step, work, log)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         while ended is None and time.monotonic() < ends:
             ended = waited(child)
             outcome.machine = max(outcome.machine, before - psutil.virtual_memory().available)
@@ -276,10 +283,11 @@ def in_process(step: Step, work: Work, log: Path, outcome: Outcome, grace: float
                 time.sleep(0.02)
             return OUT_OF_TIME
     finally:
-        kill_session(child)
-        if ended is None:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+        if child:
+            kill_session(child)
+            if ended is None:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
     return DONE if ended == 0 else f"failed: {reason(ended, log)}"
 
 
@@ -294,8 +302,9 @@ def in_child(step: Step, work: Work, log: Path) -> None:
     code = 1
     try:
         os.setsid()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in ENDING:
             signal.signal(number, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
         to = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         for stream in (1, 2):
             os.dup2(to, stream)

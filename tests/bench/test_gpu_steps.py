@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from bench.gpu_steps import DONE, NOT_REACHED, OUT_OF_TIME, RUNNING, read
@@ -131,11 +132,11 @@ sys.exit(gpu_steps.main(rest))
 
 
 @pytest.fixture
-def started(tmp_path: Path) -> Callable[[float], Any]:
+def started(tmp_path: Path) -> Callable[..., Any]:
     """Start the steps ``first``, ``hangs`` and ``last``; the second has a share of so many thousandths of the last one's."""
 
-    def start(weight: float) -> Any:
-        (tmp_path / "program.py").write_text(PROGRAM)
+    def start(weight: float, program: str = PROGRAM) -> Any:
+        (tmp_path / "program.py").write_text(program)
         where = ["--out", str(tmp_path), "--dir", str(tmp_path), "--name", "page", "--seconds", "2000"]
         command = [sys.executable, str(tmp_path / "program.py"), str(weight), *where, "--least", "0", "--grace", "0.1"]
         return programs.Popen(command, cwd=programs.ROOT, stdout=subprocess.DEVNULL)
@@ -188,6 +189,15 @@ def test_results_are_kept_when_time_ends(tmp_path: Path, started: Callable[[floa
     assert json.loads((tmp_path / "page" / "first.json").read_text()) == {"short": 1}
     until(lambda: are_over(written["pids"]))
     assert not Path(written["folder"]).exists()
+
+
+def test_a_signal_while_a_step_is_forked_leaves_no_process(tmp_path: Path, started: Callable[..., Any]) -> None:
+    struck = "os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGTERM))\nsys.exit("
+    process = started(1000, PROGRAM.replace("sys.exit(gpu_steps.main", struck + "gpu_steps.main"))
+    assert process.wait() == 1
+    here = str(tmp_path / "program.py")
+    assert [one.pid for one in psutil.process_iter(["cmdline"]) if here in (one.info["cmdline"] or ())] == []
+    assert states((tmp_path / "page.md").read_text())["first"] == OUT_OF_TIME
 
 
 @pytest.mark.parametrize(
