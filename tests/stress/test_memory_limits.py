@@ -43,8 +43,11 @@ from tiered.zero.paging.pager import placement_of
 PROMISE = "23 (memory beside the pool)"
 MIB = 1 << 20
 POOL = 64 * MIB
-TABLE = POOL + (16 + 48 + 10) * MIB
+OPEN = 8 * MIB + POOL // 256
+PIECES = 10 * MIB
+TABLE = POOL + (16 + 64) * MIB + PIECES
 """By the rows of docs/memory.md, which are sharper than the sum: the largest parameter or gradient, freed memory, pieces."""
+FREED_COPIES = 16 * MIB
 LIBRARIES = 20 * MIB
 """Buffers of MKL and oneDNN, in training."""
 KERNEL = 8 * MIB
@@ -328,7 +331,8 @@ def test_loops_that_copy(tmp_path: Path, threads: int, count: int, tally: Tally)
     assert ended.code == 0, ended
     assert ended.said.startswith("right"), ended
     print(f"{count} rounds in {threads} threads: at most {ended.peak / MIB:.1f} MiB beyond the imports")
-    assert ended.peak <= POOL + callers + 16 * MIB + LIBRARIES, "by the rows of docs/memory.md"
+    heap = 2 * (OPEN + PIECES)  # which may keep as much as was in use at once
+    assert ended.peak <= POOL + callers + FREED_COPIES + heap, "by the rows of docs/memory.md"
     for _ in range(count):
         tally.ran()
 

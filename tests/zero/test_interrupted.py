@@ -481,6 +481,71 @@ def test_rollback_of_one_model_tells_the_others_in_the_store(store: TieredStore)
     assert [model.loss(0).item() for model in (one, other, frozen)] == expected
 
 
+def test_rollback_tells_models_that_its_commit_has_otherwise_or_not_at_all(store: TieredStore) -> None:
+    """A model that took another's place would compute with that one's values; one that went on would have a step too many."""
+    one, replaced, steady = (zero.page(Tied(), store, name=name) for name in ("one", "other", "steady"))
+    optimizer = zero.AdamW(one.parameters())
+    zero.commit(replaced)
+    first = zero.commit(one, optimizer)
+    expected = [model.loss(0).item() for model in (one, steady)]
+    other = zero.page(nn.Linear(4, 4), store, name="other", existing="overwrite")
+    new = zero.page(nn.Linear(4, 4), store, name="new")
+    zero.rollback(one, optimizer)
+    for name, model in (("other", other), ("new", new)):
+        with pytest.raises(InterruptedStep, match=f"model '{name}' in it has not followed yet"):
+            model(torch.ones(4))
+    with pytest.raises(MisuseError, match="'other'"):
+        zero.rollback(other)
+    again = zero.page(Tied(), store, name="other", existing="resume")
+    steps = zero.AdamW(again.parameters())
+    again.loss(0).backward()
+    steps.step()
+    zero.commit(again, steps)
+    zero.rollback(one, optimizer, generation=first)
+    with pytest.raises(InterruptedStep, match="model 'other' in it has not followed yet"):
+        again.loss(0)
+    assert [model.loss(0).item() for model in (one, steady)] == expected
+
+
+def test_a_model_whose_tensors_a_rollback_leaves_as_they_are_goes_on(store: TieredStore) -> None:
+    """A reference that a program pages anew each time, with the same values, and of which no commit has a record."""
+    one = zero.page(Tied(), store, name="one")
+    source = Tied()
+    reference = zero.page(copy.deepcopy(source), store, name="reference")
+    expected = reference.loss(0).item()
+    optimizer = zero.AdamW(one.parameters())
+    first = zero.commit(one, optimizer)
+    zero.commit(one, optimizer)
+    for generation in (first, None):
+        reference = zero.page(copy.deepcopy(source), store, name="reference", existing="overwrite")
+        zero.rollback(one, optimizer, generation=generation)
+        assert reference.loss(0).item() == expected
+    with torch.no_grad():
+        next(source.parameters())[0, 0] += 1
+    reference = zero.page(source, store, name="reference", existing="overwrite")
+    store.rollback()
+    with pytest.raises(InterruptedStep, match="model 'reference' in it has not followed yet"):
+        reference.loss(0)
+
+
+@pytest.mark.parametrize("generation", [None, 1])
+def test_a_rollback_of_the_store_alone_tells_models_that_changed(store: TieredStore, generation: int | None) -> None:
+    """They would go on with another optimizer state, or another step, than their tensors have."""
+    model, still = (zero.page(Tied(), store, name=name) for name in ("model", "still"))
+    optimizer = zero.AdamW(model.parameters())
+    zero.commit(model, optimizer)
+    expected = [one.loss(0).item() for one in (model, still)]
+    model.loss(0).backward()
+    optimizer.step()
+    if generation is not None:
+        zero.commit(model, optimizer)
+    store.rollback(generation)
+    with pytest.raises(InterruptedStep, match="model 'model' in it has not followed yet"):
+        model.loss(0)
+    zero.rollback(model, optimizer, generation=generation)
+    assert [one.loss(0).item() for one in (model, still)] == expected
+
+
 def traced_by_make_fx(model: nn.Module, tokens: torch.Tensor) -> None:
     from torch.fx.experimental.proxy_tensor import make_fx
 

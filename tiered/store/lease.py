@@ -292,10 +292,14 @@ def drop_queued() -> None:
 
 
 class Holder(Protocol):
-    """What holds leases of a store from one call to another."""
+    """What holds leases of a store from one call to another, and knows what is in its tensors."""
 
     def let_go_of_ended(self) -> None:
         """End leases that only a pass holds which an exception ended, in this thread. Nothing of it goes on."""
+        ...
+
+    def going_back(self, generation: int) -> contextlib.AbstractContextManager[None]:
+        """Surround a rollback to the commit numbered ``generation``; its exceptions pass."""
         ...
 
 

@@ -987,7 +987,8 @@ class TieredStore(TensorMapping):
         """Restore all tensors as of the newest commit, or of ``generation``, if that is kept; return its number.
 
         No tensor is read or written: changes since are discarded, unchanged tensors stay where they are. ``meta`` becomes that
-        commit's. The next commit gets a new number. Raises LeaseConflict under any open lease, MisuseError where nothing was
+        commit's. A paged model that has other values then raises InterruptedStep until it has followed (``zero.rollback``); of
+        a model that was paged since the commit, tensors are read to find that out. The next commit gets a new number. Raises LeaseConflict under any open lease, MisuseError where nothing was
         committed or the commit lacks a tensor of ``needs``, ManifestError for a generation that does not exist.
 
         The exception that is being handled, or was shown last, may be kept, as a notebook does. What the calls that it ended
@@ -995,12 +996,16 @@ class TieredStore(TensorMapping):
         """
         commits = self._committing(None)
         clear_ended(in_store_memory)
-        self.rollbacks += 1  # before anything changes: see tiered/tables
-        return self._without_ended(lambda: commits.rollback(generation, needs))
+        with contextlib.ExitStack() as stack:
+            for holder in list(self._holders):
+                stack.enter_context(holder.going_back(self.generation if generation is None else generation))
+            self.rollbacks += 1  # before anything changes: see tiered/tables
+            return self._without_ended(lambda: commits.rollback(generation, needs))
 
     def held_by(self, holder: Holder) -> None:
         """Have ``holder.let_go_of_ended()`` called where leases of calls that an exception ended are in the way: of a commit, a
-        rollback, a deletion. It ends those leases. ``holder`` is referred to weakly."""
+        rollback, a deletion. It ends those leases. ``holder.going_back(generation)`` surrounds each rollback. ``holder`` is
+        referred to weakly."""
         self._holders.add(holder)
 
     def _without_ended(self, call: Callable[[], Made]) -> Made:

@@ -36,6 +36,9 @@ class Intent:
     def __init__(self) -> None:
         self._decision: _Decision | None = None
         self._spoiled: str | None = None
+        self.behind: str | None = None
+        """Why the model has other values than its tensors, to which the store went back; every use raises InterruptedStep with
+        this."""
         self.updated = False
         """Some units were updated within a backward pass that has not come to its end, and others were not."""
 
@@ -54,8 +57,9 @@ class Intent:
 
     def refuse(self) -> None:
         """Raise InterruptedStep where the model cannot be gone on with."""
-        if self._spoiled is not None:
-            raise InterruptedStep(self._spoiled)
+        why = self._spoiled or self.behind
+        if why is not None:
+            raise InterruptedStep(why)
 
     def begin(self, decision: _Decision) -> None:
         self._decision = decision
@@ -73,7 +77,7 @@ class Intent:
 
     def forget(self) -> None:
         """Forget all decisions, because everything is as a commit says."""
-        self._decision, self.updated, self._spoiled = None, False, None
+        self._decision, self.updated, self._spoiled, self.behind = None, False, None, None
 
     def half_updated(self) -> None:
         """Note that a backward pass has updated some units and will update others."""

@@ -19,7 +19,7 @@ from torch import nn
 
 from tests.quick import quick
 from tests.zero.models import Mixed, Tied, parameter_groups
-from tiered import CapacityError, ManifestError, MisuseError, TieredStore, zero
+from tiered import CapacityError, InterruptedStep, ManifestError, MisuseError, TieredStore, zero
 from tiered.zero.checkpoint.checkpoint import extra_of
 from tiered.zero.record import INLINE, dumps, loads
 
@@ -309,15 +309,22 @@ def test_nor_after_the_store_went_back_by_itself(tmp_path: Path) -> None:
         optimizer = zero.AdamW(model.parameters())
         zero.commit(model, optimizer)
 
-        def step() -> None:
-            model.loss(1).backward()  # type: ignore[operator]
+        def step() -> float:
+            loss = model.loss(1)  # type: ignore[operator]
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             optimizer.flush()
+            return float(loss.item())
 
-        step()
+        expected = step()
         store.rollback()
-        step()
+        for call in (step, lambda: zero.commit(model, optimizer)):
+            with pytest.raises(InterruptedStep, match="has not followed yet"):
+                call()
+        store.commit()
+        zero.rollback(model, optimizer)
+        assert step() == expected
         store.commit()
         assert "model/checkpoint" not in store
         with pytest.raises(MisuseError, match="nothing was rolled back"):

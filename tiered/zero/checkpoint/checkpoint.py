@@ -186,7 +186,8 @@ def rollback(
     Whatever an exception left of forward, backward or ``step()``, and wherever it struck: all that models in the store hold by
     themselves (leases, gradients, updates that are pending, hooks) is thrown away. Where this call is interrupted, too, call it
     again. Moves no tensor of the model: see ``TieredStore.rollback``. Graphs of before cannot run backward any more. It is the
-    whole store that goes back: call it for each model that is in it; until then the others raise InterruptedStep. Raises as
+    whole store that goes back: call it for each model that is in it; until then the others raise InterruptedStep, but for those
+    whose tensors stay as they are (tensors that were written since the last commit are read, to find that out). Raises as
     that, with nothing changed where the last commit has no record of the model, and as ``resume``.
     """
     training = Training(optimizer, scheduler, scaler, data)
@@ -195,19 +196,7 @@ def rollback(
     for other in others:
         other.give_up()
     pager.partition.refuse_apart(pager.store)
-    others = [other for other in others if other is pager or other.checkpoint.changed]
-    before = [other.intent.spoiled for other in others]
-    for other in others:
-        other.intent.spoil(
-            f"the store went back to its last commit, and model {other.name!r} in it has not followed yet: call zero.rollback "
-            "for it (again, with all that zero.commit was given)"
-        )
-    try:
-        pager.store.rollback(generation, needs=[pager.checkpoint.key])
-    except (MisuseError, ManifestError):  # nothing was changed
-        for other, why in zip(others, before, strict=True):
-            other.intent.spoil(why)
-        raise
+    pager.store.rollback(generation, needs=[pager.checkpoint.key])
     if generation is not None:
         pager.partition.refuse_apart(pager.store)
     pager.gradient_sync.paused = False

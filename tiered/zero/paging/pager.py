@@ -35,7 +35,16 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.compiler import is_dynamo_compiling
 
-from tiered.errors import CapacityError, MisuseError, TieredError, expect_type, one_of, whole_number
+from tiered.errors import (
+    CapacityError,
+    LeaseConflict,
+    ManifestError,
+    MisuseError,
+    TieredError,
+    expect_type,
+    one_of,
+    whole_number,
+)
 from tiered.store import TieredStore, Touch
 from tiered.store.activations import Hooks, Left, SavedTensors, hooks_active, pop_hooks, push_hooks
 from tiered.store.lease import drop_queued
@@ -840,6 +849,24 @@ class Pager:
         mine = (self._thread == threading.get_ident() or self._thread not in there) and not self.gradient_sync.several
         if mine and self.phase is not Phase.IDLE and not self.computing and not self._gathered():
             self._let_go(Unit.let_go)
+
+    @contextmanager
+    def going_back(self, generation: int) -> Iterator[None]:
+        """Surround a rollback of the store, which the model has to follow unless all of its tensors stay as they are: by
+        zero.rollback. Until then every use raises InterruptedStep."""
+        before = self.intent.behind
+        self.checkpoint.remember(generation, changed=self.intent.spoiled is not None)
+        self.intent.behind = (
+            f"the store went back to a commit, and model {self.name!r} in it has not followed yet: call zero.rollback for it "
+            "(again, with all that zero.commit was given), or page it anew"
+        )
+        try:
+            yield
+        except (LeaseConflict, MisuseError, ManifestError):  # nothing was changed
+            self.intent.behind = before
+            raise
+        if self.checkpoint.is_as_remembered():
+            self.intent.behind = None
 
     def end_leases(self) -> None:
         """End leases that an exception left open, where no unit is held."""

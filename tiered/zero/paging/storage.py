@@ -10,18 +10,20 @@ first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, cast, overload
 
 import torch
 
-from tiered.errors import MisuseError
+from tiered.errors import MisuseError, TieredError
 from tiered.store import TieredStore
 from tiered.store.activations import users_of
 from tiered.telemetry import Span
 from tiered.types import Access, Owner, TensorSpec
 from tiered.zero.collectives import Ranks, Under
+from tiered.zero.digests import digest_of
 from tiered.zero.leases import Leases, Opened
 from tiered.zero.paging.units import UnitPlan
 
@@ -135,6 +137,18 @@ def host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to("cpu")
 
 
+@dataclass(frozen=True)
+class _Remembered:
+    """What the tensors of a model are, before or after a rollback: of each a digest, of its bytes if it was ``read``, else of
+    what the commit says of it; None if there is none. ``record``: the same of the record. ``changed``: see
+    ``CheckpointRecord.remember``."""
+
+    tensors: Mapping[str, str | None] = field(default_factory=dict)
+    read: frozenset[str] = frozenset()
+    record: str | None = None
+    changed: bool = False
+
+
 class CheckpointRecord:
     """Record of a model's last commit, which is deleted before any tensor of the model changes.
 
@@ -145,23 +159,58 @@ class CheckpointRecord:
         self.key, self.owner = f"{owner.name}/checkpoint", owner
         self._store = store
         self._changed_in: int | None = None
+        self._remembered: _Remembered | None = None
         self._awaited = self._applying = False
         self.before: torch.Tensor | None = None
         """The record, which is not in the store any more because updates of its commit were applied, while ``await_resume``
         holds and nothing else has changed since."""
-
-    @property
-    def changed(self) -> bool:
-        """Return whether anything changed since the last commit."""
-        return self._changed_in == self._store.generation
 
     def note(self) -> None:
         """Note that something outside of the tensors is about to change."""
         self._changed_in = self._store.generation
 
     def unchanged(self) -> None:
-        """Note that everything is as in the last commit."""
-        self._changed_in = None
+        """Note that everything is as in the last commit, or in one to which the store went back."""
+        self._changed_in = self._remembered = None
+
+    def remember(self, generation: int, *, changed: bool) -> None:
+        """Remember what the model's tensors are, before the store goes back to a commit; what was remembered before an earlier
+        rollback stays, until the model has followed. ``changed``: more than tensors has changed, and has to go back, too."""
+        if self._remembered is None:
+            changed = changed or (self._changed_in is not None and self._changed_in >= generation)
+            self._remembered = _Remembered(changed=True) if changed else self._seen()
+
+    def is_as_remembered(self) -> bool:
+        """Return whether the model's tensors are what was remembered, and forget it then."""
+        before = self._remembered
+        if before is None or before.changed:
+            return False
+        now = self._seen(before.read)
+        one_record = before.record == now.record or None in (before.record, now.record)
+        if None in before.tensors.values() or now.tensors != before.tensors or not one_record:
+            return False
+        self._remembered = None
+        return True
+
+    def _seen(self, read: frozenset[str] | None = None) -> _Remembered:
+        """Look at the model's tensors. ``read`` are the keys of those that are read: by default those of which no commit says
+        what they are."""
+        keys = self._store.owned(self.owner)
+        said = self._store.committed(keys)
+        record = said.get(self.key, "not committed") if self.key in keys else None
+        tensors = [key for key in keys if key != self.key and not key.startswith(f"{self.key}/")]
+        if read is None:
+            read = frozenset(key for key in tensors if key not in said)
+        return _Remembered({key: self._digest(key) if key in read else said.get(key) for key in tensors}, read, record)
+
+    def _digest(self, key: str) -> str | None:
+        try:
+            with self._store.lease(key) as tensor:
+                found = digest_of(tensor)
+                del tensor
+            return found
+        except TieredError:  # the values are like no others
+            return None
 
     def await_resume(self) -> None:
         """Have an update that was pending in the last commit leave the record in ``before``: optimizer and others still have to
