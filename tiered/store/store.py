@@ -987,9 +987,10 @@ class TieredStore(TensorMapping):
         """Restore all tensors as of the newest commit, or of ``generation``, if that is kept; return its number.
 
         No tensor is read or written: changes since are discarded, unchanged tensors stay where they are. ``meta`` becomes that
-        commit's. A paged model that has other values then raises InterruptedStep until it has followed (``zero.rollback``); of
-        a model that was paged since the commit, tensors are read to find that out. The next commit gets a new number. Raises LeaseConflict under any open lease, MisuseError where nothing was
-        committed or the commit lacks a tensor of ``needs``, ManifestError for a generation that does not exist.
+        commit's. The next commit gets a new number. A paged model that has other values than the commit raises InterruptedStep
+        until it has followed (``zero.rollback``); of one that was paged since that commit, tensors are read to find that out.
+        Raises LeaseConflict under any open lease, MisuseError where nothing was committed or the commit lacks a tensor of
+        ``needs``, ManifestError for a generation that does not exist.
 
         The exception that is being handled, or was shown last, may be kept, as a notebook does. What the calls that it ended
         refer to is let go of where a tensor of the store is among it: a debugger does not show their variables afterwards.
