@@ -30,11 +30,11 @@ import torch
 
 from bench.io import rounds
 from tiered.cli.arguments import count, size
-from tiered.cli.bench.series import Run, Setup, Workload, in_rounds, ratios, series_as_json
+from tiered.cli.bench.series import Run, Setup, StoreWorkload, in_rounds, ratios, series_as_json
 from tiered.cli.info.machine import store_facts
 from tiered.cli.output import Progress, told_environment, told_io, told_noise
 from tiered.cli.stop import Stopped, StopRequest
-from tiered.measuring.meters import Moved, Noise, Spread, environment, scratch_folder, scratch_store
+from tiered.measuring.meters import MovedBytes, Noise, Spread, environment, scratch_folder, scratch_store
 from tiered.types import format_size
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -108,7 +108,7 @@ def peer(folder: Path) -> Engine:
 
 
 @contextmanager
-def serving(engine: Engine, folder: str, nbytes: int) -> Iterator[Callable[[str], Moved]]:
+def serving(engine: Engine, folder: str, nbytes: int) -> Iterator[Callable[[str], MovedBytes]]:
     """A process of the peer's that runs a round of each mode when it is asked to."""
     words = engine.command("serve", folder, str(nbytes))
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=engine.environment) as child:
@@ -116,10 +116,10 @@ def serving(engine: Engine, folder: str, nbytes: int) -> Iterator[Callable[[str]
         assert child.stdout is not None
         lines = (line for line in child.stdout if line.startswith("{"))
 
-        def run(mode: str) -> Moved:
+        def run(mode: str) -> MovedBytes:
             assert child.stdin is not None
             print(mode, file=child.stdin, flush=True)
-            return Moved(**json.loads(next(lines)))
+            return MovedBytes(**json.loads(next(lines)))
 
         try:
             if next(lines, None) is None:
@@ -141,7 +141,7 @@ def rates(options: argparse.Namespace, engine: Engine) -> str:
         serving(engine, folder, setup.moved) as asked,
         scratch_store(options.dir, dram=setup.pool) as store,
     ):
-        walk = Workload(store, setup, stop)
+        walk = StoreWorkload(store, setup, stop)
         walk.prepare()
         runs: dict[str, dict[str, Run]] = {}
         for mode, run in (("read", walk.read), ("write", walk.write), ("mixed", walk.mixed)):

@@ -26,7 +26,7 @@ from tiered.cli.output import told_environment
 from tiered.measuring.meters import environment
 from tiered.measuring.probes import measured_machine
 from tiered.planning.machine import Machine
-from tiered.planning.plan import Choice, Planner, Ranks
+from tiered.planning.plan import Choice, PlannedRanks, Planner
 from tiered.planning.sources import Workload, subject_of
 from tiered.types import parse_size
 from tiered.zero import Policy
@@ -64,7 +64,7 @@ def network(ranks: int) -> float:
         return float(said[0])
 
 
-def simulated(ranks: int, machine: Machine, pool: int) -> Ranks:
+def simulated(ranks: int, machine: Machine, pool: int) -> PlannedRanks:
     with torch.device("meta"):
         model = Model(LAYERS, WIDTH)
     subject = subject_of(model, Workload(BATCH // ranks, TOKENS))

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tiered.planning.machine import Machine
-from tiered.planning.plan import Choice, Planner, Ranks
+from tiered.planning.plan import Choice, PlannedRanks, Planner
 from tiered.planning.sources import Numbers, Subject, Workload, subject_of
 from tiered.planning.timing import Timing
 from tiered.zero import Policy
@@ -106,7 +106,7 @@ class Planned:
     """A row with its plan. ``computing``: seconds that the plan has for forward and backward alone, beside its ``ranks``."""
 
     row: Row
-    ranks: Ranks
+    ranks: PlannedRanks
     parameters: int
     computing: float
 

@@ -168,6 +168,8 @@ LONG_OR_SHORT: dict[str, str] = {
 }
 LONG, SHORT = 600, 60
 
+CLASSES_TWICE = {"Engine": ["engine.engine", "integrations.deepspeed.engine"]}
+
 # Tokens without comments and docstrings. A rise stands here with the idea that it bought; a fall lowers the number.
 # + 1,700: an optimizer of paged parameters and one of parameters in memory are two classes, not sixteen branches.
 # + 400: nothing below the command imports tiered itself, but what it uses from where that is.
@@ -425,6 +427,16 @@ def test_no_tensor_has_torchs_default_dtype_or_device() -> None:
 def test_nothing_is_kept_by_a_store_or_a_model_that_does_not_end_with_it() -> None:
     found = [f"{path.relative_to(ROOT)}:{one}" for path in SOURCES for one in kept_by_what_lives(path.read_text())]
     assert found == []
+
+
+def test_a_public_class_has_a_name_of_its_own() -> None:
+    """Who searches for it finds one. DeepSpeed, too, calls what it returns an engine."""
+    where: dict[str, list[str]] = {}
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                where.setdefault(node.name, []).append(module_of(path, ROOT / "tiered"))
+    assert {name: modules for name, modules in where.items() if len(modules) > 1} == CLASSES_TWICE
 
 
 def test_protocols_have_public_names() -> None:

@@ -29,7 +29,7 @@ from tests.programs import ONE_THREAD  # noqa: E402
 from tests.quick import quick  # noqa: E402
 from tiered import MisuseError, TieredStore  # noqa: E402
 from tiered.cli.generate.live import Display  # noqa: E402
-from tiered.cli.generate.summary import Pace, Summary, describe  # noqa: E402
+from tiered.cli.generate.summary import GenerationSummary, Pace, describe  # noqa: E402
 from tiered.cli.generate.text import ByteText  # noqa: E402
 from tiered.cli.main import main  # noqa: E402
 from tiered.cli.output import Progress  # noqa: E402
@@ -386,7 +386,7 @@ def test_bytes_that_are_no_text_are_shown() -> None:
 )
 def test_a_window_is_never_below_zero(read: float, routed: int, window: float | None, said: str | None) -> None:
     pace = Pace(tokens=1, seconds=1.0, read=int(read), busy=1.0, leases=4, hits=2, stalled=0.5)
-    summary = Summary("Llama", 3, [1, 2], "", 0.1, pace, pace, weights=1000, routed=routed, memory=400)
+    summary = GenerationSummary("Llama", 3, [1, 2], "", 0.1, pace, pace, weights=1000, routed=routed, memory=400)
     assert summary.window == window
     assert summary.as_json()["window_bytes"] == window
     told = describe(summary)

@@ -30,7 +30,7 @@ from tests.forged import signed as sign
 from tiered.errors import CommitError, ManifestError, MisuseError
 from tiered.format import generations as protocol
 from tiered.format import manifest as subject
-from tiered.format.manifest import DataFile, Extent, Manifest, TensorRecord, decode, encode
+from tiered.format.manifest import Extent, Manifest, RecordedFile, TensorRecord, decode, encode
 from tiered.types import CHECKSUM_BYTES, PIECE_BYTES, Owner, TensorSpec, owner_decoded
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,7 +61,7 @@ def sample(generation: int = 3) -> Manifest:
         store="0123456789abcdef" * 2,
         generation=generation,
         meta={"step": 7, "nested": {"list": [1, 2.5, None, True, "é"]}},
-        files=(DataFile("data.0", "ab" * 16, 0, 32 << 20), DataFile("data.1", "cd" * 16, 1, 0)),
+        files=(RecordedFile("data.0", "ab" * 16, 0, 32 << 20), RecordedFile("data.1", "cd" * 16, 1, 0)),
         next_tensor_id=9,
         tensors=(
             record("w", 0, (3,), 0),
@@ -77,7 +77,7 @@ def striped_sample() -> Manifest:
     striped = record("striped", 2, (9 << 18,), None, extent=Extent(2, MIB, 9 * MIB))
     return msgspec.structs.replace(
         sample(),
-        files=(DataFile("data.0", "ab" * 16, 0, 6 * MIB), DataFile("data.1", "cd" * 16, 1, 5 * MIB + 4096)),
+        files=(RecordedFile("data.0", "ab" * 16, 0, 6 * MIB), RecordedFile("data.1", "cd" * 16, 1, 5 * MIB + 4096)),
         tensors=(record("w", 0, (3,), 0), striped, record("x", 1, (3,), None, extent=Extent(1, 5 * MIB, 4096))),
     )
 
@@ -138,7 +138,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         sums = checksum * subject.pieces(spec.nbytes)
         written = draw(st.integers(1, generation))
         found.append(TensorRecord(name, tensor_id, dtype, spec.shape, itemsize, written, extent, sums))
-    files = (DataFile("data.0", "0f" * 16, 0, offset), DataFile("data.1", "1f" * 16, 1, offset))
+    files = (RecordedFile("data.0", "0f" * 16, 0, offset), RecordedFile("data.1", "1f" * 16, 1, offset))
     meta = draw(st.dictionaries(st.text(max_size=9), json_value, max_size=4))
     order = tuple(draw(st.permutations(found)))
     return Manifest("a0" * 16, generation, meta, files, max(ids, default=-1) + 1, order)
@@ -799,7 +799,7 @@ if __name__ == "__main__":
 
 def test_more_data_files_than_drives_a_store_can_have() -> None:
     """Each tensor could be striped over all of them: a small file would need much memory."""
-    files = tuple(DataFile(f"drive.{index}", f"{index:032x}", index, 4096) for index in range(65))
+    files = tuple(RecordedFile(f"drive.{index}", f"{index:032x}", index, 4096) for index in range(65))
     with pytest.raises(ManifestError, match="65 data files; a store has at most 64"):
         encode(Manifest("ab" * 16, 1, {}, files, 1, ()))
     encode(Manifest("ab" * 16, 1, {}, files[:64], 1, ()))

@@ -22,7 +22,7 @@ import torch
 from tests.integrations.deepspeed.shared import BEFORE, unpacked
 from tiered import TieredError, TorchFileError
 from tiered.format.foreign.pickled import Instance, Name, unpickled
-from tiered.format.foreign.torch_file import StoredTensor, TorchFile
+from tiered.format.foreign.torch_file import FileTensor, TorchFile
 from tiered.integrations.deepspeed.saved import INERT, SavedCheckpoint, plain, tensor_of
 
 RAN: list[str] = []
@@ -81,7 +81,7 @@ def test_values_and_tensors(tmp_path: Path) -> None:
     with TorchFile(saved(value, tmp_path / "a.pt"), inert=INERT) as file:
         found = file.value
         for name in ("whole", "view", "turned", "narrow", "number", "flags", "none", "parameter"):
-            assert isinstance(found[name], StoredTensor)
+            assert isinstance(found[name], FileTensor)
             assert torch.equal(tensor_of(found[name]), value[name])
         assert not found["turned"].is_contiguous
         assert plain(found["plain"]) == [*value["plain"][:6], ("a", {"b": [1, 2]}), list(b"bytes"), 10**20]

@@ -42,7 +42,7 @@ def test_quantiles() -> None:
 def test_latencies_of_all_rounds_count_together() -> None:
     series = Series("it")
     for latencies in ([1.0] * 98, [2.0, 3.0]):
-        series.add(meters.Moved(1, 1.0, 1.0, tuple(latencies)))
+        series.add(meters.MovedBytes(1, 1.0, 1.0, tuple(latencies)))
     assert series.latency() == {"p50": 1.0, "p99": 2.0, "p99.9": 3.0, "max": 3.0}
 
 

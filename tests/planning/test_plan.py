@@ -14,8 +14,8 @@ from torch import nn
 import tiered
 from tests.quick import quick
 from tiered import Machine, MisuseError, Numbers, Sweep, TieredStore, Workload, zero
-from tiered.planning.dry_run import Training, Update
-from tiered.planning.notes import Create, Delete, Lease, Step
+from tiered.planning.dry_run import TrainingSetup, Update
+from tiered.planning.notes import CreateNote, DeleteNote, LeaseNote, StepNotes
 from tiered.planning.plan import Choice, Planner
 from tiered.planning.sizes import sizes_of
 from tiered.planning.sources import Subject, subject_of
@@ -32,10 +32,10 @@ RATES: dict[str, Any] = {"read": 1e9, "write": 2e9, "dram": "1GiB"}
 ASKED: dict[str, Any] = {"workload": Workload(2, 32), "dram": "1MiB"}
 
 
-def trained(subject: Subject) -> Step:
+def trained(subject: Subject) -> StepNotes:
     """A step in a budget in which all fits."""
     rule = AdamWRule(1e-3, (0.9, 0.999), 1e-8, 0.01, False)
-    return subject.train(Training(16 << 20, Limits.of(16 << 20), rule))
+    return subject.train(TrainingSetup(16 << 20, Limits.of(16 << 20), rule))
 
 
 def test_memory_by_kind_and_what_a_step_moves() -> None:
@@ -392,11 +392,11 @@ def test_ranks_update_once_gradients_are_reduced(ranks: int, update: Update) -> 
     sizes, step = sizes_of(planner.divided(2 << 20, ranks), "model", rule), planner.step(Choice(update, dram=2 << 20), ranks)
     there, updated = set(step.initial), set[str]()
     for one in step.operations:
-        if isinstance(one, Create):
+        if isinstance(one, CreateNote):
             there.add(one.key)
-        elif isinstance(one, Delete):
+        elif isinstance(one, DeleteNote):
             there.remove(one.key)
-        elif isinstance(one, Lease):
+        elif isinstance(one, LeaseNote):
             assert there.issuperset(one.keys)
             updated.update(key for key in one.keys if key.endswith("/grad"))
     assert there == set(step.initial), "the next step is the same"

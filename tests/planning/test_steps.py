@@ -21,7 +21,7 @@ from tiered.cli.train.model import GPT, Shape
 from tiered.cli.train.optimizers import kind_named
 from tiered.cli.train.options import OPTIMIZERS
 from tiered.planning.dry_run import Update
-from tiered.planning.notes import Step, in_groups
+from tiered.planning.notes import StepNotes, in_groups
 from tiered.planning.plan import Choice, Planner, uses_of
 from tiered.planning.rehearsal import rehearse
 from tiered.planning.simulated import DriveRates
@@ -155,7 +155,7 @@ def real(
         return touches
 
 
-def planned(model: nn.Module, update: Update, passes: int, policy: Policy, rule: UpdateRule = RULE) -> Step:
+def planned(model: nn.Module, update: Update, passes: int, policy: Policy, rule: UpdateRule = RULE) -> StepNotes:
     planner = Planner(subject_of(model, Workload(2, 16)), None, rule, policy, passes)
     return planner.step(Choice(update, dram=BUDGET))
 
@@ -269,7 +269,7 @@ WAYS: dict[str, dict[str, Any]] = {
 ROWS, LENGTH = 6, 64
 
 
-def waiting(model: nn.Module, choice: Choice, together: int = 1) -> Step:
+def waiting(model: nn.Module, choice: Choice, together: int = 1) -> StepNotes:
     planner = Planner(subject_of(model, Workload(ROWS, LENGTH)), None, RULE, Policy(), 1)
     return in_groups(planner.step(choice), together)
 

@@ -30,9 +30,9 @@ from tiered import (
 from tiered.small.names import (
     HEAD_BYTES,
     UNIT,
-    Head,
     Names,
     NamesRecord,
+    PageHead,
     deletion,
     description,
     location,
@@ -585,7 +585,7 @@ def test_a_log_of_any_bytes_is_read_or_refused(log: bytes, known: bool) -> None:
 def test_a_head_is_one_line_of_64_bytes() -> None:
     import ctypes
 
-    assert ctypes.sizeof(Head) == HEAD_BYTES
+    assert ctypes.sizeof(PageHead) == HEAD_BYTES
     assert NamesRecord.of(5000).page == 4096
 
 

@@ -52,7 +52,7 @@ from tiered.reporting.page import page, read_run
 from tiered.store.at_rest import StoreAtRest
 from tiered.zero.checkpoint.checkpoint import extra_of
 from tiered.zero.checkpoint.dcp import INERT, Folder
-from tiered.zero.checkpoint.reshard import Source
+from tiered.zero.checkpoint.reshard import CheckpointSource
 from tiered.zero.checkpoint.safetensors import export_at_rest, parameters_of
 from tiered.zero.collectives import Ranks
 from tiered.zero.paging.pager import placement_of
@@ -303,7 +303,7 @@ class Images:
         return f"{kind} {key}"
 
     def _values(self, rest: Reading) -> None:
-        there = Source([rest], "model")
+        there = CheckpointSource([rest], "model")
         for name in ("first.weight", "first.bias", "last.weight"):
             for kind in ("param", "m", "v", "master", "grad"):
                 there.values(name, kind, 0, 9)

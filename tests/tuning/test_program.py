@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiered.tuning.program import Assignment, Profile, Segment, State, Way, assign, evaluate
+from tiered.tuning.program import Assignment, Profile, Segment, UnitTraffic, Way, assign, evaluate
 
 MIB = 1 << 20
 WAYS: tuple[Way, ...] = ("memory", "recompute", "store")
@@ -22,7 +22,7 @@ def profiles(draw: st.DrawFn) -> Profile:
         for at in range(draw(st.integers(1, 4)))
     )
     states = tuple(
-        State(f"u{at}", draw(size) * MIB, draw(size) * MIB, draw(size) * MIB) for at in range(draw(st.integers(0, 3)))
+        UnitTraffic(f"u{at}", draw(size) * MIB, draw(size) * MIB, draw(size) * MIB) for at in range(draw(st.integers(0, 3)))
     )
     return Profile(
         segments, draw(size) * MIB, states, draw(st.floats(0.001, 1)), draw(st.floats(0, 1e-9)), draw(rate), draw(rate),
@@ -74,7 +74,7 @@ def test_a_slow_drive_computes_again_and_a_fast_one_stores() -> None:
 
 
 def test_what_saves_most_for_its_bytes_stays_in_dram() -> None:
-    states = State("often", 10 * MIB, 40 * MIB, 10 * MIB), State("seldom", 10 * MIB, 10 * MIB, 10 * MIB)
+    states = UnitTraffic("often", 10 * MIB, 40 * MIB, 10 * MIB), UnitTraffic("seldom", 10 * MIB, 10 * MIB, 10 * MIB)
     profile = Profile((Segment("s", 10 * MIB, MIB, 1.0),), 0, states, 0.01, 0.0, 1e9, 1e9, 0.0)
     found = assign(profile, 0, 15 * MIB)
     assert found.stays["often"] == 1.0

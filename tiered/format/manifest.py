@@ -42,10 +42,10 @@ __all__ = [
     "MAX_BYTES",
     "MAX_META_BYTES",
     "MAX_META_DEPTH",
-    "DataFile",
     "Extent",
     "Head",
     "Manifest",
+    "RecordedFile",
     "TensorRecord",
     "assemble",
     "decode",
@@ -86,7 +86,7 @@ _Uuid = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")]
 
 
 # The structs are frozen and hold no containers that could form a cycle; gc=False exempts them from garbage collection.
-class DataFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+class RecordedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """A data file. ``name`` is a bare file name (the store knows the folder), ``uuid`` 32 hex digits that the file itself
     carries too, ``index`` its position in ``Manifest.files``, ``nbytes`` its size."""
 
@@ -139,7 +139,7 @@ class Manifest(msgspec.Struct, frozen=True):
     store: str
     generation: int
     meta: Mapping[str, object]
-    files: tuple[DataFile, ...]
+    files: tuple[RecordedFile, ...]
     next_tensor_id: int
     tensors: tuple[TensorRecord, ...]
 
@@ -150,7 +150,7 @@ class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     store: _Uuid
     generation: _Generation
     meta: msgspec.Raw
-    files: tuple[DataFile, ...]
+    files: tuple[RecordedFile, ...]
     next_tensor_id: _Count
 
 
@@ -380,7 +380,7 @@ def _meta_problem(meta: object) -> str | None:
     return None
 
 
-def _check_files(files: tuple[DataFile, ...]) -> None:
+def _check_files(files: tuple[RecordedFile, ...]) -> None:
     if len(files) > MOST_DRIVES:
         raise ManifestError(f"it names {len(files)} data files; a store has at most {MOST_DRIVES}")
     for place, file in enumerate(files):

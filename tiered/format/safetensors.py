@@ -26,7 +26,9 @@ from tiered.errors import MisuseError, SafetensorsError, shortened, shown
 from tiered.format.direct_reader import DirectReader
 from tiered.types import LARGEST, TensorSpec
 
-__all__ = ["CODES", "INDEX", "SINGLE", "Entry", "WeightFiles", "encode_header", "entry_of", "first_of", "read_header"]
+__all__ = [
+    *("CODES", "INDEX", "SINGLE", "SafetensorsEntry", "WeightFiles", "encode_header", "entry_of", "first_of", "read_header"),
+]
 
 INDEX = "model.safetensors.index.json"
 """The index: which tensor is in which file."""
@@ -76,7 +78,7 @@ _METADATA = msgspec.json.Decoder(dict[str, str])
 
 
 @dataclass(frozen=True)
-class Entry:
+class SafetensorsEntry:
     """One tensor of a file: its name, shape and element type (torch's name), and its first byte in the file."""
 
     name: str
@@ -84,14 +86,14 @@ class Entry:
     offset: int = 0
 
 
-def entry_of(name: str, spec: TensorSpec) -> Entry:
+def entry_of(name: str, spec: TensorSpec) -> SafetensorsEntry:
     """Return the entry of a tensor to be written. Raises MisuseError for an element type that the format does not have."""
     if spec.dtype not in CODES:
         raise MisuseError(f"{name!r} is {spec.dtype}, which safetensors files do not have: they take {', '.join(CODES)}")
-    return Entry(name, spec)
+    return SafetensorsEntry(name, spec)
 
 
-def encode_header(entries: Sequence[Entry]) -> tuple[bytes, list[Entry]]:
+def encode_header(entries: Sequence[SafetensorsEntry]) -> tuple[bytes, list[SafetensorsEntry]]:
     """Return the beginning of a file with ``entries``, and the entries with their offsets.
 
     Wider types come first, so that each tensor is aligned to its elements. Raises MisuseError for a header that is too large.
@@ -110,10 +112,11 @@ def encode_header(entries: Sequence[Entry]) -> tuple[bytes, list[Entry]]:
     if len(header) > MAX_HEADER:
         raise MisuseError(f"the names of {len(entries)} tensors do not fit into one file: give a smaller shard")
     begin = 8 + len(header)
-    return struct.pack("<Q", len(header)) + header, [Entry(entry.name, entry.spec, begin + at) for entry, at in placed]
+    moved = [SafetensorsEntry(entry.name, entry.spec, begin + at) for entry, at in placed]
+    return struct.pack("<Q", len(header)) + header, moved
 
 
-def read_header(fd: int, path: str) -> list[Entry]:
+def read_header(fd: int, path: str) -> list[SafetensorsEntry]:
     """Return the tensors of an open file, in the order of their offsets. Raises SafetensorsError and OSError."""
     status = os.fstat(fd)
     if status.st_size < 8:
@@ -147,7 +150,7 @@ def read_header(fd: int, path: str) -> list[Entry]:
         if begin != at:
             what = "overlaps another" if begin < at else f"follows {begin - at} bytes that belong to no tensor"
             raise SafetensorsError(f"{whose} {what}")
-        entries.append(Entry(name, spec, 8 + length + begin))
+        entries.append(SafetensorsEntry(name, spec, 8 + length + begin))
         at = end
     if at != data:
         raise SafetensorsError(f"{path}: the tensors have {at} bytes, the file has {data} for them")
@@ -184,7 +187,7 @@ class WeightFiles:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Read the headers. Raises MisuseError where there is no such file, SafetensorsError for damage, and OSError."""
         self.path = os.fspath(path)
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, SafetensorsEntry] = {}
         self._files: dict[str, str] = {}
         self._fd, self._open_path = -1, ""
         self._direct: DirectReader | None = None

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from tiered.errors import CapacityError, MisuseError, TieredError, one_of
-from tiered.format.safetensors import INDEX, MAX_HEADER, SINGLE, Entry, encode_header
+from tiered.format.safetensors import INDEX, MAX_HEADER, SINGLE, SafetensorsEntry, encode_header
 from tiered.types import format_size, parse_size
 
 __all__ = ["Existing", "Shards"]
@@ -39,7 +39,9 @@ class Shards:
     """The files of an export: ``entries``, in their order, divided into as few as ``limit`` (bytes of tensors, or "5GB")
     allows."""
 
-    def __init__(self, folder: str | os.PathLike[str], entries: Sequence[Entry], limit: int | str, existing: Existing) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], entries: Sequence[SafetensorsEntry], limit: int | str, existing: Existing
+    ) -> None:
         """Divide the entries. Raises MisuseError for bad arguments, two tensors of one name, and files that exist already."""
         one_of("existing", existing, ("refuse", "overwrite"))
         most = parse_size(limit)
@@ -223,8 +225,8 @@ class _Folder:
         os.close(self._fd)
 
 
-def _divided(entries: Sequence[Entry], most: int) -> list[list[Entry]]:
-    shards: list[list[Entry]] = [[]]
+def _divided(entries: Sequence[SafetensorsEntry], most: int) -> list[list[SafetensorsEntry]]:
+    shards: list[list[SafetensorsEntry]] = [[]]
     held = header = 0
     for entry in entries:
         names = 6 * len(entry.name) + 200

@@ -30,21 +30,21 @@ from tiered.zero.paging.units import ModelPlan, UnitPlan
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["Import", "ImportRecord", "Source", "Told", "begun", "files_in"]
+__all__ = ["Import", "ImportRecord", "ImportSource", "Told", "begun", "files_in"]
 
 Told = Callable[[str, float], None]
 COMMIT_SECONDS = 5.0
 """After so many seconds what is in the store is committed. A commit runs beside the reading of what comes next."""
 
 
-class Source(msgspec.Struct, frozen=True):
+class ImportSource(msgspec.Struct, frozen=True):
     """What a model is imported from. ``files``: size in bytes, and time of the last change in nanoseconds, by name;
     ``options``: what else its values and units depend on."""
 
     files: dict[str, tuple[int, int]]
     options: dict[str, str]
 
-    def refuse_other(self, begun: Source, whose: str) -> None:
+    def refuse_other(self, begun: ImportSource, whose: str) -> None:
         """Raise MisuseError where an import that was ``begun`` is not from here. ``whose``: names it."""
         mend = "import from what it was begun with, or give existing='overwrite' (--existing overwrite) to begin anew"
         for file in sorted(self.files.keys() | begun.files.keys()):
@@ -71,7 +71,7 @@ class ImportRecord(msgspec.Struct, frozen=True):
     ``nbytes`` bytes, of ``total``. ``losses``: of quantised parameters by name, see ``Loss``.
     """
 
-    source: Source
+    source: ImportSource
     layout: str
     unit: int
     done: int
@@ -105,7 +105,7 @@ class Import:
         self,
         store: TieredStore,
         name: str,
-        source: Source,
+        source: ImportSource,
         *,
         goes_on: ImportRecord | None,
         over: Literal["nothing", "finished"],

@@ -22,7 +22,7 @@ from tiered.format.locked_file import make_direct, makes_direct
 from tiered.interfaces import IOBackend
 from tiered.io.backends import open_backend
 from tiered.measuring.fio import Mode
-from tiered.measuring.meters import Meter, Moved, bytes_of
+from tiered.measuring.meters import Meter, MovedBytes, bytes_of
 from tiered.system import direct_io_alignment
 from tiered.tiers.dram import DramConfig, DramTier
 from tiered.types import BackendName, IORequest, Operation, exact_size
@@ -109,7 +109,7 @@ class Drive:
         with suppress(OSError):
             os.posix_fallocate(self._fd, 0, self._nbytes)
 
-    def run(self, point: Point, backend: BackendName = "auto", seconds: float = math.inf) -> Moved:
+    def run(self, point: Point, backend: BackendName = "auto", seconds: float = math.inf) -> MovedBytes:
         """Move each block of the file once, for at most ``seconds``, and make the written blocks durable.
 
         Raises TieredError where a block cannot be moved.
@@ -128,7 +128,7 @@ class Drive:
         with closing(open_backend(backend, point.depth)) as ring:
             return self._pass(point, ring, iter(zip(blocks, writes, strict=True)), seconds)
 
-    def _pass(self, point: Point, ring: IOBackend, order: Iterator[tuple[int, int]], seconds: float) -> Moved:
+    def _pass(self, point: Point, ring: IOBackend, order: Iterator[tuple[int, int]], seconds: float) -> MovedBytes:
         block, base, clock = point.block, self._memory.address, time.perf_counter
         free = list(range(point.depth))  # buffers; also the tags
         begun = [0.0] * point.depth
@@ -170,7 +170,7 @@ class Drive:
             self._check()
         if point.mode != "read":
             os.fdatasync(self._fd)
-        return Moved.of(meter.lap(), moved, latencies)
+        return MovedBytes.of(meter.lap(), moved, latencies)
 
     def _digest(self, request: IORequest) -> None:
         digest(UUID, 0, 0, request.offset, (ctypes.c_char * request.nbytes).from_address(request.address))

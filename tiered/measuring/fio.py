@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from tiered.errors import MisuseError, TieredError
-from tiered.measuring.meters import Moved
+from tiered.measuring.meters import MovedBytes
 
 __all__ = ["BLOCK", "DEPTH", "ENGINES", "Buffers", "Fio", "Job", "Mode", "huge_buffers", "version", "working"]
 
@@ -140,7 +140,7 @@ class Fio:
         for _ in range(2):
             self.run(Job("write", "libaio"))
 
-    def run(self, job: Job) -> Moved:
+    def run(self, job: Job) -> MovedBytes:
         """Run fio. Raises TieredError with fio's message."""
         done = subprocess.run(
             [*self.command(job), "--output-format=json"],
@@ -187,8 +187,8 @@ def working(attempt: Callable[[str], object]) -> tuple[list[str], dict[str, str]
     return found, unavailable
 
 
-def _result(text: str) -> Moved:
+def _result(text: str) -> MovedBytes:
     job = json.loads(text[text.index("{") :])["jobs"][0]  # notes may come before
     seconds = max(job[way]["runtime"] for way in ("read", "write")) / 1000
     cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
-    return Moved(job["read"]["io_bytes"] + job["write"]["io_bytes"], seconds, cpu)
+    return MovedBytes(job["read"]["io_bytes"] + job["write"]["io_bytes"], seconds, cpu)

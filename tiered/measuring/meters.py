@@ -31,7 +31,7 @@ __all__ = [
     "GIB",
     "PREFETCHED",
     "Meter",
-    "Moved",
+    "MovedBytes",
     "Noise",
     "Rates",
     "Spread",
@@ -166,7 +166,7 @@ class Usage:
 
 
 @dataclass(frozen=True)
-class Moved:
+class MovedBytes:
     """The ``bytes`` that count of what was moved in ``seconds``, and what that took. ``latencies``: seconds of each operation,
     where measured; ``usage``: None for other programs."""
 
@@ -177,7 +177,7 @@ class Moved:
     usage: Usage | None = None
 
     @classmethod
-    def of(cls, usage: Usage, nbytes: int, latencies: Sequence[float]) -> Moved:
+    def of(cls, usage: Usage, nbytes: int, latencies: Sequence[float]) -> MovedBytes:
         """Return what this process used to move ``nbytes``."""
         return cls(nbytes, usage.seconds, usage.cpu_seconds, latencies, usage)
 

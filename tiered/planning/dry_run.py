@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from tiered.errors import MisuseError, expect_type
-from tiered.planning.notes import Described, NotingRanks, NotingStore, OperationKind, Step, Work
+from tiered.planning.notes import NotingRanks, NotingStore, OperationKind, StepNotes, TensorForm, WorkNote
 from tiered.types import TensorSpec
 from tiered.zero.optimizers.paged import PagedUpdates
 from tiered.zero.optimizers.updates import Group
@@ -36,7 +36,7 @@ from tiered.zero.paging.sharding import Partition, Sharded, Stage3, Unsharded
 from tiered.zero.paging.units import Limits, Policy, divide
 from tiered.zero.rules.rule import UpdateRule
 
-__all__ = ["Activations", "Loss", "Training", "Update", "dry_run", "on_meta"]
+__all__ = ["Activations", "Loss", "TrainingSetup", "Update", "dry_run", "on_meta"]
 
 Activations = Literal["memory", "recompute", "store"]
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -47,7 +47,7 @@ are made."""
 
 
 @dataclass(frozen=True)
-class Training:
+class TrainingSetup:
     """How a model is trained in a store of ``pool`` bytes: divided into units by ``limits`` and ``policy``, and updated by
     ``rule``; ``passes`` forwards and backwards make a step. ``update`` is as in ``zero.AdamW``, ``activations`` and
     ``micro_batch`` are as in ``zero.page``; ``ranks``: of so many, with ZeRO stage 3, one."""
@@ -105,8 +105,8 @@ def on_meta(model: nn.Module) -> nn.Module:
 
 
 def dry_run(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Loss, target: Any, training: Training
-) -> Step:
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Loss, target: Any, training: TrainingSetup
+) -> StepNotes:
     """Train a copy of ``model``, which is on the meta device, with these arguments and ``loss(output, target)``, and return
     what a step asks of its store.
 
@@ -141,7 +141,7 @@ def dry_run(
         gc.collect()  # a model and its pager refer to one another; what paging changes in torch ends with the last of them
 
 
-def _paged(model: nn.Module, store: NotingStore, training: Training) -> _Optimizer:
+def _paged(model: nn.Module, store: NotingStore, training: TrainingSetup) -> _Optimizer:
     """Page a model, as ``zero.page`` does, and return its optimizer."""
     partition: Partition = Unsharded()
     if training.ranks > 1:
@@ -215,7 +215,7 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         changed, name = func._schema.is_mutable, func._overloadpacket.__name__
         leased = self._store.leased
         if changed and given[0].untyped_storage()._cdata in leased:
-            self._store.note(Work("gradient", given[0].numel(), 2 * given[0].nbytes, 1))
+            self._store.note(WorkNote("gradient", given[0].numel(), 2 * given[0].nbytes, 1))
         elif name == "copy_" and not shown.isdisjoint(leased):
             pass  # an activation, which the store has noted
         elif name != "set_" and name not in EMPTY and (fresh or flops or changed):  # what gives views takes no time
@@ -273,7 +273,7 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _described(value: Any) -> Any:
     """Return arguments with a description in the place of each tensor, which keeps no memory alive."""
-    return tree_map(lambda leaf: Described.of(leaf) if isinstance(leaf, torch.Tensor) else leaf, value)
+    return tree_map(lambda leaf: TensorForm.of(leaf) if isinstance(leaf, torch.Tensor) else leaf, value)
 
 
 def _signature(func: Any, args: Any, kwargs: Any) -> str:

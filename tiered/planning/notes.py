@@ -21,17 +21,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tiered.planning.simulated import DriveRates, SimulatedStore
 from tiered.tensors.specs import dtype_of, spec_of
 from tiered.types import Access, Key, Owner, TensorSpec
-from tiered.zero.collectives import Agree, Progress, Ranks, Under
+from tiered.zero.collectives import Agree, CollectiveProgress, Ranks, Under
 from tiered.zero.paging.unit import Unit
 
 __all__ = [
-    *("Ahead", "Cost", "Create", "Delete", "Described", "End", "Lease", "NotingRanks", "NotingStore", "Operation"),
-    *("OperationKind", "Pause", "Step", "Work", "in_groups"),
+    *("AheadNote", "Cost", "CreateNote", "DeleteNote", "EndNote", "LeaseNote", "NotingRanks", "NotingStore", "Operation"),
+    *("OperationKind", "PauseNote", "StepNotes", "TensorForm", "WorkNote", "in_groups"),
 ]
 
 
 @dataclass(frozen=True)
-class Described:
+class TensorForm:
     """Shape, strides and element type of a tensor."""
 
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class Described:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Described:
+    def of(cls, tensor: torch.Tensor) -> TensorForm:
         return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
 
@@ -73,7 +73,7 @@ class Cost:
         return sum(one.nbytes for one in self.operations)
 
 
-class Create(NamedTuple):
+class CreateNote(NamedTuple):
     """``temporary``: a saved activation, which is written behind at once where no order is known."""
 
     key: str
@@ -81,29 +81,29 @@ class Create(NamedTuple):
     temporary: bool = False
 
 
-class Lease(NamedTuple):
-    """``number`` is what ``End`` says."""
+class LeaseNote(NamedTuple):
+    """``number`` is what ``EndNote`` says."""
 
     number: int
     keys: tuple[str, ...]
     write: bool
 
 
-class End(NamedTuple):
+class EndNote(NamedTuple):
     number: int
 
 
-class Delete(NamedTuple):
+class DeleteNote(NamedTuple):
     key: str
 
 
-class Ahead(NamedTuple):
+class AheadNote(NamedTuple):
     """Activations that are needed soon."""
 
     keys: tuple[str, ...]
 
 
-class Work(NamedTuple):
+class WorkNote(NamedTuple):
     """Work that is not the model's: an ``update`` of so many elements, a ``gradient`` of so many bytes that is copied into the
     store, an ``activation`` that is copied into it or out of it, parameters that are ``cast``; and between ranks a ``gather``
     or ``reduce`` of a unit of so many bytes. Of the others ``nbytes`` are those of memory that are read and written."""
@@ -114,17 +114,17 @@ class Work(NamedTuple):
     pieces: int
 
 
-class Pause(NamedTuple):
+class PauseNote(NamedTuple):
     """Operations of the model between two calls of the store."""
 
     cost: Cost
 
 
-Operation = Create | Lease | End | Delete | Ahead | Work | Pause
+Operation = CreateNote | LeaseNote | EndNote | DeleteNote | AheadNote | WorkNote | PauseNote
 
 
 @dataclass
-class Step:
+class StepNotes:
     """What one training step asks of a store, in order; the next one asks the same. ``initial``: the bytes of the tensors that
     there are before it, by key; ``activations``: of those that wait in the store within it. ``saved``: bytes that are alive
     when backward begins; ``peak``: at most at any time; both of tensors that the passes made, without parameters and with one
@@ -139,14 +139,14 @@ class Step:
     @property
     def costs(self) -> Iterator[Cost]:
         """Yield what the model computes."""
-        return (one.cost for one in self.operations if isinstance(one, Pause))
+        return (one.cost for one in self.operations if isinstance(one, PauseNote))
 
     @property
     def flops(self) -> float:
         return sum(cost.flops for cost in self.costs)
 
 
-def in_groups(step: Step, together: int) -> Step:
+def in_groups(step: StepNotes, together: int) -> StepNotes:
     """Return a step with so many pieces of an activation as one, under the key of the first."""
     if together <= 1:
         return step
@@ -161,21 +161,25 @@ def in_groups(step: Step, together: int) -> Step:
     left: set[int] = set()  # leases
     key, pieces = "", 1  # of the activation that was named last
     for one in step.operations:
-        if isinstance(one, Create | Delete | Lease) and (named := one.keys[0] if isinstance(one, Lease) else one.key) in first:
-            key = first[named]
-            pieces = counts[key] if key and isinstance(one, Create) else 1
+        if isinstance(one, CreateNote | DeleteNote | LeaseNote) and _named(one) in first:
+            key = first[_named(one)]
+            pieces = counts[key] if key and isinstance(one, CreateNote) else 1
             if key:
-                found.append(one._replace(nbytes=sizes[key]) if isinstance(one, Create) else one)
-            elif isinstance(one, Lease):
+                found.append(one._replace(nbytes=sizes[key]) if isinstance(one, CreateNote) else one)
+            elif isinstance(one, LeaseNote):
                 left.add(one.number)
-        elif isinstance(one, Ahead):
+        elif isinstance(one, AheadNote):
             keys = tuple(one for one in one.keys if first[one])
-            found += [Ahead(keys)] if keys else []
-        elif isinstance(one, Work) and one.kind == "activation":
+            found += [AheadNote(keys)] if keys else []
+        elif isinstance(one, WorkNote) and one.kind == "activation":
             found += [one._replace(nbytes=2 * sizes[key], pieces=pieces)] if key else []
-        elif not isinstance(one, End) or one.number not in left:
+        elif not isinstance(one, EndNote) or one.number not in left:
             found.append(one)
     return replace(step, operations=found, activations=sizes)
+
+
+def _named(one: CreateNote | DeleteNote | LeaseNote) -> str:
+    return one.keys[0] if isinstance(one, LeaseNote) else one.key
 
 
 def _piece(key: str) -> tuple[str, int]:
@@ -218,7 +222,7 @@ class NotingStore(SimulatedStore):
 
     def __init__(self, pool: int) -> None:
         super().__init__(pool, DriveRates(1.0, 1.0))
-        self.step = Step()
+        self.step = StepNotes()
         self.units: Mapping[str, Unit] = {}
         """The units of the model, by key: what an update or a cast is of."""
         self.leased: set[int] = set()
@@ -245,7 +249,7 @@ class NotingStore(SimulatedStore):
 
     def _end_pause(self) -> None:
         if self._operations:
-            self.step.operations.append(Pause(Cost(tuple(self._operations), self._backward)))
+            self.step.operations.append(PauseNote(Cost(tuple(self._operations), self._backward)))
             self._operations = []
 
     def computed(self, operation: OperationKind) -> None:
@@ -255,12 +259,12 @@ class NotingStore(SimulatedStore):
     def step_begins(self) -> None:
         """Write down a step anew."""
         self._operations, self._numbers = [], 0
-        self.step = Step(initial={key: spec.nbytes for key, spec in self._there.items()})
+        self.step = StepNotes(initial={key: spec.nbytes for key, spec in self._there.items()})
 
     def begin(self, keys: tuple[Key, ...], access: Access) -> int:
         """Note a lease, and return its number."""
         self._numbers += 1
-        self.note(Lease(self._numbers, keys, access is Access.WRITE))
+        self.note(LeaseNote(self._numbers, keys, access is Access.WRITE))
         self._note_activation(keys[0])
         return self._numbers
 
@@ -269,13 +273,13 @@ class NotingStore(SimulatedStore):
         if f"{keys[0]}/converted" in self._converting:
             plan = self.units[keys[0]].plan
             self._converting.discard(f"{keys[0]}/converted")
-            self.note(Work("cast", plan.elements, plan.nbytes + plan.stored_nbytes, len(plan.placements)))
-        self.note(End(number))
+            self.note(WorkNote("cast", plan.elements, plan.nbytes + plan.stored_nbytes, len(plan.placements)))
+        self.note(EndNote(number))
 
     def _note_activation(self, key: Key) -> None:
         nbytes = self.step.activations.get(key)
         if nbytes is not None:
-            self.note(Work("activation", 0, 2 * nbytes, 1))
+            self.note(WorkNote("activation", 0, 2 * nbytes, 1))
 
     # -- what is asked -----------------------------------------------------------------------------------------------------
 
@@ -298,17 +302,17 @@ class NotingStore(SimulatedStore):
         self._there[key] = spec
         if key.endswith("/converted"):
             self._converting.add(key)
-        self.note(Create(key, spec.nbytes))
+        self.note(CreateNote(key, spec.nbytes))
 
     def put(self, key: Key, tensor: torch.Tensor, *, owner: Owner | None = None) -> None:
         self._there[key] = spec_of(tensor)
         self.step.activations[key] = tensor.nbytes
-        self.note(Create(key, tensor.nbytes))
+        self.note(CreateNote(key, tensor.nbytes))
         self._note_activation(key)
 
     def delete(self, key: Key, *, owner: Owner | None = None) -> None:
         del self._there[key]
-        self.note(Delete(key))
+        self.note(DeleteNote(key))
 
     def lease(self, key: Any, *, access: Access | str = Access.READ, tier: str | None = None) -> Any:
         assert isinstance(access, Access)
@@ -322,14 +326,14 @@ class NotingStore(SimulatedStore):
             assert unit.pending is not None
             chunks = unit.states.plan(unit.pending.updates)
             chunk = chunks[bisect_left(chunks, int(number), key=attrgetter("number"))]
-            self.note(Work("update", sum(len(piece.elements) for piece in chunk.pieces), 0, 1))
+            self.note(WorkNote("update", sum(len(piece.elements) for piece in chunk.pieces), 0, 1))
         return super().span(kind, name)
 
     def _put_temporary(self, key: Key, contents: torch.Tensor, lifetime: Any) -> None:
         self._there[key] = spec_of(contents)
         self.step.activations[key] = contents.nbytes
         self.put_away(contents)
-        self.note(Create(key, contents.nbytes, True))
+        self.note(CreateNote(key, contents.nbytes, True))
         self._note_activation(key)
         weakref.finalize(lifetime, self._ended, key).atexit = False
 
@@ -339,11 +343,11 @@ class NotingStore(SimulatedStore):
 
     def _copy_into(self, target: torch.Tensor, key: Key) -> bool:
         number = self.begin((key,), Access.READ)
-        self.note(End(number))
+        self.note(EndNote(number))
         return True
 
     def fetch_ahead(self, keys: Sequence[Key], device: torch.device) -> None:
-        self.note(Ahead(tuple(keys)))
+        self.note(AheadNote(tuple(keys)))
 
     def _waited(self) -> float:
         return 0.0
@@ -352,7 +356,7 @@ class NotingStore(SimulatedStore):
 class _Noted(Under):
     """Collective of ranks that do the same at the same time: it is noted when it is waited for."""
 
-    def __init__(self, store: NotingStore, work: Work, progress: Progress | None = None) -> None:
+    def __init__(self, store: NotingStore, work: WorkNote, progress: CollectiveProgress | None = None) -> None:
         self._store, self._work, self._progress = store, work, progress
         self._here = 0 if progress is None else progress.here
 
@@ -378,10 +382,10 @@ class NotingRanks(Ranks):
         self._store = store
 
     def gather(self, whole: torch.Tensor, own: torch.Tensor, what: str, *, ahead: bool = False) -> Under:
-        return _Noted(self._store, Work("gather", 0, whole.nbytes, 1), self.progress)
+        return _Noted(self._store, WorkNote("gather", 0, whole.nbytes, 1), self.progress)
 
     def all_to_all(self, received: torch.Tensor, whole: torch.Tensor, what: str) -> Under:
-        return _Noted(self._store, Work("reduce", 0, whole.nbytes, 1))
+        return _Noted(self._store, WorkNote("reduce", 0, whole.nbytes, 1))
 
     def add_up(self, received: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return received.view(dtype).view(self.size, -1)[0]

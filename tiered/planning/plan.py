@@ -16,9 +16,9 @@ from torch import nn
 
 from tiered.engine.retention import bytes_moved, plan_retention
 from tiered.errors import CapacityError, MisuseError, expect_type, listed, one_of, whole_number
-from tiered.planning.dry_run import Activations, Training, Update
+from tiered.planning.dry_run import Activations, TrainingSetup, Update
 from tiered.planning.machine import Machine
-from tiered.planning.notes import Create, Lease, Step, Work, in_groups
+from tiered.planning.notes import CreateNote, LeaseNote, StepNotes, WorkNote, in_groups
 from tiered.planning.optimum import lower_bound
 from tiered.planning.rehearsal import Offloading, Rehearsed, Seconds, no_time, rehearse
 from tiered.planning.simulated import DriveRates
@@ -37,7 +37,7 @@ from tiered.zero.rules.forms import forms_of
 from tiered.zero.rules.known import CHOICES
 from tiered.zero.rules.rule import WHOLE, UpdateRule
 
-__all__ = ["Choice", "Memory", "Offloading", "Plan", "Prediction", "Ranks", "Sweep", "plan"]
+__all__ = ["Choice", "Offloading", "Plan", "PlannedMemory", "PlannedRanks", "Prediction", "Sweep", "plan"]
 
 NAME = "model"
 REHEARSED = 3000
@@ -83,7 +83,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Memory:
+class PlannedMemory:
     """Bytes by kind. ``parameters``, ``gradients`` and ``states`` are tensors of the store, in the pool and on the drive;
     ``activations`` are at most alive at a time, beside the pool, one gradient included: with "store" what stays in memory.
     ``pool`` is the most of the budget that is used, ``drive`` what has to have room there, ``process`` the most that the
@@ -117,7 +117,7 @@ class Prediction:
     seconds: float
     waiting: float
     drive_busy: float
-    memory: Memory
+    memory: PlannedMemory
     touches: int
     by_work: Mapping[str, float] = field(default_factory=dict)
     optimum: float | None = None
@@ -137,7 +137,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class PlannedRanks:
     """So many ranks with ZeRO stage 3, each with the batch that was asked for and a store of its own. Bytes are those of one
     rank and step: ``sent`` over the network, ``read`` and ``written`` of its drive. ``network`` are seconds that it waits for
     the other ranks' bytes. ``pays``: whether twice the ranks of the row before bring half as many more tokens a second, at
@@ -174,7 +174,7 @@ class Plan:
     chosen: Prediction | None
     others: tuple[Prediction, ...] = ()
     curve: tuple[Prediction, ...] = ()
-    ranks: tuple[Ranks, ...] = ()
+    ranks: tuple[PlannedRanks, ...] = ()
     refused: str | None = None
     changes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -235,7 +235,7 @@ class Planner:
         self.subject, self.machine, self._rule, self._policy, self.passes = subject, machine, rule, policy, passes
         self._rehearsed = rehearsed
         self._updates_whole = any(form.block == WHOLE for form in forms_of(rule, torch.float32).values())
-        self._steps: dict[tuple[Choice, int, int], Step] = {}
+        self._steps: dict[tuple[Choice, int, int], StepNotes] = {}
         self._predicted: dict[tuple[object, ...], Prediction] = {}
         self._measured: dict[str, float] = {}
         self._measures = measure
@@ -275,7 +275,7 @@ class Planner:
             needed = max(needed, -(-found // 4096) * 4096)
         return needed
 
-    def step(self, choice: Choice, ranks: int = 1, together: int | None = None) -> Step:
+    def step(self, choice: Choice, ranks: int = 1, together: int | None = None) -> StepNotes:
         """Return what a step asks of the store, of one of so many ranks. So many chunks of optimizer states are one
         (``together``; None: as many as are played as one). Raises MisuseError where nothing of the model can be computed again,
         and what ``dry_run`` raises."""
@@ -289,7 +289,7 @@ class Planner:
         key = choice, ranks, together
         if key not in self._steps:
             limits = replace(plan.limits, chunk=plan.limits.chunk * together)
-            training = Training(
+            training = TrainingSetup(
                 *(choice.dram, limits, self._rule, self._policy, choice.update, self.passes, choice.activations),
                 *(choice.micro_batch, ranks, NAME),
             )
@@ -373,7 +373,7 @@ class Planner:
         )
         return (four - two) / 2
 
-    def with_ranks(self, choice: Choice, ranks: int, tokens: int) -> Ranks:
+    def with_ranks(self, choice: Choice, ranks: int, tokens: int) -> PlannedRanks:
         """Play steps of one of several ranks. Raises CapacityError where they do not fit."""
         machine = self.machine
         assert machine is not None
@@ -390,8 +390,8 @@ class Planner:
         sharing = min(ranks, machine.ranks_per_node)
         drive = _in_blocks(DriveRates(machine.read / sharing, machine.write / sharing, machine.transfer), together)
         found = rehearse(step, choice.dram, drive, Timing(machine, self._measured, ranks), warm_up=3, counted=2)
-        sent = sum(one.nbytes for one in step.operations if isinstance(one, Work) and one.kind in ("gather", "reduce"))
-        return Ranks(
+        sent = sum(one.nbytes for one in step.operations if isinstance(one, WorkNote) and one.kind in ("gather", "reduce"))
+        return PlannedRanks(
             ranks=ranks,
             seconds=found.seconds,
             tokens_per_second=ranks * tokens / found.seconds,
@@ -413,7 +413,7 @@ class Planner:
             self.notes["pieces of activations are taken together in the rehearsal, of which a step has very many"] = None
         return together
 
-    def _memory(self, choice: Choice, sizes: Sequence[UnitSizes], step: Step, found: Rehearsed) -> Memory:
+    def _memory(self, choice: Choice, sizes: Sequence[UnitSizes], step: StepNotes, found: Rehearsed) -> PlannedMemory:
         parameters, states = sum(one.nbytes for one in sizes), sum(one.states for one in sizes)
         gradients = sum(one.gradient for one in sizes)
         if choice.update == "in_backward":
@@ -422,7 +422,7 @@ class Planner:
         passed = int(found.offloading.stored + found.offloading.restored)
         workspace = IN_TRANSIT + OPEN + choice.dram // TABLES + min(KEPT + SELDOM, passed)
         base = self.machine.base if self.machine is not None else 0
-        return Memory(
+        return PlannedMemory(
             parameters=parameters,
             gradients=gradients,
             states=states,
@@ -604,9 +604,9 @@ def _curve(
     )
 
 
-def _rows(planner: Planner, choice: Choice, ranks: Sequence[int], tokens: int) -> tuple[Ranks, ...]:
+def _rows(planner: Planner, choice: Choice, ranks: Sequence[int], tokens: int) -> tuple[PlannedRanks, ...]:
     """Return one row for each number of ranks, with what each brings beside the one before."""
-    rows: list[Ranks] = []
+    rows: list[PlannedRanks] = []
     for count in sorted(set(ranks)):
         try:
             row = planner.with_ranks(choice, count, tokens)
@@ -730,22 +730,22 @@ def _to_fit(planner: Planner, chosen: Prediction, room: int, batch: int) -> tupl
     return tuple(changes)
 
 
-def uses_of(step: Step) -> tuple[list[str], list[Use], list[int]]:
+def uses_of(step: StepNotes) -> tuple[list[str], list[Use], list[int]]:
     """Return the touches of a step: keys, uses, and bytes in whole slots."""
     keys, uses, sizes = _touched(step)
     return keys, uses, [-(-size // 4096) * 4096 for size in sizes]
 
 
-def _touched(step: Step) -> tuple[list[str], list[Use], list[int]]:
+def _touched(step: StepNotes) -> tuple[list[str], list[Use], list[int]]:
     """Return the touches of a step: keys, uses, and the bytes of tensors, which are those that are moved."""
     sizes = dict(step.initial)
     keys, uses = list[str](), list[Use]()
     for one in step.operations:
-        if isinstance(one, Create):
+        if isinstance(one, CreateNote):
             sizes[one.key] = one.nbytes
             keys.append(one.key)
             uses.append(Use.PUT)
-        elif isinstance(one, Lease):
+        elif isinstance(one, LeaseNote):
             keys += one.keys
             uses += [Use.WRITE if one.write else Use.READ] * len(one.keys)
     return keys, uses, [sizes[key] for key in keys]

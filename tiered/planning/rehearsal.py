@@ -7,7 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tiered.engine.claims import Token
-from tiered.planning.notes import Ahead, Create, Delete, End, Lease, Operation, Pause, Step, Work
+from tiered.planning.notes import (
+    AheadNote,
+    CreateNote,
+    DeleteNote,
+    EndNote,
+    LeaseNote,
+    Operation,
+    PauseNote,
+    StepNotes,
+    WorkNote,
+)
 from tiered.planning.simulated import DriveRates, SimulatedStore
 from tiered.zero.paging.step_trace import StepTrace
 
@@ -67,7 +77,7 @@ no_time = _NoTime()
 
 
 def rehearse(
-    step: Step,
+    step: StepNotes,
     dram: int,
     drive: DriveRates,
     seconds: Seconds = no_time,
@@ -104,7 +114,7 @@ def rehearse(
 
 
 def _play(
-    store: SimulatedStore, trace: StepTrace, step: Step, seconds: Seconds, work: dict[str, float], saved: dict[str, float]
+    store: SimulatedStore, trace: StepTrace, step: StepNotes, seconds: Seconds, work: dict[str, float], saved: dict[str, float]
 ) -> int:
     open_leases: dict[int, AbstractContextManager[Any]] = {}
     lifetimes: dict[str, Token] = {}
@@ -126,7 +136,7 @@ def _play(
         if taken:
             work[kind] = work.get(kind, 0.0) + taken
             store.compute(taken)
-        if isinstance(operation, Lease):
+        if isinstance(operation, LeaseNote):
             touches += len(operation.keys)
             access = "write" if operation.write else "read"
             nbytes = step.activations.get(operation.keys[0], 0) if operation.keys else 0
@@ -135,9 +145,9 @@ def _play(
             lease.__enter__()
             if nbytes:
                 _add(saved, restored=nbytes, hidden=nbytes if there else 0, waited=store.waited - waited)
-        elif isinstance(operation, End):
+        elif isinstance(operation, EndNote):
             open_leases.pop(operation.number).__exit__(None, None, None)
-        elif isinstance(operation, Create):
+        elif isinstance(operation, CreateNote):
             touches += 1
             waited = store.waited
             if operation.temporary:
@@ -146,13 +156,13 @@ def _play(
                 store.make(operation.key, operation.nbytes)
             if operation.key in step.activations:
                 _add(saved, stored=operation.nbytes, waited=store.waited - waited)
-        elif isinstance(operation, Delete):
+        elif isinstance(operation, DeleteNote):
             if lifetimes.pop(operation.key, None) is None:
                 store.delete(operation.key)
-        elif isinstance(operation, Ahead):
+        elif isinstance(operation, AheadNote):
             store.hint(operation.keys)
         else:
-            assert isinstance(operation, Pause | Work)
+            assert isinstance(operation, PauseNote | WorkNote)
     trace.step_ended()
     return touches
 

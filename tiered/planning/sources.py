@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from tiered.errors import MisuseError, one_of, path_of, quoted, whole_number
-from tiered.planning.dry_run import Loss, Training, dry_run, on_meta
-from tiered.planning.notes import Step
+from tiered.planning.dry_run import Loss, TrainingSetup, dry_run, on_meta
+from tiered.planning.notes import StepNotes
 
 __all__ = ["Numbers", "Subject", "Workload", "model_of_folder", "subject_of"]
 
@@ -133,7 +133,7 @@ class Subject:
     def parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
-    def train(self, training: Training) -> Step:
+    def train(self, training: TrainingSetup) -> StepNotes:
         """Return what a step of a training asks of its store. Raises as ``dry_run``."""
         return dry_run(self.model, self.args, self.kwargs, self.loss, self.target, training)
 

@@ -17,7 +17,18 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tiered.planning.machine import Machine
-from tiered.planning.notes import Cost, Create, Delete, Described, Lease, Operation, OperationKind, Pause, Step, Work
+from tiered.planning.notes import (
+    Cost,
+    CreateNote,
+    DeleteNote,
+    LeaseNote,
+    Operation,
+    OperationKind,
+    PauseNote,
+    StepNotes,
+    TensorForm,
+    WorkNote,
+)
 
 __all__ = ["Timing", "measure_operations"]
 
@@ -40,11 +51,11 @@ class Timing:
     def __call__(self, operation: Operation) -> tuple[str, float]:
         """Return the kind of work of an operation, and the seconds that it takes of the processor."""
         machine = self.machine
-        if isinstance(operation, Pause):
+        if isinstance(operation, PauseNote):
             return "backward" if operation.cost.backward else "forward", self._of_cost(operation.cost)
-        if isinstance(operation, Lease | Create | Delete):
+        if isinstance(operation, LeaseNote | CreateNote | DeleteNote):
             return "store", machine.lease
-        if isinstance(operation, Work):
+        if isinstance(operation, WorkNote):
             moved = operation.nbytes / machine.memory
             if operation.kind == "update":
                 return "update", operation.elements / machine.update
@@ -83,11 +94,11 @@ class Timing:
         found = self._measured.get(operation.signature)
         if found is not None:
             return found
-        narrow = any(isinstance(one, Described) and one.dtype.itemsize == 2 for one in _leaves(operation.call[1]))
+        narrow = any(isinstance(one, TensorForm) and one.dtype.itemsize == 2 for one in _leaves(operation.call[1]))
         flops = machine.flops_half or machine.flops if narrow else machine.flops
         return max(operation.flops / flops, operation.nbytes / machine.memory) + machine.operation
 
-    def compute(self, step: Step) -> tuple[float, float]:
+    def compute(self, step: StepNotes) -> tuple[float, float]:
         """Return the seconds of forward and of backward of a step."""
         found = [0.0, 0.0]
         for cost in step.costs:
@@ -97,12 +108,12 @@ class Timing:
 
 def _leaves(value: Any) -> list[Any]:
     found: list[Any] = []
-    tree_map(found.append, value, is_leaf=lambda one: isinstance(one, Described))
+    tree_map(found.append, value, is_leaf=lambda one: isinstance(one, TensorForm))
     return found
 
 
 def measure_operations(
-    step: Step, machine: Machine, seconds: float = 5.0, known: Mapping[str, float] | None = None
+    step: StepNotes, machine: Machine, seconds: float = 5.0, known: Mapping[str, float] | None = None
 ) -> dict[str, float]:
     """Time the operations of a step on this machine's CPU, those of one shape once and but for those that are ``known``:
     seconds by signature.
@@ -150,12 +161,12 @@ def _timed(kind: OperationKind) -> float | None:
 def _operands(kind: OperationKind) -> tuple[Any, dict[str, Any]]:
     """Return new operands of an operation: positional and by name."""
     _, args, kwargs = kind.call
-    args, kwargs = tree_map(_made, (args, kwargs), is_leaf=lambda one: isinstance(one, Described))
+    args, kwargs = tree_map(_made, (args, kwargs), is_leaf=lambda one: isinstance(one, TensorForm))
     return args, {name: torch.device("cpu") if name == "device" else value for name, value in kwargs.items()}
 
 
 def _made(value: Any) -> Any:
-    if not isinstance(value, Described):
+    if not isinstance(value, TensorForm):
         return value
     made = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="cpu")
     if not value.dtype.is_floating_point:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from tiered.telemetry import Timeline, TransferEvent
 from tiered.types import Direction, Urgency, format_size
 
-__all__ = ["COMPUTE", "Part", "Way", "activity", "as_rows", "lanes", "ways"]
+__all__ = ["COMPUTE", "TimelinePart", "Way", "activity", "as_rows", "lanes", "ways"]
 
 COMPUTE = ("forward", "recompute", "backward", "update")
 """Kinds of spans in which ``tiered.zero`` computes."""
@@ -22,7 +22,7 @@ MOST_ITEMS = 12_000
 Item = TypeVar("Item")
 
 
-class Part(NamedTuple):
+class TimelinePart(NamedTuple):
     """A time from ``began`` to ``ended`` in which the caller did ``kind`` and nothing nested in it."""
 
     kind: str
@@ -75,15 +75,15 @@ def lanes(items: Iterable[Item], ends: Callable[[Item], tuple[float, float]], ne
     return found
 
 
-def activity(timeline: Timeline) -> list[Part]:
+def activity(timeline: Timeline) -> list[TimelinePart]:
     """Divide the time of a caller into parts: of nested spans the innermost counts, and waiting counts before computing.
 
     Only spans of the kinds in ``COMPUTE`` count. Correct for a store that one thread uses."""
-    spans = [Part(span.kind, span.began, span.ended) for span in timeline.spans if span.kind in COMPUTE]
-    spans += [Part(stall.reason, stall.began, stall.ended) for stall in timeline.stalls]
+    spans = [TimelinePart(span.kind, span.began, span.ended) for span in timeline.spans if span.kind in COMPUTE]
+    spans += [TimelinePart(stall.reason, stall.began, stall.ended) for stall in timeline.stalls]
     spans = sorted((span for span in spans if span.ended > span.began), key=lambda span: span.began)
     moments = sorted({moment for span in spans for moment in (span.began, span.ended)})
-    found: list[Part] = []
+    found: list[TimelinePart] = []
     running: list[tuple[float, float, str]] = []  # the span that began last is on top
     waiting = iter([*spans, None])
     coming = next(waiting)
@@ -99,7 +99,7 @@ def activity(timeline: Timeline) -> list[Part]:
         if found and found[-1].kind == kind and found[-1].ended == moment:
             found[-1] = found[-1]._replace(ended=following)
         else:
-            found.append(Part(kind, moment, following))
+            found.append(TimelinePart(kind, moment, following))
     return found
 
 

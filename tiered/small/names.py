@@ -3,7 +3,7 @@
 Small tensors named NAME are these tensors of their store, all uint8 of one dimension:
 
 - ``NAME/small``: the record, JSON, written once: the format, and the bytes of a page.
-- ``NAME/open``: the page that is being filled. It begins with the head (``Head``). The log of what was put into this page
+- ``NAME/open``: the page that is being filled. It begins with the head (``PageHead``). The log of what was put into this page
   follows, and grows upwards; the bytes of the tensors grow downwards from its end.
 - ``NAME/page0``, ``NAME/page1``, …: pages that are full. Each is the end of what ``open`` was then: only bytes of tensors,
   which have the same distance from the end. A tensor of more than a quarter of a page has a page of its own.
@@ -31,9 +31,9 @@ __all__ = [
     "MOST_DIMENSIONS",
     "MOST_SPECS",
     "UNIT",
-    "Head",
     "Names",
     "NamesRecord",
+    "PageHead",
     "deletion",
     "location",
     "names_key",
@@ -96,7 +96,7 @@ class NamesRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return NamesRecord(FORMAT, max(SMALLEST_PAGE, page // SMALLEST_PAGE * SMALLEST_PAGE))
 
 
-class Head(ctypes.LittleEndianStructure):
+class PageHead(ctypes.LittleEndianStructure):
     """The first 64 bytes of the open page.
 
     ``stamp`` is another number after each change. The open page will have the number ``page``, ``next_page`` is the first one

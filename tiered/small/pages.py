@@ -34,9 +34,9 @@ from tiered.small.names import (
     LARGEST_PLACE,
     MOST_SPECS,
     UNIT,
-    Head,
     Names,
     NamesRecord,
+    PageHead,
     deletion,
     description,
     location,
@@ -57,7 +57,7 @@ from tiered.tensors.specs import dtype_of, flat
 from tiered.tensors.specs import spec_of as spec_of_tensor
 from tiered.types import Access, Key, Owner, TensorSpec
 
-__all__ = ["BATCH", "HOST", "Known", "Pages", "Prepared", "Store"]
+__all__ = ["BATCH", "HOST", "Known", "PageStore", "Pages", "Prepared"]
 
 OWN = 4
 """Tensors of more than such a part of a page have a page of their own."""
@@ -88,7 +88,7 @@ class Prepared(NamedTuple):
     source: torch.Tensor
 
 
-class Store(Protocol):
+class PageStore(Protocol):
     """What small tensors need of a store."""
 
     def put(self, key: Key, tensor: torch.Tensor, *, owner: Owner | None = None) -> None: ...
@@ -121,7 +121,7 @@ class _Missing(Exception):
 class Known:
     """What is known of the small tensors as of ``head``, which is never changed, but replaced together with the names."""
 
-    head: Head
+    head: PageHead
     names: Names
     sizes: dict[int, int] | None = None
     """Units of each page that is full; None: not looked for yet."""
@@ -150,7 +150,7 @@ class Pages:
     another stamp than that of the head with which it began.
     """
 
-    def __init__(self, store: Store, name: str, page: int, budget: int) -> None:
+    def __init__(self, store: PageStore, name: str, page: int, budget: int) -> None:
         self.store, self.name, self.page, self.owner = store, name, page, small_owner(name)
         self._together = max(1, budget // QUARTER)
         self._open, self._record = open_key(name), record_key(name)
@@ -186,12 +186,12 @@ class Pages:
                     raise
             self._known = None
 
-    def refuse_stale(self, head: Head) -> None:
+    def refuse_stale(self, head: PageHead) -> None:
         """Raise _Changed where the stamp is not that of ``head``."""
         with self.store.lease_addresses([self._open], Access.READ) as leased:
             self._compare(head, leased[0])
 
-    def _is_stale(self, head: Head) -> bool:
+    def _is_stale(self, head: PageHead) -> bool:
         try:
             self.refuse_stale(head)
         except (_Changed, KeyNotFound):
@@ -200,7 +200,7 @@ class Pages:
             return False
         return False
 
-    def _compare(self, head: Head, opened: There) -> None:
+    def _compare(self, head: PageHead, opened: There) -> None:
         address, spec = opened
         self._refuse_size(self._open, spec)
         if ctypes.c_int64.from_address(address).value != head.stamp:
@@ -212,7 +212,7 @@ class Pages:
             opened = self.store.get(self._open)
             self._refuse_size(self._open, spec_of_tensor(opened))
             data = opened.numpy().tobytes()
-            head = Head.from_buffer_copy(data)
+            head = PageHead.from_buffer_copy(data)
             problem = head.problem(self.page)
             if problem is None and head.used and head.last - head.first >= len(self.store):
                 problem = f"the log goes from part {head.first} to {head.last}"
@@ -229,7 +229,7 @@ class Pages:
         known = self._known = Known(head, names)
         return known
 
-    def _read_log(self, head: Head, rest: bytes) -> Names:
+    def _read_log(self, head: PageHead, rest: bytes) -> Names:
         names, at = Names(), self._open
         parts = [names_key(self.name, part) for part in range(head.first, head.last + 1)] if head.used else []
         try:
@@ -273,7 +273,7 @@ class Pages:
 
     # -- copies out of pages -----------------------------------------------------------------------------------------------
 
-    def key_of(self, head: Head, page: int) -> Key:
+    def key_of(self, head: PageHead, page: int) -> Key:
         """Return the key of the store's tensor that has ``page``."""
         return self._open if page == head.page else page_key(self.name, page)
 
@@ -325,7 +325,7 @@ class Pages:
             taken += 1
         return self.copies(known, keys[at : at + max(1, taken)])
 
-    def _refuse_outside(self, head: Head, names: Names, where: int) -> None:
+    def _refuse_outside(self, head: PageHead, names: Names, where: int) -> None:
         """Raise ManifestError for a tensor that is larger than its place, or than its page: before memory is taken for it."""
         room = names.rooms[where & 0xFFFFFF]
         key = page_key(self.name, where >> 56)
@@ -337,7 +337,7 @@ class Pages:
         """Return the bytes that the page of a location takes of the pool, about."""
         return max(self.page, UNIT * names.rooms[where & 0xFFFFFF])
 
-    def _gather(self, head: Head, names: Names, places: Sequence[int], targets: Sequence[int], keys: Sequence[Key]) -> None:
+    def _gather(self, head: PageHead, names: Names, places: Sequence[int], targets: Sequence[int], keys: Sequence[Key]) -> None:
         """Copy the tensors at ``places`` to the addresses ``targets``. ``keys`` are for errors."""
         pages: dict[int, list[int]] = {}
         for at, where in enumerate(places):
@@ -356,7 +356,7 @@ class Pages:
 
     def _gather_part(
         self,
-        head: Head,
+        head: PageHead,
         names: Names,
         pages: Mapping[int, Sequence[int]],
         places: Sequence[int],
@@ -482,13 +482,15 @@ class Pages:
         self._known = known
         return 1
 
-    def _next(self, head: Head) -> Head:
+    def _next(self, head: PageHead) -> PageHead:
         """Return a copy of ``head`` with a stamp of its own."""
-        after = Head.from_buffer_copy(head)
+        after = PageHead.from_buffer_copy(head)
         after.stamp = self._stamps.getrandbits(62)
         return after
 
-    def _change(self, known: Known, head: Head, after: Head, log: bytes, values: Sequence[tuple[int, int, int]]) -> None:
+    def _change(
+        self, known: Known, head: PageHead, after: PageHead, log: bytes, values: Sequence[tuple[int, int, int]]
+    ) -> None:
         """Write ``values`` (distance from the end, address, bytes), ``log`` and the head ``after`` to the open page, by one
         call of C, where its head is ``head``. What is known is forgotten, until the caller has changed it, too."""
         with self.store.lease_addresses([self._open], Access.WRITE) as leased:

@@ -16,8 +16,8 @@ from tiered.small.names import (
     HEAD_BYTES,
     LONGEST_KEY,
     MOST_DIMENSIONS,
-    Head,
     NamesRecord,
+    PageHead,
     names_key,
     number_after,
     open_key,
@@ -27,7 +27,7 @@ from tiered.small.names import (
     small_owner,
     spec_of,
 )
-from tiered.small.pages import BATCH, HOST, Known, Pages, Prepared, Store
+from tiered.small.pages import BATCH, HOST, Known, Pages, PageStore, Prepared
 from tiered.tensors.mapping import MISSING, Default, Pairs, TensorMapping, as_stored, pairs_of
 from tiered.tensors.specs import PLAIN, copied, flat, listed, refuse_keys, refuse_name, refuse_unstorable
 from tiered.types import Key, TensorSpec, parse_size
@@ -56,7 +56,7 @@ class SmallTensors(TensorMapping):
     several threads take turns.
     """
 
-    def __init__(self, store: Store, name: str, record: NamesRecord, budget: int) -> None:
+    def __init__(self, store: PageStore, name: str, record: NamesRecord, budget: int) -> None:
         expect_type(record, NamesRecord, "store.small makes small tensors; their constructor is given a record")
         self.name = name
         """The name; keys of the store's tensors begin with it."""
@@ -275,7 +275,7 @@ _MAKING = threading.Lock()
 """Of two threads that make the same small tensors, one makes them."""
 
 
-def open_small(store: Store, name: str, page: int | str | None, budget: int, *, may_make: bool) -> SmallTensors:
+def open_small(store: PageStore, name: str, page: int | str | None, budget: int, *, may_make: bool) -> SmallTensors:
     """Open small tensors ``name`` of ``store``, or make them where ``may_make``; ``budget``: bytes of the pool in host
     memory."""
     refuse_name(name)
@@ -303,7 +303,7 @@ def open_small(store: Store, name: str, page: int | str | None, budget: int, *, 
             _refuse_others(store, name)
         record = NamesRecord.of(min(PAGE, budget // PAGE_SHARE)) if wanted is None else wanted
         first = torch.zeros(record.page, dtype=torch.uint8, device="cpu")
-        head = Head(stamp=random.SystemRandom().getrandbits(62), page=0, next_page=1)
+        head = PageHead(stamp=random.SystemRandom().getrandbits(62), page=0, next_page=1)
         ctypes.memmove(first.data_ptr(), ctypes.addressof(head), HEAD_BYTES)
         store.put(key, torch.frombuffer(bytearray(record.encoded()), dtype=torch.uint8), owner=small_owner(name))
         store.put(opened, first, owner=small_owner(name))  # last: without it, they are made again
@@ -321,7 +321,7 @@ def _page(name: str, page: int | str, budget: int) -> NamesRecord:
     return wanted
 
 
-def _refuse_others(store: Store, name: str) -> None:
+def _refuse_others(store: PageStore, name: str) -> None:
     """Raise MisuseError where tensors of the store have keys that small tensors of this name would have."""
     prefixes = (page_key(name, 0)[:-1], names_key(name, 0)[:-1])
     for key in store:

@@ -274,7 +274,7 @@ class Trace(weakref.ref[Any]):
         """Count without what is gone. May be called twice."""
 
 
-class Numbers:
+class FreeNumbers:
     """The numbers that name temporary tensors, by label: the smallest one that is free, so that each step has the same keys."""
 
     def __init__(self) -> None:
@@ -359,7 +359,7 @@ class _RegionTrace(Trace):
             owner.region_ended(self)
 
 
-class _Books(Numbers):
+class _Books(FreeNumbers):
     """Numbers of the regions that one store has, or will have. ``lock`` guards all of the store's ``SavedTensors``: autograd
     unpacks in threads of its own where a graph has several devices."""
 

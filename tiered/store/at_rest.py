@@ -30,7 +30,7 @@ from tiered.tensors.specs import dtype_of
 from tiered.tiers.disk import Disk
 from tiered.types import PIECE_BYTES, Key, TensorSpec
 
-__all__ = ["ListedGeneration", "ListedTensor", "Listing", "StoreAtRest", "listing"]
+__all__ = ["ListedGeneration", "ListedTensor", "StoreAtRest", "StoreListing", "listing"]
 
 PIECES_AHEAD = 3
 """Pieces that are read ahead of the one that is used."""
@@ -240,7 +240,7 @@ class ListedGeneration:
 
 
 @dataclass(frozen=True)
-class Listing:
+class StoreListing:
     """The contents of a store: ``generations``, oldest first; ``tensors`` of generation ``number``, by key; ``nbytes`` of the
     tensors of all generations, shared ones counted once."""
 
@@ -251,7 +251,7 @@ class Listing:
     nbytes: int
 
 
-def listing(path: str | os.PathLike[str], generation: int | None = None) -> Listing:
+def listing(path: str | os.PathLike[str], generation: int | None = None) -> StoreListing:
     """Return the contents of the store in folder ``path``, with the tensors of ``generation`` (default: the newest readable
     one).
 
@@ -266,7 +266,7 @@ def listing(path: str | os.PathLike[str], generation: int | None = None) -> List
     raise ManifestError(f"{folder} changes too fast to be listed: a job commits there; try again")
 
 
-def _listed(folder: OpenFolder, generation: int | None) -> Listing | None:
+def _listed(folder: OpenFolder, generation: int | None) -> StoreListing | None:
     """Return the contents; None where a running job has dropped the newest generation meanwhile, so that there is a newer one.
 
     The newest is read first. Older ones are dropped before it, so if it still exists afterwards, no newer one existed when the
@@ -299,7 +299,7 @@ def _listed(folder: OpenFolder, generation: int | None) -> Listing | None:
         return None
     found = [ListedTensor(record.key, record.spec, record.generation) for record in chosen.tensors]
     ordered = tuple(sorted(found, key=lambda one: one.key))
-    return Listing(str(folder), tuple(reversed(listed)), chosen.generation, ordered, sum(different.values()))
+    return StoreListing(str(folder), tuple(reversed(listed)), chosen.generation, ordered, sum(different.values()))
 
 
 def _sizes(manifest: Manifest) -> dict[tuple[int, int], int]:

@@ -659,7 +659,7 @@ class _Draft:
             self.drop()
             return
         state, uuid = self._engine.state, self._nvme.uuid.hex()
-        files = tuple(manifests.DataFile(f.name, f.uuid.hex(), f.index, f.nbytes) for f in self._nvme.files)
+        files = tuple(manifests.RecordedFile(f.name, f.uuid.hex(), f.index, f.nbytes) for f in self._nvme.files)
         head = manifests.Head(uuid, self._generation, msgspec.Raw(self._meta), files, state.directory.next_id)
         self.data = manifests.assemble(head, self._tensors.values())  # what is refused becomes no generation
         self.made = _Generation(self._generation, self._meta, self._tensors)

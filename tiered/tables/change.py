@@ -9,7 +9,7 @@ import torch
 
 from tiered.errors import MisuseError
 from tiered.tables.kernel import copy_equal
-from tiered.tables.places import LEASED_BLOCKS, Lent, MovedError, Part, Places, There, Wanted, Writes, again, int64, leased
+from tiered.tables.places import LEASED_BLOCKS, Lent, MovedError, MovedRows, Places, There, Wanted, Writes, again, int64, leased
 from tiered.tensors.specs import spec_of
 from tiered.types import Access, Key
 
@@ -56,7 +56,7 @@ def _change(
     later = [table.part(ids, None, known) for table, known in zip(tables, after, strict=True)]
     rows = [torch.empty((end - begin, *table.layout.shape), dtype=table.layout.dtype, device="cpu") for table in tables]
 
-    def wanted(parts: Sequence[Part]) -> list[Wanted]:
+    def wanted(parts: Sequence[MovedRows]) -> list[Wanted]:
         return [Wanted(table, part.blocks, known) for table, part, known in zip(tables, parts, placed, strict=True)]
 
     def read(lent: Sequence[Lent]) -> None:

@@ -25,9 +25,9 @@ from tiered.types import Access, Key, Owner, TensorSpec
 __all__ = [
     "Lent",
     "MovedError",
-    "Part",
+    "MovedRows",
     "Places",
-    "Store",
+    "RowStore",
     "There",
     "Wanted",
     "Writes",
@@ -47,7 +47,7 @@ There = tuple[int, TensorSpec]
 """The address of a tensor, and what it is."""
 
 
-class Store(Protocol):
+class RowStore(Protocol):
     """What a table needs of a store."""
 
     rollbacks: int
@@ -68,7 +68,7 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True)
-class Part:
+class MovedRows:
     """Rows that are moved under one lease: ``ids[i]`` is row ``place[i]`` of ``blocks[which[i]]``, a block or a segment of the
     buffer, and row ``row[i]`` of the batch (None: i). All are int64."""
 
@@ -115,7 +115,7 @@ class Places:
     buffer: ``_watched()`` is how many such changes were begun, and ``_own`` how many by this table, since both were the same.
     """
 
-    def __init__(self, store: Store, name: str, owner: Owner, layout: Layout, budget: int, cache: RowCache) -> None:
+    def __init__(self, store: RowStore, name: str, owner: Owner, layout: Layout, budget: int, cache: RowCache) -> None:
         self.store, self.name, self.owner, self.layout, self.budget = store, name, owner, layout, budget
         self.together = max(1, budget // LEASED_SHARE)
         """Bytes of blocks that are leased together, at most."""
@@ -198,7 +198,7 @@ class Places:
         copies.)"""
         self._own += count
 
-    def move(self, part: Part, rows: torch.Tensor, access: Access) -> None:
+    def move(self, part: MovedRows, rows: torch.Tensor, access: Access) -> None:
         """Copy the rows of ``part`` from where they lie into ``rows``, or with WRITE there."""
         if access is Access.WRITE:
             self.forget(part.ids)
@@ -216,7 +216,7 @@ class Places:
 
         again(attempt)
 
-    def set(self, part: Part, values: torch.Tensor) -> None:
+    def set(self, part: MovedRows, values: torch.Tensor) -> None:
         """Set the rows of ``part``: in the buffer, where they go there, else where they lie."""
         placed = self.current()
         after = self.with_room(placed, part.ids)
@@ -389,7 +389,7 @@ class Places:
             raise MisuseError(f"table {self.name!r} was deleted and made anew: open the table again")
         self._opened = changes
 
-    def part(self, wanted: torch.Tensor, row: torch.Tensor | None = None, placed: Placed = absent) -> Part:
+    def part(self, wanted: torch.Tensor, row: torch.Tensor | None = None, placed: Placed = absent) -> MovedRows:
         """Return the rows ``wanted`` as one part, with its segments and its blocks in order: where they lie as ``placed`` has
         it, by default all in their blocks."""
         block = wanted.div(self.layout.block_rows, rounding_mode="floor")
@@ -400,9 +400,9 @@ class Places:
             block = torch.where(slots < 0, block, -1 - segment)
             place = torch.where(slots < 0, place, slots - segment * rows)
         unique, which = torch.unique(block, return_inverse=True)
-        return Part(wanted, unique.tolist(), which, place, row)
+        return MovedRows(wanted, unique.tolist(), which, place, row)
 
-    def parts(self, wanted: torch.Tensor) -> Iterator[Part]:
+    def parts(self, wanted: torch.Tensor) -> Iterator[MovedRows]:
         """Divide the rows ``wanted`` into parts whose blocks are leased together. The order of each row's values stays."""
         if not len(wanted):
             return
@@ -419,9 +419,9 @@ class Places:
             blocks = whole.blocks[begin : begin + most]
             low, high = torch.searchsorted(which, int64([begin, begin + len(blocks)])).tolist()
             mine = order[low:high]
-            yield Part(wanted[mine], blocks, which[low:high] - begin, whole.place[mine], mine)
+            yield MovedRows(wanted[mine], blocks, which[low:high] - begin, whole.place[mine], mine)
 
-    def addresses(self, part: Part, bases: Sequence[int]) -> torch.Tensor:
+    def addresses(self, part: MovedRows, bases: Sequence[int]) -> torch.Tensor:
         """Return the addresses of the rows of ``part`` in their blocks, which begin at ``bases``."""
         return int64(bases)[part.which].add_(part.place, alpha=self.layout.row_nbytes)
 

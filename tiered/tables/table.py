@@ -30,7 +30,7 @@ from tiered.tables.layout import (
     record_key,
     table_owner,
 )
-from tiered.tables.places import Lent, MovedError, Places, Store, There, Wanted, again, int64, leased, numbers
+from tiered.tables.places import Lent, MovedError, Places, RowStore, There, Wanted, again, int64, leased, numbers
 from tiered.tensors.specs import spec_of
 from tiered.types import Access, Key, Owner, TensorSpec
 
@@ -51,7 +51,7 @@ class Table:
     turns; a signal handler that calls a table within a call of it gets a MisuseError.
     """
 
-    def __init__(self, store: Store, name: str, owner: Owner, layout: Layout, budget: int, cache: RowCache) -> None:
+    def __init__(self, store: RowStore, name: str, owner: Owner, layout: Layout, budget: int, cache: RowCache) -> None:
         expect_type(layout, Layout, "store.table makes a table; its constructor is given a layout")
         self._store, self._layout = store, layout
         self.name = name
@@ -433,7 +433,7 @@ def _is_block(key: Key, prefix: str) -> bool:
 
 
 def open_table(
-    store: Store, options: TableOptions, budget: int, cache: RowCache, owner: Owner | None = None
+    store: RowStore, options: TableOptions, budget: int, cache: RowCache, owner: Owner | None = None
 ) -> Table:
     """Open a table of ``store``, or make it where there is none; ``budget``: bytes of the pool in host memory; ``cache``: for
     copies of rows."""

@@ -25,7 +25,7 @@ from tiered.errors import listed, number_between, one_of, whole_number
 from tiered.store.activations import Left, SavedTensors
 from tiered.system import free_in_heap, headroom
 from tiered.telemetry import ActivationStatistics
-from tiered.tuning.program import Assignment, Profile, Segment, State, Way, assign
+from tiered.tuning.program import Assignment, Profile, Segment, UnitTraffic, Way, assign
 from tiered.types import format_size, parse_size
 
 __all__ = ["AdaptiveActivations", "AutoPlan", "AutoPlanStatistics"]
@@ -306,7 +306,7 @@ class AdaptiveActivations:
         up, down = up or down, down or up
         return (up, down) if up else (1e9, 1e9)
 
-    def _states(self) -> tuple[State, ...]:
+    def _states(self) -> tuple[UnitTraffic, ...]:
         """Return what the store has of each unit. Forward and backward read parameters, the rest is read once."""
         parameters, rest = dict.fromkeys(self._units, 0), dict.fromkeys(self._units, 0)
         for key in self._store:
@@ -316,7 +316,7 @@ class AdaptiveActivations:
             if base in self._units:
                 (parameters if base == key else rest)[base] += self._store.spec(key).nbytes
         return tuple(
-            State(key, parameters[key] + rest[key], 2 * parameters[key] + rest[key], parameters[key] + rest[key])
+            UnitTraffic(key, parameters[key] + rest[key], 2 * parameters[key] + rest[key], parameters[key] + rest[key])
             for key in sorted(self._units)
             if parameters[key]
         )

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Assignment", "Profile", "Segment", "State", "Way", "assign", "evaluate"]
+__all__ = ["Assignment", "Profile", "Segment", "UnitTraffic", "Way", "assign", "evaluate"]
 
 Way = Literal["memory", "recompute", "store"]
 
@@ -40,7 +40,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class State:
+class UnitTraffic:
     """What the store has of a unit, ``nbytes`` in all; a pass reads and writes so many bytes of it where DRAM has none."""
 
     name: str
@@ -57,7 +57,7 @@ class Profile:
 
     segments: tuple[Segment, ...]
     rest: int
-    states: tuple[State, ...]
+    states: tuple[UnitTraffic, ...]
     compute: float
     copying: float
     read: float

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from tiered.errors import RankError, shortened, shown
 
-__all__ = ["Agree", "Progress", "Ranks", "Term", "Under"]
+__all__ = ["Agree", "CollectiveProgress", "Ranks", "Term", "Under"]
 
 _TOLD = "_tiered_told"
 """Attribute of an exception that all ranks know of."""
@@ -49,7 +49,7 @@ Agree = Callable[[Iterable[Term]], None]
 
 
 @dataclass
-class Progress:
+class CollectiveProgress:
     """How far this rank (``here``) and the rank that is furthest behind (``everywhere``, as far as it is known) are in work
     that all ranks do in one order. Every rank learns ``everywhere`` from the same collectives, so all may act on it alike."""
 
@@ -60,7 +60,7 @@ class Progress:
 class Under:
     """Collective that is under way, and the comparison, sent before it, of what it is for."""
 
-    def __init__(self, ranks: Ranks, what: str, tags: torch.Tensor, tagging: Any, progress: Progress | None) -> None:
+    def __init__(self, ranks: Ranks, what: str, tags: torch.Tensor, tagging: Any, progress: CollectiveProgress | None) -> None:
         self._ranks, self._what, self._tags, self._tagging, self._progress = ranks, what, tags, tagging, progress
         self.moving: Any = None
 
@@ -118,7 +118,7 @@ class Ranks:
         self._calls: _Calls | None = None
         self.failed = False
         """A collective did; nothing can be agreed on any more."""
-        self.progress: Progress | None = None
+        self.progress: CollectiveProgress | None = None
         """What ``gather`` sends along and learns from the others. All ranks have one, or none, at the same gathers."""
         self.phase = ""
         """What a pass that gathers parameters is, for ``AllGathered``: the same on all ranks."""
@@ -279,7 +279,7 @@ class Ranks:
     # -- one collective ----------------------------------------------------------------------------------------------------
 
     def _begin(
-        self, group: Any, what: str, start: Callable[[], Any], ahead: bool = False, progress: Progress | None = None
+        self, group: Any, what: str, start: Callable[[], Any], ahead: bool = False, progress: CollectiveProgress | None = None
     ) -> Under:
         self._numbers[group] += 1
         tag = torch.zeros(TAG, dtype=torch.uint8, device="cpu")

@@ -37,7 +37,7 @@ from tiered.telemetry import ActivationStatistics
 from tiered.tuning.adaptive import AutoPlan, AutoPlanStatistics
 from tiered.types import Access, Owner
 from tiered.zero.checkpoint import checkpoint
-from tiered.zero.checkpoint.reshard import Source, opened, reshard
+from tiered.zero.checkpoint.reshard import CheckpointSource, opened, reshard
 from tiered.zero.checkpoint.safetensors import Pretrained
 from tiered.zero.collectives import Ranks, Term
 from tiered.zero.construction.construct import unguard
@@ -836,7 +836,7 @@ def _take_over(
     with ExitStack() as stack:
         with partition.agreeing("take over this checkpoint") as agree:
             stores = opened(options.source, stack)
-            there = Source(stores, options.name)
+            there = CheckpointSource(stores, options.name)
             strides = {p: there.stride(qualified) for qualified, p in model.named_parameters()}
             slicing = Slicing(experts=options.paging.experts == "sliced")
             plan = divide(model, limits, strides, options.policy, partition.shares, slicing)

@@ -253,9 +253,9 @@ class TestFio:
 def test_each_begins_as_often(many: int) -> None:
     ran: list[int] = []
 
-    def run(number: int) -> meters.Moved:
+    def run(number: int) -> meters.MovedBytes:
         ran.append(number)
-        return meters.Moved(1, 1.0, 0.0)
+        return meters.MovedBytes(1, 1.0, 0.0)
 
     runs = {"read": {str(number): partial(run, number) for number in range(many)}}
     with StopRequest() as stop, Progress(io.StringIO()) as progress:

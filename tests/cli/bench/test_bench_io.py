@@ -170,16 +170,16 @@ class TestStoreModes:
     def test_what_stops_the_flood_is_said(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from tiered.cli.bench.series import Workload
+        from tiered.cli.bench.series import StoreWorkload
 
-        replace = Workload.replace
+        replace = StoreWorkload.replace
 
-        def fails(self: Workload, key: str) -> None:
+        def fails(self: StoreWorkload, key: str) -> None:
             if isinstance(self._stop, StopRequest) and not self._stop._before:  # the other thread's
                 raise TieredError("the drive is gone")
             replace(self, key)
 
-        monkeypatch.setattr(Workload, "replace", fails)
+        monkeypatch.setattr(StoreWorkload, "replace", fails)
         capsys.readouterr()
         assert main([*STORE, "--mode", "flood", "--dir", str(tmp_path)]) == 1
         assert capsys.readouterr().err.splitlines()[-1] == "tiered: the drive is gone"

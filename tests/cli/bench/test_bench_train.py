@@ -18,7 +18,7 @@ from tests import programs
 from tests.cli.train.test_train import MIB, ONE_THREAD, command, failure, message
 from tiered.cli.bench import series, trainer
 from tiered.cli.bench import train as bench_train
-from tiered.cli.bench.trainer import PHASES, TrainerOptions, Training, Variant, first_line, training
+from tiered.cli.bench.trainer import PHASES, BenchTraining, TrainerOptions, Variant, first_line, training
 from tiered.cli.main import main
 
 MODEL = ["--layers", 2, "--width", 96, "--heads", 4, "--context", 16, "--batch", 2]
@@ -152,15 +152,15 @@ def test_asked_to_stop_within_a_step(
     signum: int, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the last of the three trains, which ignores it: it is not asked."""
-    step, children = Training.step, list[psutil.Process]()
+    step, children = BenchTraining.step, list[psutil.Process]()
 
-    def asking(process: Training) -> dict[str, Any]:
+    def asking(process: BenchTraining) -> dict[str, Any]:
         children.append(psutil.Process(process.child.pid))
         if len(children) == 3:
             os.kill(os.getpid(), signum)
         return step(process)
 
-    monkeypatch.setattr(Training, "step", asking)
+    monkeypatch.setattr(BenchTraining, "step", asking)
     assert main(list(map(str, [*TINY, "--dir", tmp_path]))) == code
     shown = capsys.readouterr()
     assert message(shown.err.splitlines()[-1]) == "tiered: stopped; the scratch files are removed"

@@ -14,7 +14,7 @@ from tiered import TieredStore, zero
 from tiered.cli.main import main
 from tiered.cli.train.optimizers import kind_named
 from tiered.cli.train.options import OPTIMIZERS
-from tiered.zero.rules.known import CHOICES, KNOWN, Known
+from tiered.zero.rules.known import CHOICES, KNOWN, KnownOptimizer
 
 PARAMETERS = 117_504
 """The model of TINY has a few more."""
@@ -84,7 +84,7 @@ def test_names() -> None:
 
 
 @pytest.mark.parametrize("known", KNOWN, ids=lambda known: known.rule.__name__)
-def test_an_optimizer_updates_by_its_rule(known: Known, tmp_path: Path) -> None:
+def test_an_optimizer_updates_by_its_rule(known: KnownOptimizer, tmp_path: Path) -> None:
     weight = torch.nn.Parameter(torch.zeros(16, 16, dtype=torch.bfloat16))
     with TieredStore.open(tmp_path / "store", dram="8MiB") as store:
         made = getattr(zero, known.optimizer)([weight], **known.settings, **known.arguments, store=store)

@@ -16,7 +16,7 @@ from tests.store.test_timeline import quiet
 from tiered import TieredStore, Timeline, TransferEvent
 from tiered.cli.main import main
 from tiered.cli.train.timeline import as_trace, describe_timeline, shares, write_timeline
-from tiered.reporting.timeline import Part, activity, lanes
+from tiered.reporting.timeline import TimelinePart, activity, lanes
 from tiered.telemetry import PoolEvent, SpanEvent, StallEvent
 from tiered.types import Direction, Urgency
 
@@ -143,10 +143,10 @@ class TestParts:
         ]
         timeline.stalls += [StallEvent("reads", "a lease", 104.5, 105)]
         assert activity(timeline) == [
-            Part("forward", 101, 104.5),
-            Part("reads", 104.5, 105),
-            Part("update", 105, 106),
-            Part("forward", 106, 107),
+            TimelinePart("forward", 101, 104.5),
+            TimelinePart("reads", 104.5, 105),
+            TimelinePart("update", 105, 106),
+            TimelinePart("forward", 106, 107),
         ]
         spent = shares(timeline)["activity_seconds"]
         assert spent == {"forward": 4.5, "recompute": 0, "backward": 0, "update": 1, "reads": 0.5, "room": 0, "other": 4}

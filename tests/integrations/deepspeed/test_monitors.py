@@ -156,12 +156,12 @@ def test_counting_ends_with_an_exception(tmp_path: Path) -> None:
 def test_only_the_first_rank_says_something(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from tiered import TieredStore
     from tiered.integrations.deepspeed.config import Log, Reports
-    from tiered.integrations.deepspeed.monitors import Monitors, Step
+    from tiered.integrations.deepspeed.monitors import MonitoredStep, Monitors
 
     with TieredStore.open(None, dram="1MiB") as store:
         reports = Reports(steps=1, wall_clock=True, memory=True, csv=Log(True, str(tmp_path), "other"))
         second = Monitors(reports, store, torch.nn.Linear(1, 1), first=False)
-        second.stepped(Step(1, 8, 0, [0.1]))
+        second.stepped(MonitoredStep(1, 8, 0, [0.1]))
         second.close()
     assert capsys.readouterr().out == ""
     assert not (tmp_path / "other").exists()

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from tiered import TieredStore
 from tiered.cli.bench.plot import plot_rounds
 from tiered.cli.bench.reports import Measuring, reported
-from tiered.cli.bench.series import Run, Series, Setup, Workload, in_rounds, ratios, refuse_full_disk, series_as_json
+from tiered.cli.bench.series import Run, Series, Setup, StoreWorkload, in_rounds, ratios, refuse_full_disk, series_as_json
 from tiered.cli.info.machine import store_facts
 from tiered.cli.output import (
     counted,
@@ -78,7 +78,7 @@ class Flood:
         errors: list[BaseException] = []
 
         def write() -> None:
-            walk = Workload(self.store, self.setup, StopRequest())
+            walk = StoreWorkload(self.store, self.setup, StopRequest())
             count = 0
             try:
                 while not over.is_set():
@@ -165,7 +165,7 @@ def _measure(options: IoOptions, setup: Setup, under: Measuring) -> Callable[[],
     refuse_full_disk(options.folder, setup.disk_bytes + (setup.moved if options.beside == "fio" else 0))
     progress.working("writing the tensors to read", 0.0)
     store = stack.enter_context(scratch_store(options.folder, dram=setup.pool, backend=setup.backend))
-    walk = Workload(store, setup, stop)
+    walk = StoreWorkload(store, setup, stop)
     walk.prepare()
     ours: dict[fio.Mode, Run] = {"read": walk.read, "write": walk.write, "mixed": walk.mixed}
     runs = {mode: {"tiered": run} for mode, run in ours.items() if mode in options.modes}
@@ -203,7 +203,7 @@ class _Beside:
     """Runs fio in the store's own ``data`` file, because one part of a drive may be faster than another.
 
     fio reads the first bytes of the file. It writes in turn to the two sets of extents behind them, as the store does, which
-    never overwrites in place; the tensors there are never read (``Workload``). Without ``data``, fio has its own file in
+    never overwrites in place; the tensors there are never read (``StoreWorkload``). Without ``data``, fio has its own file in
     ``folder``.
     """
 

@@ -14,7 +14,7 @@ from tiered import CapacityError, MisuseError, TieredStore
 from tiered.cli.output import Progress
 from tiered.cli.stop import StopRequest
 from tiered.measuring.drive import Order
-from tiered.measuring.meters import PREFETCHED, Meter, Moved, Spread, Usage, bytes_of, free_on, quantiles
+from tiered.measuring.meters import PREFETCHED, Meter, MovedBytes, Spread, Usage, bytes_of, free_on, quantiles
 from tiered.store.opening import SMALLEST_DRAM
 from tiered.types import PIECE_BYTES, BackendName, TensorSpec, exact_size, format_size
 
@@ -22,7 +22,7 @@ __all__ = [
     "Run",
     "Series",
     "Setup",
-    "Workload",
+    "StoreWorkload",
     "in_rounds",
     "passed",
     "ratios",
@@ -33,7 +33,7 @@ __all__ = [
 Group = TypeVar("Group", bound=Hashable)
 
 
-Run = Callable[[], Moved]
+Run = Callable[[], MovedBytes]
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Series:
     usages: list[Usage] = field(default_factory=list)
     latencies: array[float] = field(default_factory=lambda: array("d"))
 
-    def add(self, result: Moved) -> None:
+    def add(self, result: MovedBytes) -> None:
         """Add the result of a round."""
         self.rates.append(result.rate)
         self.cpu.append(result.cpu_seconds_per_gib)
@@ -172,12 +172,12 @@ class Setup:
         }
 
 
-def passed(usage: Usage, asked: int, latencies: Sequence[float] = ()) -> Moved:
+def passed(usage: Usage, asked: int, latencies: Sequence[float] = ()) -> MovedBytes:
     """Return the result of a pass that had to move ``asked`` bytes.
 
     At most the bytes that were asked for count, and at most those that moved: a tensor that was evicted before its use and read
     twice does not improve the rate, and neither does one that was found in memory."""
-    return Moved.of(usage, min(asked, usage.bytes), latencies)
+    return MovedBytes.of(usage, min(asked, usage.bytes), latencies)
 
 
 def refuse_full_disk(folder: str, needed: int, lower: str = "--size") -> None:
@@ -191,7 +191,7 @@ def refuse_full_disk(folder: str, needed: int, lower: str = "--size") -> None:
         )
 
 
-class Workload:
+class StoreWorkload:
     """Makes passes over a store's tensors. Tensors below ``r/`` are only read, tensors below ``w/`` only written."""
 
     def __init__(self, store: TieredStore, setup: Setup, stop: StopRequest) -> None:
@@ -213,14 +213,14 @@ class Workload:
         for _ in range(WARM_UP):
             self.write()
 
-    def read(self) -> Moved:
+    def read(self) -> MovedBytes:
         """Lease one tensor after the other while the next ones are prefetched. The latencies are those of the leases."""
         self._begin()
         for index in range(len(self._reads)):
             self._read(index)
         return self._end(self._setup.moved)
 
-    def write(self) -> Moved:
+    def write(self) -> MovedBytes:
         """Replace all tensors and commit, which ends when all bytes are on disk. The latencies are the waits for room."""
         self._begin()
         for key in self._writes:
@@ -230,7 +230,7 @@ class Workload:
         self._store.commit()
         return self._end(self._setup.moved)
 
-    def mixed(self) -> Moved:
+    def mixed(self) -> MovedBytes:
         """Read and replace tensors in turn, and commit. The latencies are those of the reads."""
         self._begin()
         for index, key in enumerate(self._writes):
@@ -254,7 +254,7 @@ class Workload:
         self._latencies = []
         self._meter.lap()
 
-    def _end(self, asked: int) -> Moved:
+    def _end(self, asked: int) -> MovedBytes:
         return passed(self._meter.lap(), asked, self._latencies)
 
     def _read(self, index: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from tiered import TieredStore
 from tiered.cli.bench.plot import plot_sustained
 from tiered.cli.bench.reports import Measuring, reported
-from tiered.cli.bench.series import Setup, Workload, refuse_full_disk
+from tiered.cli.bench.series import Setup, StoreWorkload, refuse_full_disk
 from tiered.cli.info.machine import store_facts
 from tiered.cli.output import (
     Progress,
@@ -27,7 +27,7 @@ from tiered.cli.output import (
 from tiered.measuring.meters import scratch_store
 from tiered.types import format_size
 
-__all__ = ["Window", "sustained"]
+__all__ = ["DriveWindow", "sustained"]
 
 WINDOWS = 120
 """Most windows; none is shorter than SHORTEST seconds, because single transfers would look like changes of the rate."""
@@ -35,7 +35,7 @@ SHORTEST = 1.0
 
 
 @dataclass(frozen=True)
-class Window:
+class DriveWindow:
     """The ``bytes`` written to the disk between two moments, which are seconds since the beginning."""
 
     began: float
@@ -58,17 +58,17 @@ def sustained(folder: str, setup: Setup, seconds: float, json: str | None, plot:
         report |= setup.as_json() | {"asked_seconds": seconds} | store_facts(folder, setup.backend)
         refuse_full_disk(folder, setup.disk_bytes)
         store = under.stack.enter_context(scratch_store(folder, dram=setup.pool, backend=setup.backend))
-        windows = _windows(store, Workload(store, setup, under.stop), setup, seconds, under.progress)
+        windows = _windows(store, StoreWorkload(store, setup, under.stop), setup, seconds, under.progress)
         report["sustained"] = _as_json(windows)
         return lambda: _describe(report, setup, windows)
 
     return reported(measure, json, plot, plot_sustained)
 
 
-def _windows(store: TieredStore, walk: Workload, setup: Setup, seconds: float, progress: Progress) -> list[Window]:
+def _windows(store: TieredStore, walk: StoreWorkload, setup: Setup, seconds: float, progress: Progress) -> list[DriveWindow]:
     """Replace one tensor after the other, and commit when all were replaced and at the end."""
     least = max(SHORTEST, seconds / WINDOWS)
-    windows: list[Window] = []
+    windows: list[DriveWindow] = []
     start = began = time.perf_counter()
     before = 0
     for count in itertools.count(1):
@@ -82,19 +82,19 @@ def _windows(store: TieredStore, walk: Workload, setup: Setup, seconds: float, p
             now = time.perf_counter()
         if over or now - began >= least:
             written = store.statistics().links[-1].down.bytes
-            windows.append(Window(began - start, now - start, written - before))
+            windows.append(DriveWindow(began - start, now - start, written - before))
             began, before = now, written
         if over:
             break
     progress.working("done", 1.0)
     if len(windows) > 1 and windows[-1].ended - windows[-1].began < least / 2:  # too short for a rate of its own
         last, rest = windows.pop(), windows.pop()
-        windows.append(Window(rest.began, last.ended, rest.bytes + last.bytes))
+        windows.append(DriveWindow(rest.began, last.ended, rest.bytes + last.bytes))
     return windows
 
 
-def _as_json(windows: list[Window]) -> dict[str, Any]:
-    whole = Window(0.0, windows[-1].ended, sum(window.bytes for window in windows))
+def _as_json(windows: list[DriveWindow]) -> dict[str, Any]:
+    whole = DriveWindow(0.0, windows[-1].ended, sum(window.bytes for window in windows))
     least = min(windows, key=lambda window: window.rate)
     return {
         "whole": whole.as_json(),
@@ -105,7 +105,7 @@ def _as_json(windows: list[Window]) -> dict[str, Any]:
     }
 
 
-def _describe(report: dict[str, Any], setup: Setup, windows: list[Window]) -> str:
+def _describe(report: dict[str, Any], setup: Setup, windows: list[DriveWindow]) -> str:
     found = report["sustained"]
     names = ("whole", "first", "last", "least")
     unit, factor = rate_unit(*(found[name]["bytes_per_second"] for name in names))

@@ -11,7 +11,7 @@ import psutil
 from tiered import CapacityError, MisuseError
 from tiered.cli.bench.reports import Measuring, reported
 from tiered.cli.bench.series import refuse_full_disk
-from tiered.cli.bench.trainer import PHASES, TrainerOptions, Training, Variant, training
+from tiered.cli.bench.trainer import PHASES, BenchTraining, TrainerOptions, Variant, training
 from tiered.cli.info.machine import store_facts
 from tiered.cli.output import counted, table, told_environment, told_io, told_noise
 from tiered.cli.train.model import GRADIENT_BYTES, STATE_BYTES
@@ -61,7 +61,7 @@ def _refuse_small_machine(options: TrainerOptions) -> None:
 
 def _train(options: TrainerOptions, under: Measuring) -> dict[str, Any]:
     """Run steps of all three in turn, so that changes over time affect all alike."""
-    trainings: dict[str, Training] = {}
+    trainings: dict[str, BenchTraining] = {}
     begun: dict[str, dict[str, Any]] = {}
     split: tuple[str, ...] = ()
     for variant in VARIANTS:

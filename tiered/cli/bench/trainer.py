@@ -27,7 +27,7 @@ from tiered.measuring.meters import Meter, peak_memory, scratch_store
 from tiered.store.opening import SMALLEST_DRAM
 from tiered.types import BackendName
 
-__all__ = ["PHASES", "Trainer", "TrainerOptions", "Training", "Variant", "training"]
+__all__ = ["PHASES", "BenchTraining", "Trainer", "TrainerOptions", "Variant", "training"]
 
 PHASES = ("forward", "backward", "update", "waiting", "other")
 DRAM_BYTES = 17
@@ -160,7 +160,7 @@ class Trainer:
         return time.perf_counter(), updates, stalled
 
 
-class Training:
+class BenchTraining:
     """A training in a process of its own, which Ctrl-C does not reach: ``close`` ends it."""
 
     def __init__(self, options: TrainerOptions, variant: Variant, split: tuple[str, ...] = ()) -> None:
@@ -220,9 +220,9 @@ class Training:
 
 
 @contextmanager
-def training(options: TrainerOptions, variant: Variant, split: tuple[str, ...] = ()) -> Iterator[Training]:
+def training(options: TrainerOptions, variant: Variant, split: tuple[str, ...] = ()) -> Iterator[BenchTraining]:
     """Have a training, whose process ends with this context."""
-    found = Training(options, variant, split)
+    found = BenchTraining(options, variant, split)
     try:
         yield found
     finally:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from tiered import TieredStore
     from tiered.cli.arguments import Commands
     from tiered.cli.generate.live import Display
-    from tiered.cli.generate.summary import Pace, Summary
-    from tiered.cli.generate.text import Text
+    from tiered.cli.generate.summary import GenerationSummary, Pace
+    from tiered.cli.generate.text import GeneratedText
     from tiered.cli.stop import StopRequest
 
 __all__ = ["add_parser"]
@@ -90,7 +90,7 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
     return 0
 
 
-def _generated(parsed: argparse.Namespace, stop: StopRequest) -> Summary:
+def _generated(parsed: argparse.Namespace, stop: StopRequest) -> GenerationSummary:
     from tiered import TieredStore
     from tiered.cli.generate.live import Display
 
@@ -109,10 +109,10 @@ def _generated(parsed: argparse.Namespace, stop: StopRequest) -> Summary:
 
 def _made(
     parsed: argparse.Namespace, store: TieredStore, display: Display, stop: StopRequest, began: float
-) -> Summary:
+) -> GenerationSummary:
     import torch
 
-    from tiered.cli.generate.summary import Summary
+    from tiered.cli.generate.summary import GenerationSummary
     from tiered.cli.generate.text import text_of
     from tiered.integrations.kept import TOKENIZER, kept_file, only_model
     from tiered.integrations.transformers import open_model
@@ -142,7 +142,7 @@ def _made(
     if conversation is not None:
         conversation.commit(made)
     weights, routed = _sizes(model)
-    return Summary(
+    return GenerationSummary(
         name, len(prompt), streamer.tokens, streamer.text, opened, streamer.first, streamer.rest, weights, routed,
         store.statistics().tiers[0].capacity, expert_statistics(model), kept=conversation is not None,
     )
@@ -249,7 +249,7 @@ def _sizes(model: Any) -> tuple[int, int]:
 class _Streamer:
     """Takes tokens from ``generate()``, which calls ``put`` with the prompt, then with each token."""
 
-    def __init__(self, store: TieredStore, text: Text, display: Display, stop: StopRequest, wanted: int) -> None:
+    def __init__(self, store: TieredStore, text: GeneratedText, display: Display, stop: StopRequest, wanted: int) -> None:
         from tiered.cli.generate.summary import Pacer
 
         self._text, self._display, self._stop, self._wanted = text, display, stop, wanted

@@ -18,7 +18,7 @@ from tiered.types import format_size
 if TYPE_CHECKING:
     from tiered.integrations.transformers.experts import ExpertStatistics
 
-__all__ = ["Pace", "Pacer", "Summary", "describe", "live_line"]
+__all__ = ["GenerationSummary", "Pace", "Pacer", "describe", "live_line"]
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def live_line(pace: Pace, tokens: int, wanted: int) -> str:
 
 
 @dataclass(frozen=True)
-class Summary:
+class GenerationSummary:
     """A generation: ``first`` is up to its first token, ``rest`` the tokens after it. ``weights``: bytes of all parameters in
     the store; ``routed``: those of experts, of which a token uses some. ``memory``: the store's budget. ``experts``: what
     was counted of these, the prompt included. ``kept``: keys and values are in the store, too, and what was read has them."""
@@ -151,7 +151,7 @@ class Summary:
         }
 
 
-def describe(summary: Summary) -> str:
+def describe(summary: GenerationSummary) -> str:
     """Format the summary in several lines."""
     first, rest = summary.first, summary.rest
     lines = [
@@ -190,7 +190,7 @@ def describe(summary: Summary) -> str:
     return "\n".join(lines)
 
 
-def _more(summary: Summary) -> str | None:
+def _more(summary: GenerationSummary) -> str | None:
     """Say what one more GiB of memory would bring."""
     then = summary.with_more(GIB)
     if summary.seconds is None or summary.read is None:

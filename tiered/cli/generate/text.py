@@ -8,12 +8,12 @@ from typing import Any, Protocol
 from tiered import MisuseError
 from tiered.integrations.kept import TOKENIZER
 
-__all__ = ["ByteText", "Text", "TokenizerText", "text_of"]
+__all__ = ["ByteText", "GeneratedText", "TokenizerText", "text_of"]
 
 BYTES = 256
 
 
-class Text(Protocol):
+class GeneratedText(Protocol):
     """One generation's tokens and text."""
 
     def encode(self, prompt: str) -> list[int]:
@@ -96,7 +96,7 @@ def _text(prompt: str) -> str:
     return prompt
 
 
-def text_of(contents: bytes | None, vocabulary: int) -> Text:
+def text_of(contents: bytes | None, vocabulary: int) -> GeneratedText:
     """Return the text of a model with so many tokens, whose ``tokenizer.json`` has ``contents`` (None: there is none).
 
     Raises MisuseError where there is none and the model cannot have a token for each byte, and for a damaged one."""

@@ -13,7 +13,7 @@ from tiered.cli.arguments import add_generation, add_json, add_store, command
 
 if TYPE_CHECKING:
     from tiered.cli.arguments import Commands
-    from tiered.store.at_rest import Listing
+    from tiered.store.at_rest import StoreListing
 
 __all__ = ["add_parser"]
 
@@ -67,7 +67,9 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
     return 1 if any(one.problem for one in found.generations) else 0
 
 
-def _models(found: Listing, meta: Mapping[str, object], paths: list[str] | None) -> tuple[list[dict[str, Any]], str | None]:
+def _models(
+    found: StoreListing, meta: Mapping[str, object], paths: list[str] | None
+) -> tuple[list[dict[str, Any]], str | None]:
     """List the models that have a checkpoint, and say why their parameters could not be counted (None where they were).
 
     Counting reads the data files, for which the generation is pinned."""
@@ -89,7 +91,7 @@ def _models(found: Listing, meta: Mapping[str, object], paths: list[str] | None)
     return [_model(found, name) | {"parameters": counted[name], "step": meta.get("step")} for name in names], note
 
 
-def _model(found: Listing, name: str) -> dict[str, Any]:
+def _model(found: StoreListing, name: str) -> dict[str, Any]:
     """Sum up the tensors of one model. Below ``name/param/`` each unit has its parameters under its own name, and its gradient
     and optimizer states under names that continue after a slash."""
     prefix = f"{name}/param/"
@@ -105,7 +107,7 @@ def _model(found: Listing, name: str) -> dict[str, Any]:
 
 
 def _described(
-    found: Listing, models: list[dict[str, Any]], note: str | None, pattern: str | None, *, pieces: bool
+    found: StoreListing, models: list[dict[str, Any]], note: str | None, pattern: str | None, *, pieces: bool
 ) -> str:
     from tiered.cli.output import counted, table
     from tiered.errors import shown
@@ -148,7 +150,7 @@ def _all(generations: int) -> str:
     return "its only generation" if generations == 1 else f"all {generations} generations"
 
 
-def _as_json(found: Listing, models: list[dict[str, Any]], note: str | None) -> dict[str, Any]:
+def _as_json(found: StoreListing, models: list[dict[str, Any]], note: str | None) -> dict[str, Any]:
     return {
         "folder": found.folder,
         "generations": [

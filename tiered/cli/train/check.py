@@ -37,7 +37,7 @@ Named = Iterator[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CheckOutcome:
     """All numbers of one training. ``state``: the moments, by the position of the parameter, as in ``torch.optim.AdamW``."""
 
     results: list[Result]
@@ -130,7 +130,7 @@ def _activations(options: Options) -> str:
 
 def _in_memory(
     start: dict[str, torch.Tensor], text: Text, options: Options, split: Iterable[str], stop: StopRequest
-) -> Outcome:
+) -> CheckOutcome:
     model = GPT(Shape.of(options))
     model.load_state_dict(start)
     in_parts(model, split if options.micro_batch > 1 else (), options.micro_batch)
@@ -139,13 +139,13 @@ def _in_memory(
     return _outcome(loop.steps(), model, optimizer, stop)
 
 
-def _outcome(steps: Iterable[Result], model: nn.Module, optimizer: torch.optim.Optimizer, stop: StopRequest) -> Outcome:
+def _outcome(steps: Iterable[Result], model: nn.Module, optimizer: torch.optim.Optimizer, stop: StopRequest) -> CheckOutcome:
     results = []
     for result in steps:
         results.append(result)
         stop.check()
     state: dict[str, Any] = optimizer.state_dict()
-    return Outcome(results, model.state_dict(), state["state"])
+    return CheckOutcome(results, model.state_dict(), state["state"])
 
 
 def _compare(ours: Named, theirs: Named) -> tuple[int, str | None]:

@@ -12,7 +12,7 @@ from tiered import zero
 from tiered.cli.train.model import GRADIENT_BYTES
 from tiered.cli.train.options import Options
 from tiered.zero.rules.forms import forms_of
-from tiered.zero.rules.known import CHOICES, Known
+from tiered.zero.rules.known import CHOICES, KnownOptimizer
 
 __all__ = ["OptimizerKind", "decayed", "kind_named", "kind_of"]
 
@@ -25,7 +25,7 @@ MATRIX = torch.Size((1024, 1024))
 class OptimizerKind:
     """Optimizer of ``tiered train``, as it is made for a paged model and for one in memory, and the bytes that it needs."""
 
-    known: Known
+    known: KnownOptimizer
 
     @property
     def bytes_kept(self) -> float:

@@ -29,7 +29,7 @@ from tiered.types import format_size
 if TYPE_CHECKING:
     from tiered.cli.train.loop import Result
 
-__all__ = ["Recording", "Summary", "describe", "predicted"]
+__all__ = ["StepRecording", "Summary", "describe", "predicted"]
 
 @dataclass(frozen=True)
 class Summary:
@@ -293,7 +293,7 @@ WARM_UP = 5
 """Steps before the recording: they make the moments, and the store learns the order of a step."""
 
 
-class Recording:
+class StepRecording:
     """Records ``options.timeline_steps`` steps after ``WARM_UP``, or the last steps where there are fewer.
 
     ``done``: steps of earlier processes.

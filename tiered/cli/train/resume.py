@@ -26,7 +26,7 @@ from tiered.zero.rank_stores import RankCommit, folder_of, has_commit, in_all, j
 __all__ = [
     "Earlier",
     "Over",
-    "Place",
+    "ResumePlace",
     "earlier",
     "find",
     "go_on_command",
@@ -174,7 +174,7 @@ def go_on_command(folder: str, launched: Launched) -> str:
 
 
 @dataclass(frozen=True)
-class Place:
+class ResumePlace:
     """Where a training is resumed. ``opened``: the folder for ``peers.open``. ``newest``: a store with the newest commit.
 
     ``source``: the folder from which a commit of another number of ranks is copied, as of ``generation`` of ``newest``; None
@@ -195,7 +195,7 @@ class _Seen(msgspec.Struct, forbid_unknown_fields=True):
     mine: list[tuple[int, str, int]]
 
 
-def find(folder: str, peers: Peers) -> Place | None:
+def find(folder: str, peers: Peers) -> ResumePlace | None:
     """Find the newest commit in ``folder``: of one process in ``folder`` itself, or of N ranks in ``folder/rank-R-of-N``.
 
     Returns None where nothing is committed. All ranks call this function. Raises MisuseError where another number of ranks made
@@ -209,10 +209,10 @@ def find(folder: str, peers: Peers) -> Place | None:
         mine = joints(Path(own)) if ranks > 1 else []
     if ranks == 1:
         if seen is None:
-            return Place(folder, folder) if plain else None
+            return ResumePlace(folder, folder) if plain else None
         if seen.ranks == 1:
-            return Place(own, own)
-        return Place(own, str(seen.folders[0]), folder, seen.joints[0].generation)
+            return ResumePlace(own, own)
+        return ResumePlace(own, str(seen.folders[0]), folder, seen.joints[0].generation)
     everybody = peers.said(
         {
             "newest": [0, 0] if seen is None else [seen.number, seen.ranks],
@@ -224,7 +224,7 @@ def find(folder: str, peers: Peers) -> Place | None:
     common = in_all([[RankCommit(*joint) for joint in said.mine] for said in everybody])
     newest = max(said.newest for said in everybody)
     if common is not None and common[0].number >= newest[0]:
-        return Place(folder, own)
+        return ResumePlace(folder, own)
     if newest[0]:
         blind = [str(number) for number, said in enumerate(everybody) if said.newest != newest]
         if blind or seen is None:
@@ -232,8 +232,8 @@ def find(folder: str, peers: Peers) -> Place | None:
                 f"the newest commit in {folder} is of {newest[1]} ranks, and rank {', '.join(blind)} does not see the stores "
                 f"of all of them: resume with {newest[1]} ranks, or copy these stores to where all ranks can read them"
             )
-        return Place(folder, str(seen.folders[0]), folder, seen.joints[0].generation)
-    return Place(folder, folder, folder) if all(said.plain for said in everybody) else None
+        return ResumePlace(folder, str(seen.folders[0]), folder, seen.joints[0].generation)
+    return ResumePlace(folder, folder, folder) if all(said.plain for said in everybody) else None
 
 
 def refuse_others(folder: str, ranks: int) -> None:

@@ -25,8 +25,8 @@ from tiered.cli.train.model import GPT, Shape, Text, build, initialiser, open_te
 from tiered.cli.train.optimizers import OptimizerKind, kind_of
 from tiered.cli.train.options import DEFAULT_FOLDER, NAME, Options, StoreOptions
 from tiered.cli.train.ranks import Peers, joined
-from tiered.cli.train.report import Recording, Summary, describe, predicted
-from tiered.cli.train.resume import Earlier, Place
+from tiered.cli.train.report import StepRecording, Summary, describe, predicted
+from tiered.cli.train.resume import Earlier, ResumePlace
 from tiered.measuring.meters import Meter, measure, peak_memory
 from tiered.reporting.page import page as page_of
 from tiered.reporting.page import refuse_foreign, write_page
@@ -187,7 +187,7 @@ def resume(
         if place is None and anew is not None:
             return _begin(anew(), given, peers)
         try:
-            return _continue(Place(folder, folder) if place is None else place, wishes, given, peers)
+            return _continue(ResumePlace(folder, folder) if place is None else place, wishes, given, peers)
         except resuming.Over as over:
             if anew is None or not peers.launched.restarts:
                 raise
@@ -196,7 +196,7 @@ def resume(
             return 0
 
 
-def _continue(place: Place, wishes: Mapping[str, Any], given: Sequence[str], peers: Peers) -> int:
+def _continue(place: ResumePlace, wishes: Mapping[str, Any], given: Sequence[str], peers: Peers) -> int:
     baseline = peak_memory()
     with ExitStack() as stack:
         with peers.together():
@@ -229,7 +229,7 @@ class _Session:
     options: Options
     store: TieredStore
     text: Text
-    recording: Recording
+    recording: StepRecording
     peers: Peers
     baseline: int
     given: Sequence[str]
@@ -440,8 +440,8 @@ def _of_first(options: Options, peers: Peers) -> Options:
     return options if peers.launched.rank == 0 else replace(options, json=None, timeline=None, plot=None, report=None)
 
 
-def _refuse_unwritable(options: Options, done: int) -> Recording:
-    recording = Recording(options, done)
+def _refuse_unwritable(options: Options, done: int) -> StepRecording:
+    recording = StepRecording(options, done)
     refuse_unwritable(options.json)
     if options.report is not None:
         refuse_foreign(options.report)

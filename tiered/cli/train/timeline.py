@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tiered import Timeline, __version__
 from tiered.cli.output import MADE_BY, counted
-from tiered.reporting.timeline import COMPUTE, Part, Way, activity, lanes, ways
+from tiered.reporting.timeline import COMPUTE, TimelinePart, Way, activity, lanes, ways
 from tiered.telemetry import TransferEvent
 from tiered.types import Urgency, format_size
 
@@ -222,7 +222,7 @@ def _name(axes: Axes, name: str) -> None:
     axes.set_ylim(0, 1)
 
 
-def _bars(axes: Axes, name: str, colours: dict[str, list[Part]], at: Any) -> None:
+def _bars(axes: Axes, name: str, colours: dict[str, list[TimelinePart]], at: Any) -> None:
     _name(axes, name)
     for colour, parts in colours.items():
         places = [(at(part.began), at(part.ended) - at(part.began)) for part in parts]

@@ -22,7 +22,7 @@ from typing import Any
 
 from tiered.errors import TorchFileError, shown
 
-__all__ = ["MAX_PICKLE", "Instance", "Machine", "Name", "as_dict", "as_list", "as_text", "sizes_of", "unpickled"]
+__all__ = ["MAX_PICKLE", "Instance", "Name", "PickleMachine", "as_dict", "as_list", "as_text", "sizes_of", "unpickled"]
 
 MAX_PICKLE = 512 << 20
 """Bytes of one pickle: of some million names."""
@@ -76,7 +76,7 @@ def unpickled(data: bytes, path: str, inert: Collection[str] = ()) -> Any:
     Nothing that the pickle names is imported or called. Raises TorchFileError, which begins with ``path``, for any other name,
     for opcodes that are not of plain pickles, for what is damaged, and for what passes the limits of this module.
     """
-    return Machine(path, inert).read(data)
+    return PickleMachine(path, inert).read(data)
 
 
 _DAMAGED = (
@@ -191,7 +191,7 @@ def _size(one: Any) -> int:
     raise ValueError(f"a {type(one).__name__} is a key, or in one")
 
 
-class Machine:
+class PickleMachine:
     """Stack machine of a pickle: one object per run. ``made``: what it makes of the calls of these names, beside plain
     containers."""
 

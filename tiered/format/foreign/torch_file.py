@@ -21,9 +21,9 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from tiered.errors import TorchFileError, shown
-from tiered.format.foreign.pickled import MAX_PICKLE, Machine, Name, sizes_of
+from tiered.format.foreign.pickled import MAX_PICKLE, Name, PickleMachine, sizes_of
 
-__all__ = ["StoredTensor", "TorchFile"]
+__all__ = ["FileTensor", "TorchFile"]
 
 READ_BYTES = 4 << 20
 
@@ -49,7 +49,7 @@ class _Storage:
 
 
 @dataclass(frozen=True, eq=False)
-class StoredTensor:
+class FileTensor:
     """Tensor of a file: element type (torch's name), shape, strides and first element in the entry ``key``, which has
     ``numel`` elements."""
 
@@ -261,7 +261,7 @@ class _Part(io.RawIOBase):
         return data
 
 
-class _Tensors(Machine):
+class _Tensors(PickleMachine):
     """Machine of the pickle of ``file``: it makes tensors, too."""
 
     def __init__(self, file: TorchFile, inert: Collection[str]) -> None:
@@ -291,14 +291,14 @@ class _Tensors(Machine):
             raise ValueError(f"a storage has {numel} elements, and its entry fewer")
         return _Storage(dtype, key, numel)
 
-    def _tensor(self, storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> StoredTensor:
+    def _tensor(self, storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> FileTensor:
         if not isinstance(storage, _Storage):
             raise ValueError("a tensor is of no storage")
         return self._checked_tensor(storage.dtype, storage, offset, shape, stride)
 
     def _tensor_of_type(
         self, storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *rest: Any
-    ) -> StoredTensor:
+    ) -> FileTensor:
         name = dtype.text.removeprefix("torch.") if isinstance(dtype, Name) else ""
         if not isinstance(storage, _Storage) or name not in ELEMENTS:
             raise ValueError("a tensor is of no known type")
@@ -307,16 +307,16 @@ class _Tensors(Machine):
     def _of_type(self, called: Any, kind: Any, arguments: Any, *rest: Any) -> Any:
         """Make a tensor of a subclass: the tensor in it."""
         found = self.called(called, arguments)
-        if not isinstance(found, StoredTensor):
+        if not isinstance(found, FileTensor):
             raise ValueError("an object of a tensor's class is none")
         return found
 
-    def _checked_tensor(self, dtype: str, storage: _Storage, offset: Any, shape: Any, stride: Any) -> StoredTensor:
+    def _checked_tensor(self, dtype: str, storage: _Storage, offset: Any, shape: Any, stride: Any) -> FileTensor:
         sizes, strides = sizes_of(shape), sizes_of(stride)
         if type(offset) is not int or offset < 0 or len(sizes) != len(strides):
             raise ValueError("a tensor has no place")
         numel = storage.numel * ELEMENTS[storage.dtype] // ELEMENTS[dtype]
-        found = StoredTensor(self._file, storage.key, dtype, sizes, strides, offset, numel)
+        found = FileTensor(self._file, storage.key, dtype, sizes, strides, offset, numel)
         if offset + found.span > numel:
             raise ValueError("a tensor is larger than its storage")
         return found

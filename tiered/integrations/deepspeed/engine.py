@@ -21,7 +21,7 @@ from tiered.integrations.deepspeed import tags
 from tiered.integrations.deepspeed.config import Config
 from tiered.integrations.deepspeed.importing import load_imported, load_saved
 from tiered.integrations.deepspeed.loss_scale import LossScale
-from tiered.integrations.deepspeed.monitors import Monitors, Step
+from tiered.integrations.deepspeed.monitors import MonitoredStep, Monitors
 from tiered.integrations.deepspeed.questions import answer, lacking
 from tiered.integrations.deepspeed.saved import SavedCheckpoint, is_saved
 from tiered.integrations.deepspeed.table import QUESTIONS
@@ -211,7 +211,7 @@ class Engine(nn.Module):
         scale = self._scale.scale if config.fp16.enabled else None
         losses, self._losses = self._losses, []
         counted = self.global_steps, self.global_samples, self.skipped_steps
-        self._monitors.stepped(Step(*counted, self.get_lr(), losses, scale))
+        self._monitors.stepped(MonitoredStep(*counted, self.get_lr(), losses, scale))
 
     @property
     def _samples_of_a_pass(self) -> int:

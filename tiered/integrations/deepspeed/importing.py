@@ -19,7 +19,7 @@ from tiered.store import TieredStore
 from tiered.zero.checkpoint import checkpoint
 from tiered.zero.checkpoint.foreign import ONE, ForeignGroup, put, record_of, replace, take_over
 from tiered.zero.checkpoint.loaders import Stateful
-from tiered.zero.checkpoint.reshard import Source, opened
+from tiered.zero.checkpoint.reshard import CheckpointSource, opened
 from tiered.zero.optimizers.optimizer import Optimizer
 from tiered.zero.paging.pager import name_of, pager_of
 from tiered.zero.rules.known import CHOICES
@@ -73,7 +73,7 @@ def load_imported(
     ManifestError."""
     pager = pager_of(model)
     with ExitStack() as stack:
-        source = Source(opened(folder, stack), pager.name)
+        source = CheckpointSource(opened(folder, stack), pager.name)
         before = source.records[0]
         extra = dict(before["extra"] or {})
         if not {"engine", "sizes", "loss_scale", "client_state"} <= extra.keys():

@@ -1,7 +1,7 @@
 """What an engine prints and writes: lines between steps, times, operations, events for csv files and TensorBoard.
 
-After each step an engine tells its monitors, which are functions of a ``Step``. Another one is a function that makes one, and
-two lines in ``Monitors``.
+After each step an engine tells its monitors, which are functions of a ``MonitoredStep``. Another one is a function that makes
+one, and two lines in ``Monitors``.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from tiered.integrations.deepspeed.config import FlopsProfile, Log, Reports
 from tiered.store import TieredStore
 from tiered.types import format_size
 
-__all__ = ["Monitors", "Step"]
+__all__ = ["MonitoredStep", "Monitors"]
 
 PHASES = ("forward", "backward", "step")
 
 
-class Step(NamedTuple):
+class MonitoredStep(NamedTuple):
     """What monitors are told of a step: its number, the samples and skipped steps so far, the learning rates, the losses of its
     passes, the loss scale (None: there is none), and the milliseconds of each phase, where they are measured."""
 
@@ -50,7 +50,7 @@ class Step(NamedTuple):
         return {f"Train/Samples/{name}": value for name, value in found.items()}
 
 
-Monitor = Callable[[Step], None]
+Monitor = Callable[[MonitoredStep], None]
 
 
 class Monitors:
@@ -96,7 +96,7 @@ class Monitors:
             torch.cuda.synchronize(self._device)
         return time.monotonic()
 
-    def stepped(self, step: Step) -> None:
+    def stepped(self, step: MonitoredStep) -> None:
         """Tell the monitors of a step."""
         milliseconds = {phase: 1e3 * seconds for phase, seconds in self._seconds.items()}
         self._seconds = dict.fromkeys(self._seconds, 0.0)
@@ -116,7 +116,7 @@ def _lines(every: int, store: TieredStore | None) -> Monitor:
     """Return what prints each step of ``every`` many: rates, speed, times where they are measured, the memory of ``store``."""
     since, before = time.monotonic(), 0
 
-    def say(step: Step) -> None:
+    def say(step: MonitoredStep) -> None:
         nonlocal since, before
         if step.number % every:
             return
@@ -138,7 +138,7 @@ def _lines(every: int, store: TieredStore | None) -> Monitor:
 def _rows(folder: Path) -> Monitor:
     """Return what writes a csv file for each kind of event."""
 
-    def write(step: Step) -> None:
+    def write(step: MonitoredStep) -> None:
         for name, value in step.events().items():
             path = folder / f"{name.replace('/', '_')}.csv"
             fresh = not path.exists()
@@ -160,7 +160,7 @@ def _scalars(folder: Path, stack: ExitStack) -> Monitor:
     writer: Any = SummaryWriter(log_dir=str(folder))
     stack.callback(writer.close)
 
-    def write(step: Step) -> None:
+    def write(step: MonitoredStep) -> None:
         for name, value in step.events().items():
             writer.add_scalar(name, value, step.samples)
         writer.flush()

@@ -35,7 +35,7 @@ import torch
 from tiered.errors import MisuseError, TorchFileError, quoted, shown
 from tiered.format.foreign.documents import text_of
 from tiered.format.foreign.pickled import Instance, Name, as_dict, as_list, as_text, sizes_of
-from tiered.format.foreign.torch_file import ELEMENTS, StoredTensor, TorchFile
+from tiered.format.foreign.torch_file import ELEMENTS, FileTensor, TorchFile
 from tiered.integrations.deepspeed.config import dtype_of
 from tiered.integrations.deepspeed.tags import LATEST, MOST_TEXT
 from tiered.types import format_size
@@ -120,7 +120,7 @@ class _Raw:
         return data
 
 
-_Flat = StoredTensor | _Raw
+_Flat = FileTensor | _Raw
 
 
 class _Fragment(NamedTuple):
@@ -332,7 +332,7 @@ class SavedCheckpoint:
         for name, value in module.items():
             if name in buffers or name in self.aliases:
                 continue
-            if not isinstance(value, StoredTensor):
+            if not isinstance(value, FileTensor):
                 raise ValueError(f"its module has a {type(value).__name__} for {shown(as_text(name), 100)}")
             dtype = _type(value.dtype)
             if name in trained:
@@ -359,7 +359,7 @@ class SavedCheckpoint:
                 raise ValueError(f"{shown(name, 100)} of shape {one.shape} has {end} elements")
         self._refuse_copies(there.values())
 
-    def _refuse_copies(self, buffers: Iterable[StoredTensor]) -> None:
+    def _refuse_copies(self, buffers: Iterable[FileTensor]) -> None:
         """Raise TorchFileError where small files would write very much: parameters, states and buffers are written one by one,
         wherever they lie."""
         taken = 0
@@ -371,7 +371,7 @@ class SavedCheckpoint:
             for flat in part.flats.values():
                 size = ELEMENTS[flat.dtype]
                 taken += (part.end - part.begin) * size
-                if isinstance(flat, StoredTensor):
+                if isinstance(flat, FileTensor):
                     files[flat.file.path] = flat.file.nbytes
                 else:
                     files[flat.path] = flat.count * size
@@ -382,7 +382,7 @@ class SavedCheckpoint:
                 "memory of its own for each (tensor.clone())"
             )
 
-    def _whole(self, name: str, value: StoredTensor, shape: tuple[int, ...]) -> None:
+    def _whole(self, name: str, value: FileTensor, shape: tuple[int, ...]) -> None:
         numel = math.prod(shape)
         if not value.is_contiguous or value.count != numel:
             raise ValueError(f"{shown(name, 100)} is not contiguous, or of another shape")
@@ -529,7 +529,7 @@ def _flats(kept: Any, master: Any) -> tuple[dict[str, _Flat], Any]:
         raise ValueError(f"a group has {len(state):,} states")
     flats: dict[str, _Flat] = {"param": _tensor(master)}
     for name, value in state.items():
-        if name != "step" and isinstance(value, StoredTensor) and value.shape:
+        if name != "step" and isinstance(value, FileTensor) and value.shape:
             flats[as_text(name)] = value
     if "exp_avg_sq" in flats and "exp_avg" not in flats:
         flats["sum"] = flats.pop("exp_avg_sq")  # as DeepSpeed's Adagrad calls what torch's calls sum
@@ -541,7 +541,7 @@ def _flats(kept: Any, master: Any) -> tuple[dict[str, _Flat], Any]:
 
 def _step(value: Any) -> int:
     """Return a count of steps, which may be a tensor."""
-    if isinstance(value, StoredTensor):
+    if isinstance(value, FileTensor):
         if value.count != 1:
             raise ValueError(f"a step is a tensor of {value.count} elements")
         value = tensor_of(value).item()
@@ -577,7 +577,7 @@ def _elements(flat: _Flat, begin: int, end: int) -> torch.Tensor:
     return torch.frombuffer(data, dtype=torch.uint8).view(dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
 
 
-def tensor_of(stored: StoredTensor) -> torch.Tensor:
+def tensor_of(stored: FileTensor) -> torch.Tensor:
     """Return a small tensor of a file, whole. Its elements may lie in the same bytes: the caller looks how many there are."""
     data, dtype = stored.read(0, stored.span), _type(stored.dtype)
     flat = torch.frombuffer(data, dtype=torch.uint8).view(dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
@@ -593,7 +593,7 @@ def plain(value: Any) -> Any:
         left[0] -= 1 + (len(one) // 16 if isinstance(one, str) else len(one) if isinstance(one, bytes | bytearray) else 0)
         if left[0] < 0 or depth > 90:
             raise ValueError("it is nested deeper than 90 levels, or has a million values")
-        if isinstance(one, StoredTensor):
+        if isinstance(one, FileTensor):
             most = max(MOST_COPIES * one.file.nbytes, ALWAYS)
             room[0] = (most if room[0] < 0 else room[0]) - one.count * ELEMENTS[one.dtype]
             if room[0] < 0:
@@ -633,8 +633,8 @@ def _type(name: str) -> torch.dtype:
     return found
 
 
-def _tensor(value: Any) -> StoredTensor:
-    if not isinstance(value, StoredTensor):
+def _tensor(value: Any) -> FileTensor:
+    if not isinstance(value, FileTensor):
         raise ValueError(f"a {type(value).__name__} is taken for a tensor")
     return value
 

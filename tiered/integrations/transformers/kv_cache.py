@@ -22,7 +22,7 @@ from torch import nn
 from transformers.cache_utils import DummyLayer
 
 from tiered.errors import ManifestError, MisuseError, StoreClosed, expect_type, one_of, quoted, whole_number
-from tiered.integrations.transformers.kv_layer import Copies, Extent, PagedLayer
+from tiered.integrations.transformers.kv_layer import CachedTokens, CopyMemory, PagedLayer
 from tiered.integrations.transformers.kv_model import ARGUMENT, NO_STATE, WatchingCache, unwatch, watch, windows
 from tiered.integrations.transformers.kv_record import VERSION, CacheRecord, LayerRecord, Model, read, tensor_of
 from tiered.store import TieredStore, Touch
@@ -40,7 +40,7 @@ class Turn:
 
     ids: torch.Tensor
     mask: torch.Tensor | None
-    extents: tuple[Extent, ...]
+    extents: tuple[CachedTokens, ...]
 
     @property
     def length(self) -> int:
@@ -151,7 +151,7 @@ class TieredCache(WatchingCache):
         self._model: Callable[[], Any] = weakref.ref(model)
         self._layers: list[PagedLayer] = []
         layers: list[Any] = []
-        copies = Copies()
+        copies = CopyMemory()
         for window in windows(model):
             if window == NO_STATE:
                 layers.append(DummyLayer())
@@ -160,7 +160,8 @@ class TieredCache(WatchingCache):
             layers.append(layer)
             self._layers.append(layer)
         super().__init__(layers=layers)
-        self._turn = Turn(torch.zeros((0, 0), dtype=torch.long, device="cpu"), None, tuple(Extent() for _ in self._layers))
+        nothing = tuple(CachedTokens() for _ in self._layers)
+        self._turn = Turn(torch.zeros((0, 0), dtype=torch.long, device="cpu"), None, nothing)
         self._pending: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self._rest: torch.Tensor | None = None
         self._assisted = False
@@ -303,7 +304,7 @@ class TieredCache(WatchingCache):
     def reset(self) -> None:
         """Forget all tokens. What the last ``commit`` kept stays until the next one."""
         turn = self._turn
-        self._become(Turn(turn.ids[:0, :0], None, tuple(Extent() for _ in turn.extents)))
+        self._become(Turn(turn.ids[:0, :0], None, tuple(CachedTokens() for _ in turn.extents)))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens. Raises MisuseError for a positive number."""

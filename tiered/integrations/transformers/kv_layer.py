@@ -1,8 +1,8 @@
 """One layer's keys and values in a store, in blocks of a fixed number of tokens.
 
 A block is one tensor of the store: the keys of all its tokens, then their values. Only the last block is written to as tokens
-arrive. What a layer has is an ``Extent``, a value that is replaced as a whole: crops, reordered beams and other batches make
-another extent of the same blocks and move no byte.
+arrive. What a layer has is ``CachedTokens``, a value that is replaced as a whole: crops, reordered beams and other batches make
+another value of the same blocks and move no byte.
 
 A block is changed in place only behind all tokens that an extent in force refers to; else it is written anew, under a new
 serial number. So an exception at any line leaves an extent whose blocks hold what it says.
@@ -25,7 +25,7 @@ from tiered.errors import MisuseError
 from tiered.store import TieredStore
 from tiered.types import Owner, TensorSpec
 
-__all__ = ["Block", "Copies", "Extent", "Geometry", "PagedLayer"]
+__all__ = ["CachedBlock", "CachedTokens", "CopyMemory", "Geometry", "PagedLayer"]
 
 Rows = tuple[int, ...]
 SMALL = 256 << 10
@@ -35,7 +35,7 @@ SPARE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class CachedBlock:
     """One block: its serial number within the layer, and how many sequences are stored. Sequence i of the cache is the stored
     sequence ``rows[i]`` (None: i)."""
 
@@ -64,17 +64,17 @@ class Geometry(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class CachedTokens:
     """The tokens that a layer has, in blocks of which only the last one may be partly filled."""
 
     length: int = 0
-    blocks: tuple[Block, ...] = ()
+    blocks: tuple[CachedBlock, ...] = ()
 
-    def cropped(self, length: int, block: int) -> Extent:
+    def cropped(self, length: int, block: int) -> CachedTokens:
         """Return the first ``length`` tokens; ``block`` is the tokens of a block."""
-        return Extent(length, self.blocks[: -(-length // block)])
+        return CachedTokens(length, self.blocks[: -(-length // block)])
 
-    def selected(self, rows: Sequence[int]) -> Extent:
+    def selected(self, rows: Sequence[int]) -> CachedTokens:
         """Return the extent whose sequence i is this one's sequence ``rows[i]``."""
         made: dict[tuple[int, Rows | None], Rows | None] = {}
 
@@ -88,10 +88,10 @@ class Extent:
             if shape not in made:
                 made[shape] = composed(*shape)
             blocks.append(replace(block, rows=made[shape]))
-        return Extent(self.length, tuple(blocks))
+        return CachedTokens(self.length, tuple(blocks))
 
 
-class Copies:
+class CopyMemory:
     """Memory for the copies that attention takes, which is used again as soon as nothing refers to a copy.
 
     Each layer's keys and values are copied anew for each token, so memory from the heap would be faulted in anew as often, and,
@@ -136,12 +136,12 @@ class PagedLayer(CacheLayerMixin):
     is_croppable = True
 
     def __init__(
-        self, store: TieredStore, owner: Owner, prefix: str, block: int, window: int | None, copies: Copies
+        self, store: TieredStore, owner: Owner, prefix: str, block: int, window: int | None, copies: CopyMemory
     ) -> None:
         super().__init__()
         self.is_sliding = window is not None
         self.sliding_window = window
-        self.extent = Extent()
+        self.extent = CachedTokens()
         self.geometry: Geometry | None = None
         self.fixed: Mapping[int, int] = {}
         """How many tokens of each block, by serial number, must stay as they are."""
@@ -149,18 +149,18 @@ class PagedLayer(CacheLayerMixin):
         self._store, self._owner, self._prefix = store, owner, prefix
         self._block, self._copies = block, copies
 
-    def key(self, block: Block) -> str:
+    def key(self, block: CachedBlock) -> str:
         """Return the name of a block's tensor."""
         return f"{self._prefix}/{block.serial}"
 
-    def spec(self, block: Block) -> TensorSpec:
+    def spec(self, block: CachedBlock) -> TensorSpec:
         """Return shape and type of a block's tensor."""
         geometry = self.geometry
         assert geometry is not None
         elements = block.stored * self._block * geometry.elements
         return TensorSpec(str(geometry.dtype).removeprefix("torch."), (elements,), geometry.dtype.itemsize)
 
-    def visible(self, extent: Extent) -> tuple[int, tuple[Block, ...]]:
+    def visible(self, extent: CachedTokens) -> tuple[int, tuple[CachedBlock, ...]]:
         """Return the first token of ``extent`` that the next token attends to, and the blocks from its own on."""
         window = self.sliding_window
         start = 0 if window is None else max(extent.length - window + 1, 0)
@@ -202,7 +202,7 @@ class PagedLayer(CacheLayerMixin):
             found.append(self._copies.tensor((batch, heads, old.length - start + new, elements), states))
             found[-1][:, :, old.length - start :].copy_(states)
         fill = old.length % size
-        appended: list[Block] = []
+        appended: list[CachedBlock] = []
         first = start // size
         for index, block in enumerate(blocks, first):
             begin, end = max(start, index * size), min(old.length, (index + 1) * size)
@@ -216,7 +216,7 @@ class PagedLayer(CacheLayerMixin):
         for begin in range(min(new, size - fill) if fill else 0, new, size):
             appended.append(self._put([part[:, :, begin : begin + size] for part in (key_states, value_states)]))
         kept = old.blocks[: old.length // size] if appended else old.blocks
-        self.extent = Extent(old.length + new, kept + tuple(appended))
+        self.extent = CachedTokens(old.length + new, kept + tuple(appended))
         keys, values = found
         return keys, values
 
@@ -270,13 +270,13 @@ class PagedLayer(CacheLayerMixin):
 
     def _extend(
         self,
-        block: Block,
+        block: CachedBlock,
         fill: int,
         states: Sequence[torch.Tensor],
         found: Sequence[torch.Tensor],
         inside: slice,
         outside: slice,
-    ) -> Block:
+    ) -> CachedBlock:
         """Append the first tokens of ``states`` to the last block, which has ``fill`` tokens; copy its tokens ``inside`` to
         ``outside`` of ``found``. Return the block."""
         most = self._block - fill
@@ -296,9 +296,9 @@ class PagedLayer(CacheLayerMixin):
         both = [torch.cat([old, given[:, :, :most]], dim=2) for old, given in zip(before, states, strict=True)]
         return self._put(both)
 
-    def _put(self, states: Sequence[torch.Tensor]) -> Block:
+    def _put(self, states: Sequence[torch.Tensor]) -> CachedBlock:
         """Store a new block with the tokens of ``states``."""
-        block = Block(self.next_serial, states[0].shape[0])
+        block = CachedBlock(self.next_serial, states[0].shape[0])
         self.next_serial += 1
         geometry = self.geometry
         assert geometry is not None

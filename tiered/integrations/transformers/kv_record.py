@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from tiered.errors import ManifestError, MisuseError
-from tiered.integrations.transformers.kv_layer import Block, Extent, Geometry, PagedLayer
+from tiered.integrations.transformers.kv_layer import CachedBlock, CachedTokens, Geometry, PagedLayer
 from tiered.store import TieredStore
 from tiered.zero.checkpoint.weights import Weights
 
@@ -113,13 +113,13 @@ class LayerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     blocks: list[tuple[int, int, list[int] | None]]
 
     @classmethod
-    def of(cls, layer: PagedLayer, extent: Extent) -> LayerRecord:
+    def of(cls, layer: PagedLayer, extent: CachedTokens) -> LayerRecord:
         found = layer.geometry
         geometry = None if found is None else (*found[:4], str(found.dtype).removeprefix("torch."))
         blocks = [(block.serial, block.stored, None if block.rows is None else list(block.rows)) for block in extent.blocks]
         return cls(layer.sliding_window, geometry, blocks)
 
-    def restore(self, layer: PagedLayer, length: int, batch: int, store: TieredStore) -> Extent:
+    def restore(self, layer: PagedLayer, length: int, batch: int, store: TieredStore) -> CachedTokens:
         """Return the extent, and tell ``layer`` what it is like. Raises ValueError where they do not agree with ``store``."""
         if self.window != layer.sliding_window:
             raise ValueError(f"a layer has the window {self.window}, and the model {layer.sliding_window}")
@@ -129,7 +129,9 @@ class LayerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(f"a layer has {self.geometry}")
             layer.geometry = Geometry(*self.geometry[:4], dtype)
             layer.is_initialized = True
-        blocks = tuple(Block(serial, stored, None if rows is None else tuple(rows)) for serial, stored, rows in self.blocks)
+        blocks = tuple(
+            CachedBlock(serial, stored, None if rows is None else tuple(rows)) for serial, stored, rows in self.blocks
+        )
         if blocks and layer.geometry is None:
             raise ValueError("a layer has blocks of unknown geometry")
         for block in blocks:
@@ -138,7 +140,7 @@ class LayerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 raise ValueError(f"block {block} is not one of {batch} sequences")
             if layer.key(block) not in store or store.spec(layer.key(block)) != layer.spec(block):
                 raise ValueError(f"tensor {layer.key(block)!r} is missing, or of another shape than {layer.spec(block)}")
-        return Extent(length, blocks)
+        return CachedTokens(length, blocks)
 
 
 class CacheRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

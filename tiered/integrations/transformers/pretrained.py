@@ -30,7 +30,7 @@ from transformers.utils import logging
 from tiered import zero
 from tiered.errors import ManifestError, MisuseError, expect_type, one_of, path_of, shown
 from tiered.format.safetensors import INDEX, SINGLE, WeightFiles
-from tiered.integrations.importing import Import, ImportRecord, Source, Told, begun, files_in
+from tiered.integrations.importing import Import, ImportRecord, ImportSource, Told, begun, files_in
 from tiered.integrations.kept import CONFIG, TOKENIZER, UNFINISHED, files_of, keep, kept_folder, only_model, opening_of
 from tiered.integrations.transformers.experts import around_experts
 from tiered.integrations.transformers.shapes import QUANTISED, config_of, making, refuse_config
@@ -410,7 +410,7 @@ def import_model(
     return model
 
 
-def _goes_on(store: TieredStore, name: str, source: Source, existing: str) -> ImportRecord | None:
+def _goes_on(store: TieredStore, name: str, source: ImportSource, existing: str) -> ImportRecord | None:
     """Return the record of an import that was stopped, if this one goes on with it. Raises MisuseError where it cannot, and
     ``existing`` does not say to begin anew."""
     try:
@@ -426,11 +426,11 @@ def _goes_on(store: TieredStore, name: str, source: Source, existing: str) -> Im
 
 def _source(
     path: Path, cls: Any, dtype: torch.dtype, policy: zero.Policy, largest_unit: int, options: dict[str, Any]
-) -> Source:
+) -> ImportSource:
     """Return what the values and the units of a model that is imported depend on."""
     given = {key: value.to_json_string() if key == "config" else repr(value) for key, value in options.items()}
     given |= {"cls": cls.__name__, "dtype": _named(dtype), "policy": repr(policy), "largest_unit": str(largest_unit)}
-    return Source(files_in(path), given | {"transformers": transformers.__version__})
+    return ImportSource(files_in(path), given | {"transformers": transformers.__version__})
 
 
 def open_model(store: TieredStore, *, name: str | None = None, cls: Any = None, **options: Any) -> Any:

@@ -36,7 +36,7 @@ from tiered.store import TieredStore
 from tiered.types import VERSION, Owner
 from tiered.zero.checkpoint.checkpoint import extra_of
 from tiered.zero.checkpoint.loaders import of_random, random_states
-from tiered.zero.paging.pager import Listing, Pager, pager_of
+from tiered.zero.paging.pager import Pager, StateListing, pager_of
 from tiered.zero.rules.known import OPTIMIZERS
 
 __all__ = ["CommitCheckpoints", "TieredCallback", "TieredTrainer"]
@@ -102,7 +102,7 @@ def _pager(model: nn.Module) -> Pager:
     return pager_of(model)
 
 
-class Planned(Protocol):
+class PlannedStep(Protocol):
     """What a plan predicted: a ``tiered.Plan``."""
 
     def of_step(self) -> dict[str, Any] | None:
@@ -120,7 +120,7 @@ class TieredCallback(TrainerCallback):
     """
 
     def __init__(
-        self, steps: int | None = None, *, report: str | os.PathLike[str] | None = None, plan: Planned | None = None
+        self, steps: int | None = None, *, report: str | os.PathLike[str] | None = None, plan: PlannedStep | None = None
     ) -> None:
         if steps is not None:
             whole_number("steps is how many steps lie between two commits", steps)
@@ -424,7 +424,7 @@ class _Values(Mapping[str, Any]):
     """Values of ``state_dict``, each copied when it is asked for: of an adapter, peft asks for a few."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._listed = model.state_dict(destination=Listing(), keep_vars=True)
+        self._listed = model.state_dict(destination=StateListing(), keep_vars=True)
 
     def __getitem__(self, name: str) -> Any:
         value = self._listed[name]

@@ -18,7 +18,7 @@ from tiered.errors import MisuseError
 from tiered.zero.checkpoint.loaders import Loader
 from tiered.zero.collectives import Term
 from tiered.zero.digests import digest_of
-from tiered.zero.paging.pager import Listing, Pager, pager_of_parameter
+from tiered.zero.paging.pager import Pager, StateListing, pager_of_parameter
 from tiered.zero.paging.saved_tensors import without_grad
 
 __all__ = ["beside", "gone", "loader_of", "refuse_forgotten", "set_extra_states", "terms", "transient"]
@@ -38,7 +38,7 @@ def beside(model: nn.Module, pager: Pager) -> dict[str, Any]:
     own = {id(one) for one in (*model.parameters(), *model.buffers())}
     found: dict[str, Any] = {}
     seen: set[int] = set()
-    for name, value in model.state_dict(destination=Listing(), keep_vars=True).items():
+    for name, value in model.state_dict(destination=StateListing(), keep_vars=True).items():
         if not isinstance(value, torch.Tensor):
             if not name.endswith(EXTRA):
                 raise _unknown(name)

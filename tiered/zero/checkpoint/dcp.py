@@ -22,7 +22,7 @@ from torch import nn
 
 from tiered.errors import MisuseError, TorchFileError, path_of, shown
 from tiered.format.foreign.pickled import MAX_PICKLE, Instance, Name, as_dict, as_list, as_text, sizes_of, unpickled
-from tiered.format.foreign.torch_file import ELEMENTS, StoredTensor, TorchFile
+from tiered.format.foreign.torch_file import ELEMENTS, FileTensor, TorchFile
 from tiered.store.at_rest import listing
 from tiered.zero.checkpoint import checkpoint
 from tiered.zero.checkpoint.foreign import ONE, Described, ForeignGroup, Sound, record_of, take_over
@@ -307,7 +307,7 @@ class Folder:
         for offsets, sizes in chunks:
             stored = self._open(*self._at(key, offsets)).value
             name = str(dtype).removeprefix("torch.")
-            if not isinstance(stored, StoredTensor) or stored.shape != sizes or stored.dtype != name:
+            if not isinstance(stored, FileTensor) or stored.shape != sizes or stored.dtype != name:
                 raise ValueError(f"a chunk of {key} is another tensor")
             if stored.count > stored.numel:
                 raise ValueError(f"a chunk of {key} is larger than its bytes")

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from tiered.errors import CapacityError, MisuseError, TieredError, shown
-from tiered.zero.checkpoint.reshard import Source, opened
+from tiered.zero.checkpoint.reshard import CheckpointSource, opened
 from tiered.zero.checkpoint.safetensors import models_in, refuse_older
 from tiered.zero.record import in_memory, states_used
 from tiered.zero.rules.exact import AdamRule, AdamWRule
@@ -51,7 +51,7 @@ class Exported:
             several = f"several models ({', '.join(there)}): name one"
             has = several if there else "no checkpoint of a model: zero.commit makes one"
             raise MisuseError(f"{stores[0]} has {has}")
-        self._source = Source(stores, model if model is not None else there[0])
+        self._source = CheckpointSource(stores, model if model is not None else there[0])
         if len(stores) == 1:
             refuse_older(stores[0], self._source.name, self._source.units)
         self.record = self._source.records[0]

@@ -2,7 +2,7 @@
 another stage, or one process exports it.
 
 Pending updates are applied to copies, because the chunks of the ranks that committed are not those of the ranks that will be:
-``Copies`` is a store of copies over one that is only read.
+``CopiedLeases`` is a store of copies over one that is only read.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from tiered.zero.record import plans, refuse_other_tensors, states_shown, states
 from tiered.zero.rules.forms import StateForm
 from tiered.zero.rules.rule import SMALLEST_BLOCK
 
-__all__ = ["Copies", "Elements", "Source", "opened", "reshard", "span_of"]
+__all__ = ["CheckpointSource", "CopiedLeases", "Elements", "opened", "reshard", "span_of"]
 
 
-class Copies:
+class CopiedLeases:
     """``TensorStore`` over ``store`` whose leases give copies. ``kept``: copies stay as their holders leave them, for the next
     lease; otherwise they are gone with the lease."""
 
@@ -92,7 +92,7 @@ Share = dict[str, dict[str, torch.Tensor]]
 """Of the share of a unit that one rank had, by parameter and kind, the values, flat."""
 
 
-class Source:
+class CheckpointSource:
     """Checkpoint of model ``name``, in the stores of all ranks that committed it, in order.
 
     Its elements are read by the names of parameters, and in the order of their memory, which ``stride`` tells.
@@ -318,7 +318,7 @@ class Source:
         parts = {p.name: part for p, part in unit.parts(rank).items()}
         kinds = {placement.stored for placement in unit.placements}
         chunk = even_chunks(unit.elements, self.limits.chunk)
-        states = States(Copies(store, kept=self._states), key, list(parts.values()), chunk, kinds, states_used(record))
+        states = States(CopiedLeases(store, kept=self._states), key, list(parts.values()), chunk, kinds, states_used(record))
         states.stale_masters = {parts[name] for name in record["stale_masters"] if name in parts}
         memory = store.get(key)
         if self._whole and unit.shares > 1:
@@ -340,7 +340,7 @@ class Source:
 
 
 class Elements(Protocol):
-    """What ``reshard`` reads: the elements of the parameters of a checkpoint, whatever program wrote it. ``Source`` is one.
+    """What ``reshard`` reads, as ``CheckpointSource``: the elements of the parameters of a checkpoint, whoever wrote it.
 
     Elements are those of a whole parameter, in the order of memory of the model that is to have them.
     """

@@ -15,14 +15,14 @@ import torch
 from torch import nn
 
 from tiered.errors import MisuseError
-from tiered.format.safetensors import Entry, entry_of, first_of
+from tiered.format.safetensors import SafetensorsEntry, entry_of, first_of
 from tiered.format.safetensors_writer import Existing, Shards
 from tiered.store.at_rest import StoreAtRest
 from tiered.system import refuse_little_room
 from tiered.types import TensorSpec
 from tiered.zero.checkpoint.beside import refuse_forgotten
 from tiered.zero.checkpoint.checkpoint import persistent_buffers, read_record
-from tiered.zero.checkpoint.reshard import Source, opened
+from tiered.zero.checkpoint.reshard import CheckpointSource, opened
 from tiered.zero.construction.deferred import Deferred, Files
 from tiered.zero.paging.pager import Pager, pager_of, placements_of
 from tiered.zero.paging.sharding import Sharded
@@ -280,7 +280,7 @@ def export_at_rest(
         if stage == "Stage3" or (stage is not None and any(found["pending"] for found in record["units"])):
             raise MisuseError(f"{store} has one rank's share of {name!r}: name the folder above the stores of all ranks")
         refuse_older(store, name, plans(record)[0])
-        entries, contents = _of_checkpoint(Source([store], name, states=False), dtype)
+        entries, contents = _of_checkpoint(CheckpointSource([store], name, states=False), dtype)
     shards = Shards(folder, entries, shard, existing)
     shards.write(contents, progress)
     return shards.files
@@ -302,7 +302,7 @@ def export_of_ranks(
         stores = opened(path, stack)
         name = _chosen(stores[0], model)
         assert name is not None, "a commit of ranks has a checkpoint"
-        entries, contents = _of_checkpoint(Source(stores, name, states=False), dtype)
+        entries, contents = _of_checkpoint(CheckpointSource(stores, name, states=False), dtype)
         shards = Shards(folder, entries, shard, existing)
         shards.write(contents, progress)
         return shards.files
@@ -347,7 +347,7 @@ def _of_tensors(store: StoreAtRest, keys: Sequence[str], dtype: torch.dtype | No
             yield from _pieces(piece.view(stored), _goal(stored, dtype))
 
 
-def _of_checkpoint(source: Source, dtype: torch.dtype | None) -> tuple[list[Entry], Iterator[memoryview]]:
+def _of_checkpoint(source: CheckpointSource, dtype: torch.dtype | None) -> tuple[list[SafetensorsEntry], Iterator[memoryview]]:
     """Return the parameters and buffers of a checkpoint, and their bytes."""
     buffers = in_memory(source.records[0])
     described = {name: source.described(name) for name in source.order}
@@ -377,7 +377,7 @@ def _goal(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     return wanted if wanted is not None and dtype.is_floating_point else dtype
 
 
-def _entry(name: str, shape: Iterable[int], dtype: torch.dtype) -> Entry:
+def _entry(name: str, shape: Iterable[int], dtype: torch.dtype) -> SafetensorsEntry:
     return entry_of(name, TensorSpec(str(dtype).removeprefix("torch."), tuple(shape), dtype.itemsize))
 
 

@@ -69,7 +69,7 @@ class _Layout(msgspec.Struct, forbid_unknown_fields=True):
 
 
 @dataclass(eq=False)
-class Segment(Placement):
+class ShardSegment(Placement):
     """Elements ``begin`` to ``end`` of a ``LocalShard``, whose states are at ``element`` of a chunk."""
 
     begin: int = 0
@@ -79,7 +79,7 @@ class Segment(Placement):
     _gradient: torch.Tensor | None = None
 
     @classmethod
-    def made(cls, local: LocalShard, begin: int, end: int, element: int) -> Segment:
+    def made(cls, local: LocalShard, begin: int, end: int, element: int) -> ShardSegment:
         return cls(
             local.parameter, local.name, 0, (1,), local.dtype, element=element, begin=begin, end=end, local=local
         )
@@ -128,7 +128,7 @@ class Round:
     """One round: ``segments[rank]`` in order; ``share``: elements of each rank's chunk."""
 
     def __init__(
-        self, store: TensorStore, key: str, segments: list[list[Segment]], share: int, rank: int, rule: UpdateRule
+        self, store: TensorStore, key: str, segments: list[list[ShardSegment]], share: int, rank: int, rule: UpdateRule
     ) -> None:
         self.segments, self.share, self.rank = segments, share, rank
         self.own = segments[rank]
@@ -167,7 +167,7 @@ class Round:
                     at_hand.enter_context(segment.at_hand())
             self.states.apply(Pending(mine), NOTHING, NOTHING)
 
-    def _follow(self, segment: Segment) -> None:
+    def _follow(self, segment: ShardSegment) -> None:
         """Restart the fp16 master of elements whose value was changed since the last step. (``States.follow`` has an update do
         so for bf16.)"""
         value = host(segment.all)
@@ -176,7 +176,7 @@ class Round:
         if not bool(kept.all()):
             self.load(segment, {**copies, "master": torch.where(kept, copies["master"], value.float())})
 
-    def load(self, segment: Segment, state: dict[str, torch.Tensor]) -> None:
+    def load(self, segment: ShardSegment, state: dict[str, torch.Tensor]) -> None:
         """Load a state as ``States.load`` does, with a master made from the value where there is none, or that of another
         value."""
         value = host(segment.all)
@@ -233,7 +233,7 @@ class Round:
                     if segment.local in into and len(value):
                         self._place(into[segment.local], segment, name, value)
 
-    def _place(self, whole: dict[str, torch.Tensor], segment: Segment, name: str, value: torch.Tensor) -> None:
+    def _place(self, whole: dict[str, torch.Tensor], segment: ShardSegment, name: str, value: torch.Tensor) -> None:
         """Copy a segment's values of one state to their place in its parameter's."""
         form, shape = self.states.states_of(segment).get(name, ELEMENTWISE), segment.local.shape
         count = form.count(segment.local.numel, shape)
@@ -383,7 +383,7 @@ class ResidentUpdates(Updates):
                 continue
             step = _step(rule)
             share = _even(math.ceil(sum(_up(local.numel, step) for local in row) / self._size), limit, step)
-            rows: list[list[list[Segment]]] = []
+            rows: list[list[list[ShardSegment]]] = []
             at = share * self._size
             for local in row:
                 begin = 0
@@ -393,7 +393,7 @@ class ResidentUpdates(Updates):
                         at = 0
                     rank, element = divmod(at, share)
                     end = min(local.numel, begin + share - element)
-                    rows[-1][rank].append(Segment.made(local, begin, end, element))
+                    rows[-1][rank].append(ShardSegment.made(local, begin, end, element))
                     at, begin = at + _up(end - begin, step), end
             first = len(rounds)
             for number, segments in enumerate(rows, first):
@@ -539,20 +539,20 @@ class ResidentUpdates(Updates):
                 "gradients that are the same everywhere, as those of DistributedDataParallel are"
             )
 
-    def _owned(self, row: Sequence[LocalShard], limit: int) -> Iterator[tuple[int, list[list[Segment]]]]:
+    def _owned(self, row: Sequence[LocalShard], limit: int) -> Iterator[tuple[int, list[list[ShardSegment]]]]:
         """Yield rounds in which each parameter is one rank's, as a whole: the elements of each rank's share, and the segments.
         The largest come first, so that what is gathered is padded little."""
         waiting = sorted((local for local in row if local.numel), key=lambda local: -local.numel)
         while waiting:
             share = max(limit, _up(waiting[0].numel, STEP))
-            owned: list[list[Segment]] = [[] for _ in range(self._size)]
+            owned: list[list[ShardSegment]] = [[] for _ in range(self._size)]
             filled, left = [0] * self._size, []
             for local in waiting:
                 rank = filled.index(min(filled))
                 if filled[rank] + _up(local.numel, STEP) > share:
                     left.append(local)
                     continue
-                owned[rank].append(Segment.made(local, 0, local.numel, filled[rank]))
+                owned[rank].append(ShardSegment.made(local, 0, local.numel, filled[rank]))
                 filled[rank] += _up(local.numel, STEP)
             yield max(filled), owned
             waiting = left
@@ -631,7 +631,7 @@ class ResidentUpdates(Updates):
                 if not local.numel:
                     empty = States(in_dram(self.store, self.owner), "", [], 1, {local.dtype})
                     empty.use(local.name, forms_of(self._rules[local.group], empty.wide))
-                    found[local] = dict(empty.blank(Segment.made(local, 0, 0, 0)))
+                    found[local] = dict(empty.blank(ShardSegment.made(local, 0, 0, 0)))
             for here in self._rounds:
                 if here.concerns(found):
                     here.copies(found, self.ranks)

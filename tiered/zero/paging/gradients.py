@@ -24,7 +24,7 @@ from tiered.zero.paging.tensors.stored import StoredTensor
 from tiered.zero.paging.units import Placement, UnitPlan
 from tiered.zero.paging.update import all_finite
 
-__all__ = ["Announced", "Arriving", "GradientState", "LocalGradients", "Norm", "UnitGradients"]
+__all__ = ["Announced", "ArrivingGradients", "GradientState", "LocalGradients", "Norm", "UnitGradients"]
 
 
 Factors = tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
@@ -578,7 +578,7 @@ def _scaled(gradient: torch.Tensor, state: GradientState) -> torch.Tensor:
     return gradient
 
 
-class Arriving(Protocol):
+class ArrivingGradients(Protocol):
     """Where backward's gradients of one unit go."""
 
     def before(self, placement: Placement) -> None:

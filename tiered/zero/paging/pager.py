@@ -89,7 +89,6 @@ __all__ = [
     "Activations",
     "Backward",
     "Frame",
-    "Listing",
     "Pager",
     "PagerConfig",
     "Paging",
@@ -98,6 +97,7 @@ __all__ = [
     "Phase",
     "Reference",
     "SlicedHandle",
+    "StateListing",
     "name_of",
     "pager_of",
     "pager_of_parameter",
@@ -216,7 +216,7 @@ class Gathering:
         self.units: list[Unit] = []
 
 
-class Listing(OrderedDict[str, Any]):
+class StateListing(OrderedDict[str, Any]):
     """Dict for ``state_dict`` to fill where it is to have the parameters themselves."""
 
 
@@ -1241,7 +1241,7 @@ class Pager:
     def _after_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Put copies in the place of values; one copy of a parameter that has several names, as torch has one tensor. With
         ``keep_vars=True`` the parameters themselves stay."""
-        for name, parameter in module._parameters.items() if not isinstance(state, Listing) else ():
+        for name, parameter in module._parameters.items() if not isinstance(state, StateListing) else ():
             found = state.get(prefix + name)
             if found is not None and found is not parameter and (parameter in self._home or parameter in self.sliced):
                 state[prefix + name] = self._copy_for(state, prefix + name, parameter)
@@ -1263,7 +1263,7 @@ class Pager:
 
     def listed(self) -> dict[str, Any]:
         """Return what ``state_dict`` has, with the parameters themselves in place of their values."""
-        return self.model.state_dict(destination=Listing(), keep_vars=True)
+        return self.model.state_dict(destination=StateListing(), keep_vars=True)
 
     def value(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return a copy of a parameter's value in host memory, after applying pending updates."""

@@ -13,7 +13,7 @@ import torch
 
 from tiered.errors import MisuseError, RankError
 from tiered.types import Access, TensorSpec
-from tiered.zero.collectives import Progress, Ranks, Under
+from tiered.zero.collectives import CollectiveProgress, Ranks, Under
 from tiered.zero.paging.gradients import LocalGradients
 from tiered.zero.paging.sharding import Partition, Sharded
 from tiered.zero.paging.storage import host, in_dram
@@ -131,7 +131,7 @@ class ReduceScatter:
         self._units = units
         self._order: list[Unit] = []
         self._begun = 0  # of these, in this pass
-        self._progress = Progress()  # units of these that are complete, in this pass
+        self._progress = CollectiveProgress()  # units of these that are complete, in this pass
         self._trained = self._trained_now()  # of these all ranks know that they reduce them
         self._reducing = False  # a backward pass runs, or was interrupted, whose gradients are reduced as they arrive
         self._pending: PendingReduction | None = None
@@ -274,7 +274,7 @@ class ReduceScatter:
             self._begin(unit)
 
     def _forget_pass(self) -> None:
-        self._begun, self._reducing, self._progress, self._ranks.progress = 0, False, Progress(), None
+        self._begun, self._reducing, self._progress, self._ranks.progress = 0, False, CollectiveProgress(), None
         self._ranks.phase = ""
         self._order = [unit for unit in reversed(self._units) if any(map(_is_trained, unit.gradients.states))]
 

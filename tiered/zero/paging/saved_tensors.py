@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tiered.errors import MisuseError
 from tiered.store import TieredStore
-from tiered.store.activations import KERNEL_ALIGNMENT, Hooks, Numbers, Pieces, Trace, are_offloading
+from tiered.store.activations import KERNEL_ALIGNMENT, FreeNumbers, Hooks, Pieces, Trace, are_offloading
 
 __all__ = [
     "SMALL",
@@ -298,7 +298,7 @@ class ActivationStore:
 
     def __init__(self, store: TieredStore, name: str, piece: int) -> None:
         self._store, self._name, self._piece = store, name, piece
-        self._numbers, self._known = Numbers(), WeakIdKeyDictionary()
+        self._numbers, self._known = FreeNumbers(), WeakIdKeyDictionary()
 
     def keep(self, label: str, tensor: torch.Tensor, sizes: Sequence[int]) -> list[SavedActivation] | None:
         """Keep ``tensor`` in parts of ``sizes`` along the first dimension; a single size is the whole tensor. Return one saved

@@ -25,7 +25,7 @@ from tiered.errors import CommitError, MisuseError, RankError, TieredError, expe
 from tiered.store import TieredStore
 from tiered.types import Access, Owner, TensorSpec
 from tiered.zero.collectives import Agree, Ranks, Term
-from tiered.zero.paging.gradients import Arriving, LocalGradients, UnitGradients
+from tiered.zero.paging.gradients import ArrivingGradients, LocalGradients, UnitGradients
 from tiered.zero.paging.storage import AllGathered, CheckpointRecord, Local, ParameterStorage, Replicated, TensorStore, in_dram
 from tiered.zero.paging.units import Placement, UnitPlan
 from tiered.zero.rank_stores import BEGUN, META, number_of, said_in, shared_json
@@ -125,7 +125,7 @@ class Partition(Protocol):
 
     def arriving(
         self, store: TieredStore, owner: Owner, key: str, plan: UnitPlan, gradients: UnitGradients
-    ) -> Arriving:
+    ) -> ArrivingGradients:
         """Return where backward's gradients of a unit go."""
         ...
 
@@ -199,7 +199,7 @@ class Unsharded:
 
     def arriving(
         self, store: TieredStore, owner: Owner, key: str, plan: UnitPlan, gradients: UnitGradients
-    ) -> Arriving:
+    ) -> ArrivingGradients:
         return gradients
 
     @contextmanager
@@ -273,7 +273,7 @@ class Sharded:
 
     def arriving(
         self, store: TieredStore, owner: Owner, key: str, plan: UnitPlan, gradients: UnitGradients
-    ) -> Arriving:
+    ) -> ArrivingGradients:
         return LocalGradients(in_dram(store, owner), f"{key}/local", plan, gradients)
 
     @contextmanager

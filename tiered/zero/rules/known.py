@@ -15,11 +15,11 @@ import torch
 from tiered.zero.rules import exact, inexact
 from tiered.zero.rules.rule import UpdateRule, name_of, settings_of
 
-__all__ = ["CHOICES", "KNOWN", "OPTIMIZERS", "RULES", "Known", "class_in", "is_unnamed", "name_in", "recorded"]
+__all__ = ["CHOICES", "KNOWN", "OPTIMIZERS", "RULES", "KnownOptimizer", "class_in", "is_unnamed", "name_in", "recorded"]
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownOptimizer:
     """A rule and its names.
 
     ``optimizer``: the class of ``tiered.zero`` that updates by it. ``choice``: its name in ``tiered.plan`` and ``tiered train
@@ -52,28 +52,28 @@ class Known:
 
 _BETAS = {"betas": (0.9, 0.95)}
 KNOWN = (
-    Known("AdamW", exact.AdamWRule, "adamw", _BETAS),
-    Known("Adam", exact.AdamRule, "adam", _BETAS),
-    Known("NAdam", exact.NAdamRule, "nadam", _BETAS),
-    Known("RAdam", exact.RAdamRule, "radam", _BETAS),
-    Known("Adamax", exact.AdamaxRule, "adamax", _BETAS),
-    Known("SGD", exact.SGDRule, "sgd", {"momentum": 0.9}),
-    Known("Adagrad", exact.AdagradRule, "adagrad"),
-    Known("RMSprop", exact.RMSpropRule, "rmsprop"),
-    Known("Lion", exact.LionRule, "lion"),
-    Known("Adafactor", exact.AdafactorRule, "adafactor"),
-    Known("Muon", exact.MuonRule),
-    Known("AdamW", inexact.AdamWBFloat16Rule, "adamw_bf16", _BETAS, {"moments": torch.bfloat16}),
-    Known("AdamW8bit", inexact.AdamW8bitRule, "adamw8bit", _BETAS),
-    Known("AdamW4bit", inexact.AdamW4bitRule, "adamw4bit", _BETAS),
-    Known("Muon", inexact.MuonBFloat16Rule, arguments={"moments": torch.bfloat16}),
-    Known("AdamW", inexact.AdamWBFloat16RoundedRule, arguments={"moments": torch.bfloat16, "rounding": "stochastic"}),
-    Known("AdamW8bit", inexact.AdamW8bitRoundedRule, arguments={"rounding": "stochastic"}),
-    Known("AdamW4bit", inexact.AdamW4bitRoundedRule, arguments={"rounding": "stochastic"}),
+    KnownOptimizer("AdamW", exact.AdamWRule, "adamw", _BETAS),
+    KnownOptimizer("Adam", exact.AdamRule, "adam", _BETAS),
+    KnownOptimizer("NAdam", exact.NAdamRule, "nadam", _BETAS),
+    KnownOptimizer("RAdam", exact.RAdamRule, "radam", _BETAS),
+    KnownOptimizer("Adamax", exact.AdamaxRule, "adamax", _BETAS),
+    KnownOptimizer("SGD", exact.SGDRule, "sgd", {"momentum": 0.9}),
+    KnownOptimizer("Adagrad", exact.AdagradRule, "adagrad"),
+    KnownOptimizer("RMSprop", exact.RMSpropRule, "rmsprop"),
+    KnownOptimizer("Lion", exact.LionRule, "lion"),
+    KnownOptimizer("Adafactor", exact.AdafactorRule, "adafactor"),
+    KnownOptimizer("Muon", exact.MuonRule),
+    KnownOptimizer("AdamW", inexact.AdamWBFloat16Rule, "adamw_bf16", _BETAS, {"moments": torch.bfloat16}),
+    KnownOptimizer("AdamW8bit", inexact.AdamW8bitRule, "adamw8bit", _BETAS),
+    KnownOptimizer("AdamW4bit", inexact.AdamW4bitRule, "adamw4bit", _BETAS),
+    KnownOptimizer("Muon", inexact.MuonBFloat16Rule, arguments={"moments": torch.bfloat16}),
+    KnownOptimizer("AdamW", inexact.AdamWBFloat16RoundedRule, arguments={"moments": torch.bfloat16, "rounding": "stochastic"}),
+    KnownOptimizer("AdamW8bit", inexact.AdamW8bitRoundedRule, arguments={"rounding": "stochastic"}),
+    KnownOptimizer("AdamW4bit", inexact.AdamW4bitRoundedRule, arguments={"rounding": "stochastic"}),
 )
-CHOICES: Mapping[str, Known] = {one.choice: one for one in KNOWN if one.choice}
+CHOICES: Mapping[str, KnownOptimizer] = {one.choice: one for one in KNOWN if one.choice}
 """By the names of ``tiered train --optimizer``, which ``OptimizerName`` has, too."""
-OPTIMIZERS: Mapping[str, Known] = {one.optimizer: one for one in KNOWN if not one.arguments}
+OPTIMIZERS: Mapping[str, KnownOptimizer] = {one.optimizer: one for one in KNOWN if not one.arguments}
 """By the names of the classes of ``tiered.zero``, which are those of one in memory: of torch's, bitsandbytes' or torchao's."""
 RULES: Mapping[str, type[Any]] = {one.rule.__name__: one.rule for one in KNOWN}
 """By their names: rules whose updates a record may have. A name is on disk, and does not change."""

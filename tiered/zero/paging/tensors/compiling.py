@@ -145,7 +145,7 @@ def around(module: nn.Module, function: _Function) -> _Function:
     return passed(function)
 
 
-class PagedUnit(Protocol):
+class HeldUnit(Protocol):
     """Unit of a paged model."""
 
     @property
@@ -159,7 +159,7 @@ class ForwardHooks:
 
     def __init__(
         self,
-        units: Sequence[PagedUnit],
+        units: Sequence[HeldUnit],
         before: Callable[[nn.Module, Any], None],
         after: Callable[[nn.Module, Any, Any], None],
     ) -> None:

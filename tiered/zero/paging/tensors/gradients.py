@@ -50,7 +50,7 @@ class Stored(Protocol):
     def overwrite(self, placement: Placement, values: torch.Tensor) -> None: ...
 
 
-class PagedUnit(Protocol):
+class GradientUnit(Protocol):
     """Unit of a paged model."""
 
     @property
@@ -69,7 +69,7 @@ class Sync(Protocol):
     def norms(self, partial: torch.Tensor, order: float) -> torch.Tensor: ...
 
 
-class Divided(Protocol):
+class Sharing(Protocol):
     """How many processes a model is divided among."""
 
     @property
@@ -86,7 +86,7 @@ class PagedModel(Protocol):
     def computing(self) -> bool: ...
 
     @property
-    def partition(self) -> Divided: ...
+    def partition(self) -> Sharing: ...
 
     @property
     def gradient_sync(self) -> Sync: ...
@@ -96,7 +96,7 @@ class PagedModel(Protocol):
         ...
 
 
-Graded = tuple[PagedModel, PagedUnit, Placement]
+Graded = tuple[PagedModel, GradientUnit, Placement]
 """Where a gradient is: the pager, the unit and the placement of its parameter."""
 
 
