@@ -271,6 +271,8 @@ def test_operations_are_timed_by_shape() -> None:
         ({"sweep": Sweep(ranks=[2])}, "need machine="),
         ({"workload": 2}, "workload is a tiered.Workload"),
         ({"sweep": [2]}, "sweep is a tiered.Sweep"),
+        ({"measure": "no"}, "measure is True or False, not 'no'"),
+        ({"optimum": 1}, "optimum is True or False, not 1"),
         ({"micro_batch": 0}, "number of parts"),
         ({"micro_batch": []}, "number of parts"),
         ({"micro_batch": 2, "activations": "store"}, "leave one of them out"),

@@ -127,6 +127,7 @@ OPENED: dict[str, tuple[dict[str, Any], str]] = {
         (lambda: Eviction(deadline=None), "a deadline is a number"),  # type: ignore[arg-type]
         (lambda: Eviction(deadline=-1), "a deadline is a number"),
         (lambda: Eviction("lru"), "policy makes a tier's policy, as tiered.LRU does; 'lru' cannot"),  # type: ignore[arg-type]
+        (Eviction(lambda: 5).made, "policy makes a tier's policy, a tiered.EvictionPolicy.*, not 5"),  # type: ignore[arg-type]
         (lambda: Generation("1"), "the number of a generation is an int"),  # type: ignore[arg-type]
         (lambda: Generation(None, "drop"), "newer='drop' removes the generations after one: give its number"),
         (lambda: Generation(1, newer="lose"), "newer is 'keep' or 'drop', not 'lose'"),  # type: ignore[arg-type]

@@ -498,6 +498,8 @@ def plan(
     one_of("activations", activations, (*get_args(Activations), None))
     expect_type(workload, Workload, "workload is a tiered.Workload")
     expect_type(sweep, Sweep, "sweep is a tiered.Sweep")
+    expect_type(measure, bool, "measure is True or False")
+    expect_type(optimum, bool, "optimum is True or False")
     accumulate = workload.accumulate
     parts = _parts(micro_batch, activations)
     if accumulate > 1 and update == "in_backward":

@@ -455,6 +455,8 @@ class _Options:
             raise MisuseError(f"param_init_fn is called with a module, and {quoted(self.param_init_fn)} cannot be")
         if current.get() is not None:
             raise MisuseError("page the model after its zero.init block, not inside it")
+        if not isinstance(self.name, str) or not self.name:
+            raise MisuseError(f"name is what the model's keys begin with, a text that is not empty, not {quoted(self.name)}")
         if f"{self.name}/".startswith(PREFIX):
             raise MisuseError(f"names that begin with {PREFIX!r} belong to zero.init: give another name=")
 

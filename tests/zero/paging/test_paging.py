@@ -820,6 +820,8 @@ def test_a_stage_says_what_its_processes_can_be(stage: Callable[..., zero.Stage]
 @pytest.mark.parametrize(
     ("asked", "told"),
     [
+        ({"name": ""}, "name is what the model's keys begin with, a text that is not empty, not ''"),
+        ({"name": 5}, "name is what the model's keys begin with"),
         ({"existing": "perhaps"}, "existing is 'refuse', 'overwrite' or 'resume', not 'perhaps'"),
         ({"paging": {"prefetch": "off"}}, "paging is a zero.Paging, not a dict"),
         ({"policy": "bfloat16"}, "policy is a zero.Policy, not 'bfloat16'"),
