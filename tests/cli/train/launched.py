@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from tests import programs
@@ -35,4 +36,5 @@ if __name__ == "__main__":
     from torch.distributed.run import main
 
     subprocess_handler.Popen = Rank  # type: ignore[assignment,misc]
+    subprocess_handler.subprocess = SimpleNamespace(Popen=Rank)  # type: ignore[attr-defined]  # where torch 2.6 takes it from
     main()
