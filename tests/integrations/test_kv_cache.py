@@ -45,6 +45,7 @@ from tests import programs  # noqa: E402
 from tests.filesystems import fill, root, small_ext4  # noqa: E402
 from tests.quick import quick  # noqa: E402
 from tests.stress.strikes import lines_of, struck_at  # noqa: E402
+from tests.versions import COMPILES  # noqa: E402
 from tiered import CapacityError, ManifestError, MisuseError, Owner, TieredStore, WriteError, zero  # noqa: E402
 from tiered.errors import InterruptedStore  # noqa: E402
 from tiered.integrations.transformers import TieredCache, import_model, open_model  # noqa: E402
@@ -198,6 +199,7 @@ def test_copies_are_not_written_to_while_something_refers_to_them(store: TieredS
     assert len(addresses) == 2
 
 
+@COMPILES
 @pytest.mark.soak
 def test_a_compiled_model(store: TieredStore) -> None:
     """The cache breaks the graph in each layer, and has the tokens of the forward."""

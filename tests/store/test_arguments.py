@@ -100,6 +100,10 @@ def test_wrong_arguments_say_what_is_right(store: TieredStore, wrong: str) -> No
 
 
 OPENED: dict[str, tuple[dict[str, Any], str]] = {
+    "a policy that is none": (
+        {"eviction": Eviction(lambda: 5)},  # type: ignore[arg-type, return-value]
+        "policy makes a tier's policy, a tiered.EvictionPolicy.*, not 5",
+    ),
     "dram float": ({"dram": 1.5}, "a size is an int of bytes or a text"),
     "dram text": ({"dram": "lots"}, "'lots' is not a size"),
     "dram negative": ({"dram": -1}, "negative"),
@@ -127,7 +131,6 @@ OPENED: dict[str, tuple[dict[str, Any], str]] = {
         (lambda: Eviction(deadline=None), "a deadline is a number"),  # type: ignore[arg-type]
         (lambda: Eviction(deadline=-1), "a deadline is a number"),
         (lambda: Eviction("lru"), "policy makes a tier's policy, as tiered.LRU does; 'lru' cannot"),  # type: ignore[arg-type]
-        (Eviction(lambda: 5).made, "policy makes a tier's policy, a tiered.EvictionPolicy.*, not 5"),  # type: ignore[arg-type]
         (lambda: Generation("1"), "the number of a generation is an int"),  # type: ignore[arg-type]
         (lambda: Generation(None, "drop"), "newer='drop' removes the generations after one: give its number"),
         (lambda: Generation(1, newer="lose"), "newer is 'keep' or 'drop', not 'lose'"),  # type: ignore[arg-type]

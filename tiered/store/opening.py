@@ -120,9 +120,16 @@ def build(options: OpenOptions, at_rest: DiskAtRest | None = None) -> Parts:
                 config=DiskConfig(),
             )
             links = (*links, disk)
+        tiers: tuple[Tier, ...] = memories if nvme is None else (*memories, nvme)
+        policies = tuple(_policy(options.eviction) for _ in tiers)
         undo.pop_all()
-    tiers: tuple[Tier, ...] = memories if nvme is None else (*memories, nvme)
-    return Parts(memories, nvme, backend, tiers, links, tuple(options.eviction.made() for _ in tiers))
+    return Parts(memories, nvme, backend, tiers, links, policies)
+
+
+def _policy(eviction: Eviction) -> EvictionPolicy:
+    found = eviction.policy()
+    expect_type(found, EvictionPolicy, "policy makes a tier's policy, a tiered.EvictionPolicy with its three methods")
+    return found
 
 
 def _device_link(hbm: HbmTier, dram: DramTier) -> Link:
@@ -173,12 +180,6 @@ class Eviction:
             raise MisuseError(f"a deadline is a number of seconds, not {quoted(self.deadline)}")
         if not callable(self.policy):
             raise MisuseError(f"policy makes a tier's policy, as tiered.LRU does; {quoted(self.policy)} cannot")
-
-    def made(self) -> EvictionPolicy:
-        """Return the policy of one tier. Raises MisuseError where ``policy`` made something else."""
-        found = self.policy()
-        expect_type(found, EvictionPolicy, "policy makes a tier's policy, a tiered.EvictionPolicy with its three methods")
-        return found
 
 
 @dataclass(frozen=True)
