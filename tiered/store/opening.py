@@ -95,6 +95,7 @@ def build(options: OpenOptions, at_rest: DiskAtRest | None = None) -> Parts:
         if options.hbm is not None and parse_size(options.hbm):
             hbm = HbmTier(HbmConfig(parse_size(options.hbm), str(options.device)))
             undo.callback(hbm.close)
+        policies = tuple(_policy(options.eviction) for _ in range(1 + (hbm is not None) + (options.path is not None)))
         if options.path is not None:  # the last part that may be refused, so that no folder is made in vain
             backend = open_backend(options.backend, DEPTH)
             undo.callback(backend.close)
@@ -121,7 +122,6 @@ def build(options: OpenOptions, at_rest: DiskAtRest | None = None) -> Parts:
             )
             links = (*links, disk)
         tiers: tuple[Tier, ...] = memories if nvme is None else (*memories, nvme)
-        policies = tuple(_policy(options.eviction) for _ in tiers)
         undo.pop_all()
     return Parts(memories, nvme, backend, tiers, links, policies)
 
