@@ -277,7 +277,9 @@ KINDS = {
     "write under a READ lease, and the tensor is refused",
     "change under a lease",
 }
-RARE = {"write under a READ lease, and the tensor is as it was"}  # only where its write-back ended in between
+RARE = {"write under a READ lease, and the tensor is as it was"}
+"""Only where its write-back ended, and the engine heard of that between two lines: a matter of time, which no run can be sure
+of."""
 
 
 @counts(3, 600)
@@ -293,7 +295,6 @@ def test_interleavings(tmp_path: Path, count: int, tally: Tally) -> None:
                 tally.count(what, 1)
     there = {what for what, times in fired.items() if times}
     assert there - RARE == KINDS
-    assert count < 10 or there >= RARE
 
 
 def test_a_write_to_what_a_read_lease_gave_while_it_was_on_its_way(tmp_path: Path) -> None:
