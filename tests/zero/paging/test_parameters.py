@@ -348,6 +348,11 @@ WRITES: dict[str, Callable[[Model], None]] = {
     "multiplied": in_place(lambda m: [p.mul_(0.5) for p in m.parameters()]),
     "scripted": lambda m: [scripted_write()(m.extra.data), scripted_write()(m.first.bias.data)],
     "merged": lambda m: [m.extra.data.__iadd__(m.scale), setattr(m.extra, "data", recorded(m.extra.data, m.scale))],
+    "merged at places": lambda m: [
+        m.extra.data.reshape(-1).scatter_add_(0, torch.arange(0, 900, 7), m.scale.expand(129)),
+        m.first.weight.detach().T[2:5].mul_(m.scale),
+        m.first.bias.data.view(-1)[1:].copy_(m.scale.expand(m.first.bias.numel() - 1)),
+    ],
     "clamped": in_place(lambda m: [p.data.clamp_(-0.05, 0.05) for p in m.parameters()]),
     "assigned": assign,
     "added": add_to,
@@ -1140,11 +1145,17 @@ def test_an_array_of_a_parameter_is_read_only(store: TieredStore) -> None:
         array[0] = 1
 
 
-def test_a_view_whose_history_a_write_lost_says_so(store: TieredStore) -> None:
+@pytest.mark.parametrize("way", ["detached", "a row of data", "data in another order"])
+def test_a_view_whose_history_a_write_lost_says_so(store: TieredStore, way: str) -> None:
     model = zero.page(build(), store)
-    view = recorded(model.extra.detach(), model.scale)
+    made: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "detached": torch.Tensor.detach,
+        "a row of data": lambda p: p.data[3],
+        "data in another order": lambda p: p.data.t().flatten(0, 0)[5:9].t(),
+    }
+    view = recorded(made[way](model.extra), model.scale)
     with torch.no_grad():
-        assert torch.equal(view.clone(), model.extra.clone())
+        assert torch.equal(view.clone(), made[way](model.extra).clone())
     with pytest.raises(MisuseError, match="'extra': a tensor that needs a gradient was written to this view"):
         view.sum()
 

@@ -124,7 +124,7 @@ class StoredTensor(torch.Tensor):
         """Return a tensor of the values of ``source``, or the view of them that ``step`` makes."""
 
         above = None if step is None else step.base
-        lost = isinstance(above, StoredTensor) and above.of_graph and not name_of(step.func).startswith(("detach", "data"))  # type: ignore[union-attr]
+        lost = isinstance(above, StoredTensor) and above.of_graph and step is not None and not _detaches(step)
 
         def made() -> StoredTensor:
             empty: StoredTensor = torch.Tensor._make_wrapper_subclass(
@@ -194,6 +194,10 @@ class StoredTensor(torch.Tensor):
         """Return an ordinary tensor, or a parameter, of the values that it shows now."""
         values, needs = self.values(), bool(self.requires_grad)
         return nn.Parameter(values, needs) if isinstance(self, nn.Parameter) else values.requires_grad_(needs)
+
+    def is_detached(self) -> bool:
+        """Return whether it is a view of something that was detached, or of ``.data``."""
+        return any(map(_detaches, self.path))
 
     def has_own_gradient(self) -> bool:
         """Return whether it has a gradient of its own, not the parameter's: a view that was detached, or a gradient."""
@@ -623,7 +627,9 @@ def _view(call: Call) -> Any:
     def viewed(view: Any, which: int | None) -> Any:
         if not isinstance(view, torch.Tensor) or view.untyped_storage()._cdata != memory:
             return NotImplemented
-        recording = torch.is_grad_enabled() and view.requires_grad  # not of one that was frozen, whatever it is later
+        # A view of one that was frozen records nothing, whatever that is later; of one that was detached it may: a write of
+        # something that needs a gradient is then as torch has it.
+        recording = torch.is_grad_enabled() and (view.requires_grad or _detaches(call) or source.is_detached())
         step = Step(source, func, kept[0], kept[1], which, recording)
         return source if view is geometry else StoredTensor.of(source.source, view, step, kind)
 
@@ -631,6 +637,11 @@ def _view(call: Call) -> Any:
         views = [viewed(view, which) for which, view in enumerate(found)]
         return NotImplemented if any(view is NotImplemented for view in views) else type(found)(views)
     return viewed(found, None)
+
+
+def _detaches(call: Call | Step) -> bool:
+    """Return whether what a function returns is apart from the graph of what it is given."""
+    return name_of(call.func).startswith(("detach", "data."))
 
 
 def _as_now(value: Any) -> Any:
