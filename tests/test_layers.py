@@ -182,6 +182,7 @@ CLASSES_TWICE = {"Engine": ["engine.engine", "integrations.deepspeed.engine"]}
 # + 250: claims and transfers are files of their own, a search for room is an object, and the engine asks what has changed.
 # + 150: what clients keep with a store ends with it (``TieredStore.attached``).
 # + 50 in bench: the order that bench.calls follows is long enough for read-ahead to have room.
+# + 50: what is written to a view of a detached parameter may need a gradient.
 # + 200: a rollback tells each model whose tensors go back to other values, also one of the store alone.
 TOTALS = {"tiered": 466_200, "bench": 118_950, "libaio_ext": 6_900}
 
