@@ -19,7 +19,7 @@ from tests.quick import quick
 from tests.zero.harness import equal
 from tests.zero.models import Tied
 from tests.zero.striking import KINDS, Result, Struck, StruckError, Trainer, described, outcome, shuffled, struck_at
-from tiered import Eviction, InterruptedStep, MisuseError, TieredStore, zero
+from tiered import Eviction, InterruptedStep, ManifestError, MisuseError, TieredStore, zero
 from tiered.store.activations import hooks_active
 from tiered.zero.paging.pager import placement_of
 
@@ -520,6 +520,11 @@ def test_a_model_whose_tensors_a_rollback_leaves_as_they_are_goes_on(store: Tier
         reference = zero.page(copy.deepcopy(source), store, name="reference", existing="overwrite")
         zero.rollback(one, optimizer, generation=generation)
         assert reference.loss(0).item() == expected
+    reference = zero.page(copy.deepcopy(source), store, name="reference", existing="overwrite")
+    before = store.generation
+    zero.commit(one, optimizer)  # both commits have the same bytes, which were written twice
+    zero.rollback(one, optimizer, generation=before)
+    assert reference.loss(0).item() == expected
     with torch.no_grad():
         next(source.parameters())[0, 0] += 1
     reference = zero.page(source, store, name="reference", existing="overwrite")
@@ -544,6 +549,58 @@ def test_a_rollback_of_the_store_alone_tells_models_that_changed(store: TieredSt
         model.loss(0)
     zero.rollback(model, optimizer, generation=generation)
     assert [one.loss(0).item() for one in (model, still)] == expected
+
+
+def test_a_rollback_that_fails_is_not_remembered(store: TieredStore) -> None:
+    model = zero.page(Tied(), store)
+    optimizer = zero.AdamW(model.parameters())
+    zero.commit(model, optimizer)
+    with pytest.raises(ManifestError):
+        store.rollback(99)
+    model.loss(1).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.flush()
+    store.rollback()
+    with pytest.raises(InterruptedStep, match=r"has not followed yet.*generation=1"):
+        model.loss(9)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(x))
+
+
+def test_a_model_that_only_half_followed_is_refused_though_its_tensors_stayed(store: TieredStore) -> None:
+    """Of a model with an optimizer that was forgotten, buffers are as in the commit already."""
+    model, x = zero.page(Normed(), store), torch.arange(12.0).view(3, 4)
+    optimizer = zero.AdamW(model.parameters())
+    zero.commit(model, optimizer)
+    with torch.no_grad():
+        model(x)
+    with pytest.raises(MisuseError, match="optimizer"):
+        zero.rollback(model)
+    with pytest.raises(InterruptedStep, match="has not followed yet"):
+        model(x)
+    zero.rollback(model, optimizer)
+    assert model.norm.num_batches_tracked == 0
+    model(x)
+
+
+def test_of_two_models_of_one_name_the_one_goes_on_that_was_rolled_back_last(store: TieredStore) -> None:
+    first = zero.page(Tied(), store)
+    zero.commit(first)
+    expected = first.loss(0).item()
+    second = zero.page(Tied(), store, existing="overwrite")
+    for last, other in ((first, second), (second, first)):
+        zero.rollback(last)
+        assert last.loss(0).item() == expected
+        with pytest.raises(InterruptedStep, match="was replaced"):
+            other.loss(0)
 
 
 def traced_by_make_fx(model: nn.Module, tokens: torch.Tensor) -> None:

@@ -52,7 +52,6 @@ from tiered.zero.paging.pager import (
     Paging,
     pager_of,
     pager_of_parameter,
-    pagers_in,
     placements_of,
 )
 from tiered.zero.paging.recompute.micro_batch import SAVED_SHARE, refuse_batch_dependent, split_modules
@@ -555,13 +554,7 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
             if isinstance(error, OSError):
                 raise _unreadable(error, options.weights) from error
             raise
-    for other in pagers_in(store):
-        if other.name == pager.name and other is not pager:
-            other.give_up()
-            other.intent.spoil(
-                f"model {other.name!r} in {store} was replaced (existing='overwrite'), and this is the one that was there "
-                "before: use the new one"
-            )
+    pager.replace_others()
     for show in shown:
         show()
     if replacement is not None:

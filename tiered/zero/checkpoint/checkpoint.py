@@ -196,13 +196,18 @@ def rollback(
     for other in others:
         other.give_up()
     pager.partition.refuse_apart(pager.store)
-    pager.store.rollback(generation, needs=[pager.checkpoint.key])
+    pager.follows = True  # it stays behind until all of it is as in the commit, also where its tensors are
+    try:
+        pager.store.rollback(generation, needs=[pager.checkpoint.key])
+    finally:
+        pager.follows = False
     if generation is not None:
         pager.partition.refuse_apart(pager.store)
     pager.gradient_sync.paused = False
     recall(pager)
     extra = load_record(model, pager, read_record(pager.store, pager.name), training)
     getattr(scaler, "_per_optimizer_states", {}).clear()  # what torch does after each step, and load_state_dict does not
+    pager.replace_others()
     pager.checkpoint.unchanged()
     pager.intent.forget()
     return extra

@@ -316,6 +316,8 @@ class Pager:
         """Bytes of units of other modules that a forward holds, at most, unless it is one unit."""
         self.checkpoint, chunk = CheckpointRecord(store, model_named(name)), plan.limits.chunk
         self.owner = self.checkpoint.owner
+        self.follows = False
+        """Whether a rollback of the store that is under way is this model's: it restores all else afterwards."""
         self.intent, self._leases = Intent(), Leases.of(store, self.owner)
         self.update_tier = config.paging.update_tier
         updates = in_update_tier(store, self.update_tier, self.owner)
@@ -857,16 +859,29 @@ class Pager:
         before = self.intent.behind
         self.checkpoint.remember(generation, changed=self.intent.spoiled is not None)
         self.intent.behind = (
-            f"the store went back to a commit, and model {self.name!r} in it has not followed yet: call zero.rollback for it "
-            "(again, with all that zero.commit was given), or page it anew"
+            f"the store went back to commit {generation}, and model {self.name!r} in it has not followed yet: call "
+            f"zero.rollback for it with generation={generation} (again, with all that zero.commit was given), or page it anew"
         )
         try:
             yield
         except (LeaseConflict, MisuseError, ManifestError):  # nothing was changed
             self.intent.behind = before
+            if before is None:
+                self.checkpoint.forget()
             raise
-        if self.checkpoint.is_as_remembered():
+        if not self.follows and self.checkpoint.is_as_remembered():
             self.intent.behind = None
+            self.checkpoint.forget()
+
+    def replace_others(self) -> None:
+        """Have other models of this name raise InterruptedStep, because this one has taken their place in the store."""
+        for other in pagers_in(self.store):
+            if other.name == self.name and other is not self:
+                other.give_up()
+                other.intent.spoil(
+                    f"model {self.name!r} in {self.store} was replaced (existing='overwrite', or a rollback of another one of "
+                    "this name), and this is the one that was there before: use the new one"
+                )
 
     def end_leases(self) -> None:
         """End leases that an exception left open, where no unit is held."""

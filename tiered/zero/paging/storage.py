@@ -10,7 +10,7 @@ first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, cast, overload
@@ -45,6 +45,8 @@ __all__ = [
 ]
 
 UpdateTier = Literal["dram", "hbm"]
+READ_TOGETHER, READ_BYTES = 64, 1 << 18
+"""So many tensors, or bytes, are read by one lease, where tensors are compared with what they were before a rollback."""
 
 
 class TensorStore(Protocol):
@@ -139,12 +141,12 @@ def host(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Remembered:
-    """What the tensors of a model are, before or after a rollback: of each a digest, of its bytes if it was ``read``, else of
-    what the commit says of it; None if there is none. ``record``: the same of the record. ``changed``: see
-    ``CheckpointRecord.remember``."""
+    """What a model's tensors are before a rollback. ``said``: of each what the commit says of its bytes, None where that is
+    nothing; ``read``: digests of the bytes of those that were read, None where they could not be. ``record``: what the commit
+    says of the record, None where there is none. ``changed``: see ``CheckpointRecord.remember``."""
 
-    tensors: Mapping[str, str | None] = field(default_factory=dict)
-    read: frozenset[str] = frozenset()
+    said: Mapping[str, str | None] = field(default_factory=dict)
+    read: Mapping[str, str | None] = field(default_factory=dict)
     record: str | None = None
     changed: bool = False
 
@@ -176,41 +178,60 @@ class CheckpointRecord:
     def remember(self, generation: int, *, changed: bool) -> None:
         """Remember what the model's tensors are, before the store goes back to a commit; what was remembered before an earlier
         rollback stays, until the model has followed. ``changed``: more than tensors has changed, and has to go back, too."""
-        if self._remembered is None:
-            changed = changed or (self._changed_in is not None and self._changed_in >= generation)
-            self._remembered = _Remembered(changed=True) if changed else self._seen()
+        if self._remembered is not None:
+            return
+        if changed or (self._changed_in is not None and self._changed_in >= generation):
+            self._remembered = _Remembered(changed=True)
+            return
+        said, record = self._said()
+        # Two commits say different things of bytes that were written twice; a model without a record could not follow.
+        whole = record is None and generation != self._store.generation
+        keys = [key for key, found in said.items() if whole or found is None]
+        self._remembered = _Remembered(said, dict(self._digests(keys)), record)
+
+    def forget(self) -> None:
+        """Forget what was remembered, because the store did not go back."""
+        self._remembered = None
 
     def is_as_remembered(self) -> bool:
-        """Return whether the model's tensors are what was remembered, and forget it then."""
+        """Return whether the model's tensors are what was remembered."""
         before = self._remembered
-        if before is None or before.changed:
+        if before is None or before.changed or None in before.read.values():
             return False
-        now = self._seen(before.read)
-        one_record = before.record == now.record or None in (before.record, now.record)
-        if None in before.tensors.values() or now.tensors != before.tensors or not one_record:
+        said, record = self._said()
+        if said.keys() != before.said.keys() or (record != before.record and None not in (record, before.record)):
             return False
-        self._remembered = None
-        return True
+        others = [key for key, found in said.items() if found is None or found != before.said[key]]
+        if any(key not in before.read for key in others):
+            return False
+        return all(found == before.read[key] for key, found in self._digests(others))
 
-    def _seen(self, read: frozenset[str] | None = None) -> _Remembered:
-        """Look at the model's tensors. ``read`` are the keys of those that are read: by default those of which no commit says
-        what they are."""
+    def _said(self) -> tuple[dict[str, str | None], str | None]:
+        """Return what the commit says of each tensor of the model, and of the record."""
         keys = self._store.owned(self.owner)
         said = self._store.committed(keys)
         record = said.get(self.key, "not committed") if self.key in keys else None
-        tensors = [key for key in keys if key != self.key and not key.startswith(f"{self.key}/")]
-        if read is None:
-            read = frozenset(key for key in tensors if key not in said)
-        return _Remembered({key: self._digest(key) if key in read else said.get(key) for key in tensors}, read, record)
+        return {key: said.get(key) for key in keys if key != self.key and not key.startswith(f"{self.key}/")}, record
 
-    def _digest(self, key: str) -> str | None:
+    def _digests(self, keys: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+        """Yield each key with a digest of its bytes, None where they cannot be read; many small tensors by one lease."""
+        specs = dict(zip(keys, self._store.specs(keys), strict=True))
+        together: list[str] = []
+        for number, key in enumerate(keys, 1):
+            together.append(key)
+            nbytes = sum(spec.nbytes for one in together if (spec := specs[one]) is not None)
+            if number == len(keys) or len(together) == READ_TOGETHER or nbytes >= READ_BYTES:
+                yield from zip(together, self._read(together), strict=True)
+                together = []
+
+    def _read(self, keys: list[str]) -> list[str | None]:
         try:
-            with self._store.lease(key) as tensor:
-                found = digest_of(tensor)
-                del tensor
+            with self._store.lease(keys) as tensors:
+                found: list[str | None] = [digest_of(tensor) for tensor in tensors]
+                del tensors
             return found
-        except TieredError:  # the values are like no others
-            return None
+        except TieredError:  # the values of one that cannot be read are like no others
+            return [None] if len(keys) == 1 else [one for key in keys for one in self._read([key])]
 
     def await_resume(self) -> None:
         """Have an update that was pending in the last commit leave the record in ``before``: optimizer and others still have to
