@@ -114,6 +114,8 @@ def _entries() -> dict[str, str]:
         for name in made.public(made.source_of(module)) if names is None else names:
             path = _defined(f"tiered.{name}" if name in exported else f"{module}.{name}")
             found[_anchor(prefix + name)] = found[_anchor(f"class {prefix}{name}")] = f"{where}#{path}"
+    for heading, name in re.findall(r"^### `(class ([\w.]+)\(.*?\))`$", (ROOT / "docs" / "reference.md").read_text(), re.MULTILINE):
+        found[_anchor(heading)] = found[_anchor(f"class {name}")]  # a class whose heading names what it derives from
     return found
 
 
