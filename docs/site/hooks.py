@@ -114,8 +114,13 @@ def _entries() -> dict[str, str]:
         for name in made.public(made.source_of(module)) if names is None else names:
             path = _defined(f"tiered.{name}" if name in exported else f"{module}.{name}")
             found[_anchor(prefix + name)] = found[_anchor(f"class {prefix}{name}")] = f"{where}#{path}"
-    for heading, name in re.findall(r"^### `(class ([\w.]+)\(.*?\))`$", (ROOT / "docs" / "reference.md").read_text(), re.MULTILINE):
-        found[_anchor(heading)] = found[_anchor(f"class {name}")]  # a class whose heading names what it derives from
+    for heading in re.findall(r"^###+ `(.*)`$", (ROOT / "docs" / "reference.md").read_text(), re.MULTILINE):
+        name = heading.removeprefix("class ").partition("(")[0]
+        owner, _, method = name.rpartition(".")
+        if (place := found.get(_anchor(f"class {name}"))) is not None:  # whose heading may name what the class derives from
+            found[_anchor(heading)] = place
+        elif (place := found.get(_anchor(f"class {owner}"))) is not None:
+            found[_anchor(heading)] = f"{place}.{method}"
     return found
 
 
