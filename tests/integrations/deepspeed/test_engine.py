@@ -521,13 +521,16 @@ def test_without_nvme_a_step_reads_and_writes_nothing(tmp_path: Path) -> None:
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, str) else "",
 )
-def test_what_cannot_be(tmp_path: Path, given: dict[str, Any], says: str) -> None:
+def test_what_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], says: str) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     if "tensorboard" in says and _has_tensorboard():
         pytest.skip("tensorboard is installed")
     config = given.get("config", {})
     whole = None if config is None else config_for(tmp_path, **config) if "train_batch_size" not in config else config
     with pytest.raises(MisuseError, match=says):
         zero.initialize(**{"model": made(), **given, "config": whole})
+    assert not list((tmp_path / "here").iterdir())
     engine_of(tmp_path).destroy()  # the store is closed, where it was opened at all
 
 

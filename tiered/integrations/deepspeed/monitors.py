@@ -66,7 +66,7 @@ class Monitors:
         if reports.csv.enabled:
             self._told.append(_rows(_folder(reports.csv)))
         if reports.tensorboard.enabled:
-            self._told.append(_scalars(_folder(reports.tensorboard), self._open))
+            self._told.append(_scalars(reports.tensorboard, self._open))
         if reports.steps is not None:
             self._told.append(_lines(reports.steps, store if reports.memory else None))
 
@@ -151,13 +151,13 @@ def _rows(folder: Path) -> Monitor:
     return write
 
 
-def _scalars(folder: Path, stack: ExitStack) -> Monitor:
+def _scalars(log: Log, stack: ExitStack) -> Monitor:
     """Return what writes events for TensorBoard, until ``stack`` is closed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise MisuseError('tensorboard is enabled, and not installed: pip install tensorboard, or "enabled": false') from error
-    writer: Any = SummaryWriter(log_dir=str(folder))
+    writer: Any = SummaryWriter(log_dir=str(_folder(log)))
     stack.callback(writer.close)
 
     def write(step: MonitoredStep) -> None:
