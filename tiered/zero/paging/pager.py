@@ -879,8 +879,8 @@ class Pager:
             if other.name == self.name and other is not self:
                 other.give_up()
                 other.intent.spoil(
-                    f"model {self.name!r} in {self.store} was replaced (existing='overwrite', or a rollback of another one of "
-                    "this name), and this is the one that was there before: use the new one"
+                    f"model {self.name!r} in {self.store} was replaced (existing='overwrite') or another one of this name was "
+                    "rolled back, and this is the one that was there before: use the new one"
                 )
 
     def end_leases(self) -> None:
