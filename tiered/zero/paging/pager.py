@@ -23,7 +23,7 @@ import threading
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial, wraps
@@ -869,9 +869,11 @@ class Pager:
             if before is None:
                 self.checkpoint.forget()
             raise
-        if not self.follows and self.checkpoint.is_as_remembered():
-            self.intent.behind = None
-            self.checkpoint.forget()
+        # What cannot be compared stays behind; other models must not take its error for that of a rollback that changed nothing.
+        with suppress(TieredError):
+            if not self.follows and self.checkpoint.is_as_remembered():
+                self.intent.behind = None
+                self.checkpoint.forget()
 
     def replace_others(self) -> None:
         """Have other models of this name raise InterruptedStep, because this one has taken their place in the store."""
