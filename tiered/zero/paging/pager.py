@@ -869,7 +869,7 @@ class Pager:
             if before is None:
                 self.checkpoint.forget()
             raise
-        # What cannot be compared stays behind; other models must not take its error for that of a rollback that changed nothing.
+        # What cannot be compared stays behind; others must not take its error for that of a rollback that changed nothing.
         with suppress(TieredError):
             if not self.follows and self.checkpoint.is_as_remembered():
                 self.intent.behind = None
