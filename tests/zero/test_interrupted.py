@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.zero.models import Tied
 from tests.zero.striking import KINDS, Result, Struck, StruckError, Trainer, described, outcome, shuffled, struck_at
 from tiered import Eviction, InterruptedStep, ManifestError, MisuseError, TieredStore, zero
 from tiered.store.activations import hooks_active
+from tiered.tiers.nvme import NvmeTier
 from tiered.zero.paging.pager import placement_of
 
 DRAM = "1.25MiB"
@@ -549,6 +551,31 @@ def test_a_rollback_of_the_store_alone_tells_models_that_changed(store: TieredSt
         model.loss(0)
     zero.rollback(model, optimizer, generation=generation)
     assert [one.loss(0).item() for one in (model, still)] == expected
+
+
+def test_what_changes_while_a_commit_is_under_way_is_not_in_it(store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A factor of gradients is no tensor in the store."""
+    model = zero.page(Tied(), store)
+    optimizer = zero.AdamW(model.parameters())
+    model.loss(0).backward()
+    scaled, sync = threading.Event(), NvmeTier.sync
+    monkeypatch.setattr(NvmeTier, "sync", lambda tier: (scaled.wait(), sync(tier))[1])
+    made = zero.commit_async(model, optimizer)
+    try:
+        expected = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+        for name in expected:
+            gradient = model.get_parameter(name).grad
+            assert gradient is not None
+            gradient.mul_(0.5)
+    finally:
+        scaled.set()
+    store.rollback(made.result())
+    with pytest.raises(InterruptedStep, match="has not followed yet"):
+        model.loss(0)
+    zero.rollback(model, optimizer)
+    found = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(gradient, expected[name]) for name, gradient in found.items())
 
 
 def test_a_rollback_that_fails_is_not_remembered(store: TieredStore) -> None:

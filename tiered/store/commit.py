@@ -119,6 +119,11 @@ class Generations:
         return 0
 
     @property
+    def begun(self) -> int:
+        """Number of the newest commit that was begun; what changes from now on is not in it."""
+        return self.generation
+
+    @property
     def meta(self) -> dict[str, Any]:
         """User data of that commit."""
         return {}
@@ -218,6 +223,10 @@ class Commits(OnDisk):
     @property
     def generation(self) -> int:
         return self.newest.number if self.newest else 0
+
+    @property
+    def begun(self) -> int:
+        return max(self._nvme.generations, default=0)
 
     @property
     def commits_at_exit(self) -> bool:

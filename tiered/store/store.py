@@ -830,6 +830,11 @@ class TieredStore(TensorMapping):
         return self._generations.generation
 
     @property
+    def begun(self) -> int:
+        """Number of the newest commit that was begun, by ``commit_async`` too: what changes from now on is not in that."""
+        return self._generations.begun
+
+    @property
     def meta(self) -> dict[str, Any]:
         """User data of the commit numbered ``generation``, as JSON returns it; empty before the first."""
         return self._generations.meta

@@ -169,7 +169,7 @@ class CheckpointRecord:
 
     def note(self) -> None:
         """Note that something outside of the tensors is about to change."""
-        self._changed_in = self._store.generation
+        self._changed_in = self._store.begun
 
     def unchanged(self) -> None:
         """Note that everything is as in the last commit, or in one to which the store went back."""
