@@ -164,6 +164,21 @@ def test_text_is_that_of_the_model_in_memory(
     assert (told["window_bytes"] is None) == (name.startswith("moe") or told["weights_bytes"] <= 1 << 20)
 
 
+def test_a_small_model_needs_a_tenth_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An import cuts units by the size of the model, so that none is the whole of it."""
+    torch.manual_seed(1)
+    sizes = {**SIZES, "vocab_size": 4000, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6}
+    model = LlamaForCausalLM(LlamaConfig(**sizes))
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    model.save_pretrained(tmp_path / "llama")
+    store = str(tmp_path / "store")
+    assert main(["import", str(tmp_path / "llama"), "--dir", store, "--model"]) == 0
+    given = ["generate", "--dir", store, "--prompt", PROMPT, "--dram", str(weights // 10), *GREEDY, "--json"]
+    capsys.readouterr()
+    assert main(given) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == in_memory(model.eval(), list(PROMPT.encode()))["greedy"]
+
+
 def test_json_alone_on_stdout(imported: dict[str, Imported], capsys: pytest.CaptureFixture[str]) -> None:
     one = imported["llama"]
     assert main(["generate", "--dir", str(one.store), "--prompt", PROMPT, "--dram", DRAM, *GREEDY, "--json"]) == 0

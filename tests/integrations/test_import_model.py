@@ -438,11 +438,11 @@ def test_other_memory_gives_other_units(folder: Path, tmp_path: Path) -> None:
         assert_same(import_model(folder, store), LlamaForCausalLM.from_pretrained(folder))
     with opened(tmp_path / "other", dram="4MiB") as store:
         with pytest.raises(Stop):
-            import_model(folder, store, progress=stopping(2))
+            import_model(folder, store, largest_unit=1 << 20, progress=stopping(2))
         store.close()
     with opened(tmp_path / "other", dram="1MiB") as store:
         with pytest.raises(MisuseError, match=r"4,194,304 bytes of memory \(--dram"):
-            import_model(folder, store)
+            import_model(folder, store, largest_unit=1 << 20)
         store.close()
 
 

@@ -30,11 +30,22 @@ from tiered.zero.paging.units import ModelPlan, UnitPlan
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["Import", "ImportRecord", "ImportSource", "Told", "begun", "files_in"]
+__all__ = ["Import", "ImportRecord", "ImportSource", "Told", "begun", "files_in", "unit_of"]
 
 Told = Callable[[str, float], None]
+UNIT, LEAST_UNIT, UNITS = 32 << 20, 256 << 10, 32
+"""Bytes of the largest unit of an imported model: enough for a drive's full rate, and small beside the memory of a reader. A
+model of less than ``UNITS`` of these has smaller ones, so that a reader needs about a tenth of it; but a store has memory for
+three of ``LEAST_UNIT`` in any case."""
+
 COMMIT_SECONDS = 5.0
 """After so many seconds what is in the store is committed. A commit runs beside the reading of what comes next."""
+
+
+def unit_of(model: nn.Module) -> int:
+    """Return the bytes of the largest unit of ``model`` where an import is not given any."""
+    weights = sum(parameter.numel() * parameter.dtype.itemsize for parameter in model.parameters())
+    return min(UNIT, max(LEAST_UNIT, weights // UNITS // 4096 * 4096))
 
 
 class ImportSource(msgspec.Struct, frozen=True):

@@ -70,7 +70,8 @@ def add_parser(commands: Commands) -> None:
         "--unit",
         metavar="SIZE",
         type=size,
-        help="with --model: bytes that are read together; generate needs memory for three (default: 32MiB)",
+        help="with --model: bytes that are read together; generate needs memory for three (default: 32MiB; of a model below "
+        "1GiB a 32nd of it)",
     )
     parser.add_argument(
         "--compute",
@@ -211,7 +212,6 @@ def _model(parsed: argparse.Namespace, store: TieredStore, stop: StopRequest, pr
     from tiered.errors import shown
     from tiered.integrations.kept import opening_of
     from tiered.integrations.transformers import import_model, quietly
-    from tiered.integrations.transformers.pretrained import UNIT
     from tiered.types import format_size
 
     def advanced(what: str, share: float) -> None:
@@ -224,7 +224,7 @@ def _model(parsed: argparse.Namespace, store: TieredStore, stop: StopRequest, pr
         store,
         name=parsed.name or "model",
         existing=parsed.existing,
-        largest_unit=parsed.unit or UNIT,
+        largest_unit=parsed.unit,
         compute=None if parsed.compute is None else getattr(torch, parsed.compute),
         quantize=parsed.quantize,
         verify=parsed.verify,

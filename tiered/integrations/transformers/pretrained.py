@@ -30,7 +30,7 @@ from transformers.utils import logging
 from tiered import zero
 from tiered.errors import ManifestError, MisuseError, expect_type, one_of, path_of, shown
 from tiered.format.safetensors import INDEX, SINGLE, WeightFiles
-from tiered.integrations.importing import Import, ImportRecord, ImportSource, Told, begun, files_in
+from tiered.integrations.importing import Import, ImportRecord, ImportSource, Told, begun, files_in, unit_of
 from tiered.integrations.kept import CONFIG, TOKENIZER, UNFINISHED, files_of, keep, kept_folder, only_model, opening_of
 from tiered.integrations.transformers.experts import around_experts
 from tiered.integrations.transformers.shapes import QUANTISED, config_of, making, refuse_config
@@ -42,7 +42,7 @@ from tiered.zero.page import page_filling
 from tiered.zero.paging.pager import pager_of
 from tiered.zero.paging.storage import model_named
 
-__all__ = ["UNIT", "from_pretrained", "import_model", "open_model", "open_tokenizer", "quietly", "reading_one_at_a_time"]
+__all__ = ["from_pretrained", "import_model", "open_model", "open_tokenizer", "quietly", "reading_one_at_a_time"]
 
 # -- reading pretrained models -------------------------------------------------------------------------------------------------
 
@@ -310,9 +310,6 @@ def reading_one_at_a_time() -> Iterator[None]:
 
 # -- models that need no folder ------------------------------------------------------------------------------------------------
 
-UNIT = 32 << 20
-"""Bytes of the largest unit of an imported model: enough for a drive's full rate, and small beside the memory of a reader."""
-
 
 def import_model(
     folder: str | os.PathLike[str],
@@ -323,7 +320,7 @@ def import_model(
     existing: str = "refuse",
     compute: torch.dtype | None = None,
     quantize: Quantize | None = None,
-    largest_unit: int = UNIT,
+    largest_unit: int | None = None,
     verify: bool = False,
     missing: Missing = "refuse",
     progress: Told | None = None,
@@ -335,8 +332,9 @@ def import_model(
     has modules compute in fp32 with the same values (``zero.Policy``), which is faster on processors without bf16.
     ``quantize="int8"`` or ``"int4"`` is inexact: matrices have 8 or about 4.5 bits an element in the store, and the model is
     for reading only (``zero.Policy``). ``opening.json`` in the store says so, with the relative error.
-    ``largest_unit``: bytes that are read and evicted together, as in ``zero.page``; who opens the model needs memory for three.
-    Larger weights of embeddings and linear layers are divided into slices of rows.
+    ``largest_unit``: bytes that are read and evicted together, as in ``zero.page``; who opens the model needs memory for three
+    (None: 32 MiB, of a model below 1 GiB a 32nd of it). Larger weights of embeddings and linear layers are divided into slices
+    of rows.
     ``existing``: "refuse" a store that has a model of that ``name``, or "overwrite" it, which stays until the new one is
     committed. ``progress`` is called with what is done now and the share of that which is done; it may raise, to stop.
     ``verify``: read everything from the disk again, and from the files, and compare, before the model is committed.
@@ -383,15 +381,15 @@ def import_model(
         verify=verify,
         told=progress,
     )
-    if goes_on is not None:
-        largest_unit = min(largest_unit, goes_on.unit)
     prepare = None if dtype is stored else lambda model: _refuse_rounding(model, path, stored)
     try:
         with (
             nullcontext() if progress is None else _telling(progress),
             _read(cls, path, store, dtype, existing, prepare, options, missing) as (model, paging),
         ):
-            units = replace(paging.get("paging", zero.Paging()), largest_unit=largest_unit, slice_weights=True)
+            largest = unit_of(model) if largest_unit is None else largest_unit
+            largest = largest if goes_on is None else min(largest, goes_on.unit)
+            units = replace(paging.get("paging", zero.Paging()), largest_unit=largest, slice_weights=True)
             paging |= {"name": name, "policy": policy, "paging": units}
             around_experts(page_filling(model, store, filling, **paging))
         files[CONFIG] = model.config.to_json_string().encode()  # options may have changed it
@@ -425,7 +423,7 @@ def _goes_on(store: TieredStore, name: str, source: ImportSource, existing: str)
 
 
 def _source(
-    path: Path, cls: Any, dtype: torch.dtype, policy: zero.Policy, largest_unit: int, options: dict[str, Any]
+    path: Path, cls: Any, dtype: torch.dtype, policy: zero.Policy, largest_unit: int | None, options: dict[str, Any]
 ) -> ImportSource:
     """Return what the values and the units of a model that is imported depend on."""
     given = {key: value.to_json_string() if key == "config" else repr(value) for key, value in options.items()}
