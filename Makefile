@@ -30,7 +30,7 @@ check: setup ## ruff and mypy --strict
 	$(BIN)/mypy --strict tiered libaio_ext
 
 demo: setup ## train a small GPT under a memory budget, in demo-store/
-	$(BIN)/tiered train --dir demo-store --existing overwrite
+	$(BIN)/tiered train demo-store --existing overwrite
 
 soak: setup $(LIBRARIES) ## the fault tests with their full counts; hours
 	@$(BIN)/python -m pytest -q -m soak

@@ -44,7 +44,7 @@ def train(name: str, options: argparse.Namespace, folder: str) -> dict[str, Any]
         kept: dict[str, Any] = json.loads(report.read_text())
         return kept
     words = [
-        *("train", "--dir", f"{folder}/{name}"),
+        *("train", f"{folder}/{name}"),
         *("--optimizer", name, "--lr", str(options.rate or RATES[name]), "--steps", str(options.steps)),
         *("--layers", str(options.layers), "--width", str(options.width), "--heads", str(options.width // 64)),
         *("--dram", options.dram),

@@ -1,6 +1,6 @@
 """The drive through the store beside fio, as a page for ``bench/results/``.
 
-    .venv/bin/python -m bench.io --dir /mnt/nvme --size 2GiB --rounds 9 > bench/results/io_MACHINE_DATE.md
+    .venv/bin/python -m bench.io --drive /mnt/nvme --size 2GiB --rounds 9 > bench/results/io_MACHINE_DATE.md
 
 Options are those of ``tiered bench io``; without fio installed, say ``--no-fio``. Prints what that prints, then every round:
 medians hide a drive that changes its mind halfway.

@@ -27,7 +27,7 @@ DYNAMO = "torch._dynamo, which torch imports with its first optimizer, or meta t
 def train(arguments: list[str], group: Path | None) -> dict[str, Any]:
     """Run ``tiered train`` (inside ``group``); its summary."""
     with tempfile.TemporaryDirectory(dir=".", prefix="bench-memory-") as folder:
-        _, summary = tiered("train", "--dir", f"{folder}/store", *arguments, group=group)
+        _, summary = tiered("train", f"{folder}/store", *arguments, group=group)
         return summary | {"command": " ".join(["tiered", "train", *arguments])}
 
 

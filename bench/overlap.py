@@ -46,7 +46,7 @@ def main() -> None:
     rows: dict[str, list[list[float]]] = {"on": [], "off": []}
     noise = Noise()
     with tempfile.TemporaryDirectory(dir=".", prefix="bench-overlap-") as folder:
-        command = ["train", "--dir", f"{folder}/store", "--existing", "overwrite", "--steps", str(options.steps)]
+        command = ["train", f"{folder}/store", "--existing", "overwrite", "--steps", str(options.steps)]
         for _ in range(options.pairs):
             for name, more in (("on", []), ("off", ["--no-prefetch"])):
                 _, summary = tiered(*command, *more)

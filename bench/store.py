@@ -1,6 +1,6 @@
 """Every call of the store on tensors of many sizes, as a page for ``bench/results/``.
 
-    .venv/bin/python -m bench.store --dir /mnt/nvme --seconds 2 > bench/results/store_MACHINE_DATE.md
+    .venv/bin/python -m bench.store --drive /mnt/nvme --seconds 2 > bench/results/store_MACHINE_DATE.md
 
 Options are those of ``tiered bench store``.
 """

@@ -1,6 +1,6 @@
 """Training on disk beside training in memory, and the fewest bytes that its steps could move: a page of results.
 
-    .venv/bin/python -m bench.train --dir /mnt/nvme --layers 24 --dram 400MiB > bench/results/train_<hardware>_<date>.md
+    .venv/bin/python -m bench.train --drive /mnt/nvme --layers 24 --dram 400MiB > bench/results/train_<hardware>_<date>.md
 
 Runs ``tiered bench train`` with the same options. Then trains once more and writes down what a step leases, for as long as it
 is leased; ``bench/optimum.py`` says how few bytes that takes in the whole budget for somebody who knows all of it beforehand.

@@ -201,7 +201,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Keep options of commands whole: browsers break a line after the hyphens of ``--dir``."""
+    """Keep options of commands whole: browsers break a line after the hyphens of ``--dram``."""
 
     def whole(found: re.Match[str]) -> str:
         return OPTION.sub(r'<span class="option">\g<0></span>', found[0])

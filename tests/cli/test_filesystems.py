@@ -15,7 +15,7 @@ from tiered import TieredStore
 @root
 def test_without_o_direct_it_says_so_and_goes_on(tmp_path: Path) -> None:
     with mounted(tmp_path / "memory", "-t", "ramfs", "none") as memory:
-        done = tiered("train", *TINY, "--steps", 2, "--dir", memory / "store")
+        done = tiered("train", *TINY, "--steps", 2, memory / "store")
         assert done.returncode == 0, done.stderr
         notes = [line for line in done.stderr.splitlines() if line.startswith("tiered: note: ")]
         assert len(notes) == 1
@@ -31,7 +31,7 @@ def test_a_neighbour_fills_the_disk_during_training(tmp_path: Path) -> None:
             store.commit(meta={"step": 0})
         larger = [*TINY, "--layers", "6", "--width", "256", "--dram", "4MiB"]  # 57 MiB of state: it cannot be there already
         running = programs.Popen(
-            command("train", *larger, "--steps", 50, "--dir", disk / "store"),
+            command("train", *larger, "--steps", 50, disk / "store"),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -1,4 +1,4 @@
-"""``tiered import --model`` and ``tiered generate``: the tokens of the model in memory, without its folder, from less memory
+"""``tiered import`` and ``tiered generate``: the tokens of the model in memory, without its folder, from less memory
 than its weights take."""
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Imported]:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=compute or "auto")
         store = tmp_path_factory.mktemp("stores") / "store"
         options = ["--compute", "float32"] if compute else []
-        assert main(["import", str(folder), "--dir", str(store), "--model", "--dram", "8MiB", "--unit", UNIT, *options]) == 0
+        assert main(["import", str(folder), str(store), "--dram", "8MiB", "--unit", UNIT, *options]) == 0
         shutil.rmtree(folder)
         found[name] = Imported(store, tokenizer, in_memory(model, prompt))
     return found
@@ -137,7 +137,7 @@ def test_text_is_that_of_the_model_in_memory(
 ) -> None:
     one, report = imported[name], tmp_path / "report.json"
     options = GREEDY if way == "greedy" else DRAWN
-    given = ["generate", "--dir", str(one.store), "--prompt", PROMPT, "--dram", DRAM, *options, "--json", str(report)]
+    given = ["generate", str(one.store), "--prompt", PROMPT, "--dram", DRAM, *options, "--json", str(report)]
     assert main(given) == 0
     shown, told = capsys.readouterr(), json.loads(report.read_text())
     assert len(set(told["tokens"])) > 5
@@ -172,8 +172,8 @@ def test_a_small_model_needs_a_tenth_of_it(tmp_path: Path, capsys: pytest.Captur
     weights = sum(parameter.nbytes for parameter in model.parameters())
     model.save_pretrained(tmp_path / "llama")
     store = str(tmp_path / "store")
-    assert main(["import", str(tmp_path / "llama"), "--dir", store, "--model"]) == 0
-    given = ["generate", "--dir", store, "--prompt", PROMPT, "--dram", str(weights // 10), *GREEDY, "--json"]
+    assert main(["import", str(tmp_path / "llama"), store]) == 0
+    given = ["generate", store, "--prompt", PROMPT, "--dram", str(weights // 10), *GREEDY, "--json"]
     capsys.readouterr()
     assert main(given) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] == in_memory(model.eval(), list(PROMPT.encode()))["greedy"]
@@ -181,7 +181,7 @@ def test_a_small_model_needs_a_tenth_of_it(tmp_path: Path, capsys: pytest.Captur
 
 def test_json_alone_on_stdout(imported: dict[str, Imported], capsys: pytest.CaptureFixture[str]) -> None:
     one = imported["llama"]
-    assert main(["generate", "--dir", str(one.store), "--prompt", PROMPT, "--dram", DRAM, *GREEDY, "--json"]) == 0
+    assert main(["generate", str(one.store), "--prompt", PROMPT, "--dram", DRAM, *GREEDY, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] == one.tokens["greedy"]
 
 
@@ -192,7 +192,7 @@ def test_a_conversation_is_kept(
     """Two commands say what the model in memory says of all that was said before."""
     one, folder, report = imported[name], tmp_path / "store", tmp_path / "report.json"
     shutil.copytree(one.store, folder)
-    given = ["generate", "--dir", str(folder), "--dram", "4MiB", "--tokens", "9", "--json", str(report), "--keep", "chat"]
+    given = ["generate", str(folder), "--dram", "4MiB", "--tokens", "9", "--json", str(report), "--keep", "chat"]
     said: list[int] = []
     for prompt in PROMPT, " and the sky":
         assert main([*given, "--prompt", prompt]) == 0
@@ -207,7 +207,7 @@ def test_a_conversation_is_kept(
         assert told["prompt_tokens"] == len(said)
         said += told["tokens"]
     capsys.readouterr()
-    assert main([*given, "--prompt", PROMPT, "--name", "model", "--keep", "model"]) == 1
+    assert main([*given, "--prompt", PROMPT, "--model", "model", "--keep", "model"]) == 1
     assert "there is the model 'model' in the store" in capsys.readouterr().err
 
 
@@ -218,7 +218,7 @@ def test_several_processes_read_at_once(imported: dict[str, Imported]) -> None:
         ids = torch.tensor([one.tokenizer.encode(PROMPT).ids])
         given = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
         first = model.generate(ids, max_new_tokens=4, **given)[0, ids.shape[1] :].tolist()
-        command = [sys.executable, "-m", "tiered", "generate", "--dir", str(one.store), "--prompt", PROMPT, "--dram", DRAM]
+        command = [sys.executable, "-m", "tiered", "generate", str(one.store), "--prompt", PROMPT, "--dram", DRAM]
         done = programs.run([*command, *GREEDY, "--json"], capture_output=True, text=True, env=ONE_THREAD, timeout=120)
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["tokens"] == one.tokens["greedy"]
@@ -238,23 +238,23 @@ def refused(given: list[str], capsys: pytest.CaptureFixture[str], code: int = 1)
 def test_what_cannot_be_is_one_line(
     imported: dict[str, Imported], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = ["generate", "--dir", str(imported["llama"].store), "--dram", DRAM, "--prompt"]
+    here = ["generate", str(imported["llama"].store), "--dram", DRAM, "--prompt"]
     assert "no tokens: give --prompt some text" in refused([*here, ""], capsys)
     assert "the model has 128 positions" in refused([*here, "a", "--tokens", "128"], capsys)
     assert "give --temperature" in refused([*here, "a", "--seed", "1"], capsys, 2)
     assert "--top-p: 1.5 is not a share" in refused([*here, "a", "--temperature", "1", "--top-p", "1.5"], capsys, 2)
-    assert "of a model named 'other'" in refused([*here, "a", "--name", "other"], capsys)
-    assert "is not a folder" in refused(["generate", "--dir", str(tmp_path / "none"), "--prompt", "a"], capsys)
+    assert "of a model named 'other'" in refused([*here, "a", "--model", "other"], capsys)
+    assert "is not a folder" in refused(["generate", str(tmp_path / "none"), "--prompt", "a"], capsys)
     with TieredStore.open(tmp_path / "empty", dram=DRAM) as store:
         store.put("x", torch.ones(3))
         store.commit()
-    there = ["generate", "--dir", str(tmp_path / "empty"), "--dram", DRAM, "--prompt", "a"]
-    assert "tiered import FOLDER --dir STORE --model" in refused(there, capsys)
+    there = ["generate", str(tmp_path / "empty"), "--dram", DRAM, "--prompt", "a"]
+    assert "tiered import FOLDER STORE makes one" in refused(there, capsys)
     monkeypatch.setitem(sys.modules, "tiered.integrations.transformers.pretrained", None)
     monkeypatch.setitem(sys.modules, "tiered.integrations.transformers", None)
     assert "generate needs transformers: pip install '.[hf]'" in refused([*here, "a"], capsys)
-    model = ["import", str(tmp_path), "--dir", str(tmp_path / "new"), "--model"]
-    assert "--model needs transformers: pip install '.[hf]'" in refused(model, capsys)
+    model = ["import", str(tmp_path), str(tmp_path / "new"), "--as", "model"]
+    assert "a model needs transformers: pip install '.[hf]'" in refused(model, capsys)
 
 
 def test_a_model_without_room_for_bytes_needs_a_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -262,8 +262,8 @@ def test_a_model_without_room_for_bytes_needs_a_tokenizer(tmp_path: Path, capsys
     small = {**SIZES, "vocab_size": 64, "eos_token_id": 3, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     LlamaForCausalLM(LlamaConfig(**small)).save_pretrained(tmp_path / "source")
     store = str(tmp_path / "store")
-    assert main(["import", str(tmp_path / "source"), "--dir", store, "--model", "--dram", DRAM]) == 0
-    here = ["generate", "--dir", store, "--dram", DRAM, "--prompt", "a"]
+    assert main(["import", str(tmp_path / "source"), store, "--dram", DRAM]) == 0
+    here = ["generate", store, "--dram", DRAM, "--prompt", "a"]
     assert "bytes are no tokens of one with 64 tokens" in refused(here, capsys)
 
 
@@ -272,16 +272,17 @@ def test_import_refuses_and_overwrites(tmp_path: Path, capsys: pytest.CaptureFix
     other = moe()
     other.save_pretrained(tmp_path / "moe")
     store = str(tmp_path / "store")
-    into = ["--dir", store, "--dram", "2MiB"]
-    assert "give --model" in refused(["import", str(tmp_path / "llama"), *into, "--compute", "float32"], capsys, 2)
-    assert "no folder with a config.json" in refused(["import", str(tmp_path), *into, "--model"], capsys)
+    into = [store, "--dram", "2MiB"]
+    tensors = ["import", str(tmp_path / "llama"), *into, "--as", "tensors", "--verify"]
+    assert "are for models: --as tensors" in refused(tensors, capsys, 2)
+    assert "no folder with a config.json" in refused(["import", str(tmp_path), *into, "--as", "model"], capsys)
     assert not os.path.exists(store)
-    assert main(["import", str(tmp_path / "llama"), *into, "--model"]) == 0
+    assert main(["import", str(tmp_path / "llama"), *into]) == 0
     assert "LlamaForCausalLM of " in capsys.readouterr().out
-    assert "already has a model named 'model'" in refused(["import", str(tmp_path / "moe"), *into, "--model"], capsys)
-    assert main(["import", str(tmp_path / "moe"), *into, "--model", "--name", "second"]) == 0
-    assert "2 models, 'model', 'second': choose one with --name" in refused(["generate", *into, "--prompt", "a"], capsys)
-    assert main(["import", str(tmp_path / "moe"), *into, "--model", "--existing", "overwrite"]) == 0
+    assert "already has a model named 'model'" in refused(["import", str(tmp_path / "moe"), *into], capsys)
+    assert main(["import", str(tmp_path / "moe"), *into, "--model", "second"]) == 0
+    assert "2 models, 'model', 'second': choose one with --model" in refused(["generate", *into, "--prompt", "a"], capsys)
+    assert main(["import", str(tmp_path / "moe"), *into, "--existing", "overwrite"]) == 0
     with TieredStore.open(store, dram="2MiB", access="read") as opened:
         for name in "model", "second":
             model = open_model(opened, name=name)
@@ -304,7 +305,7 @@ def test_weights_that_are_not_those_of_the_model_are_refused(
         values[weight] = torch.zeros(32, 40)
     model.config.save_pretrained(tmp_path / "model")
     save_file(values, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
-    command = ["import", str(tmp_path / "model"), "--dir", str(tmp_path / "store"), "--model", "--dram", "16MiB"]
+    command = ["import", str(tmp_path / "model"), str(tmp_path / "store"), "--dram", "16MiB"]
     assert main(command) == 1
     told = capsys.readouterr().err
     assert repr(weight) in told
@@ -318,7 +319,7 @@ def test_a_stopped_import_leaves_nothing(
 ) -> None:
     llama().save_pretrained(tmp_path / "llama")
     monkeypatch.setattr(Progress, "working", lambda *_: os.kill(os.getpid(), signum))
-    given = ["import", str(tmp_path / "llama"), "--dir", str(tmp_path / "store"), "--model", "--dram", DRAM]
+    given = ["import", str(tmp_path / "llama"), str(tmp_path / "store"), "--dram", DRAM]
     assert "stopped; nothing was committed" in refused(given, capsys, 128 + signum)
     assert os.listdir(tmp_path) == ["llama"]
 
@@ -335,7 +336,7 @@ def test_an_import_that_is_stopped_keeps_what_was_there(
             os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(Progress, "working", at_the_end)
-    given = ["import", str(tmp_path / "moe"), "--dir", str(store), "--model", "--dram", "2MiB", "--existing", "overwrite"]
+    given = ["import", str(tmp_path / "moe"), str(store), "--dram", "2MiB", "--existing", "overwrite"]
     assert "stopped; nothing was committed" in refused(given, capsys, 130)
     with TieredStore.open(store, dram="1MiB", access="read") as opened:
         assert type(open_model(opened)) is LlamaForCausalLM
@@ -351,7 +352,7 @@ def test_ctrl_c_ends_a_generation(
         os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(Display, "text", and_stop)
-    given = ["generate", "--dir", str(imported["llama"].store), "--prompt", PROMPT, "--dram", DRAM, *GREEDY]
+    given = ["generate", str(imported["llama"].store), "--prompt", PROMPT, "--dram", DRAM, *GREEDY]
     assert main(given) == 130
     shown = capsys.readouterr()
     assert shown.err.splitlines()[-1] == "tiered: stopped"
@@ -381,7 +382,7 @@ def test_a_terminal_shows_text_above_the_numbers(monkeypatch: pytest.MonkeyPatch
 
 def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--help"]) == 0
-    assert "tiered generate --dir " in capsys.readouterr().out.partition("examples:")[2]
+    assert "tiered generate llama/ " in capsys.readouterr().out.partition("examples:")[2]
 
 
 def test_bytes_that_are_no_text_are_shown() -> None:
@@ -423,9 +424,9 @@ def test_what_first_attempts_are_told(
 ) -> None:
     folder, store = tmp_path / "llama", str(imported["llama"].store)
     llama().save_pretrained(folder)
-    of = ["generate", "--dram", DRAM, "--dir"]
+    of = ["generate", "--dram", DRAM]
     told = told_by(capsys, *of, str(folder), "--prompt", "a")
-    assert f"is the folder of a model, and no store: tiered import {folder} --dir STORE --model" in told
+    assert f"is the folder of a model, and no store: tiered import {folder} STORE puts it into one" in told
     told = told_by(capsys, *of, store, "--prompt", "\udcff\udcfe hi")
     assert "the prompt is not UTF-8 text (at character 0)" in told
     told = told_by(capsys, *of, store, "--prompt", "the sea is wide " * 60)
@@ -438,7 +439,7 @@ def test_what_first_attempts_are_told(
 
 
 def test_what_an_import_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    to = ["--dir", str(tmp_path / "store"), "--model", "--dram", "8MiB"]
+    to = [str(tmp_path / "store"), "--dram", "8MiB"]
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 300}
     transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)).save_pretrained(tmp_path / "t5")
     told = told_by(capsys, "import", str(tmp_path / "t5"), *to)
@@ -457,7 +458,7 @@ def test_layers_that_only_the_files_have_are_named(tmp_path: Path, capsys: pytes
     llama().save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 3}
     (folder / "config.json").write_text(json.dumps(config))
-    assert main(["import", str(folder), "--dir", str(tmp_path / "store"), "--model", "--dram", "8MiB"]) == 0
+    assert main(["import", str(folder), str(tmp_path / "store"), "--dram", "8MiB"]) == 0
     told = capsys.readouterr().err
     assert "note: the files in" in told
     assert "are left out: 'model.layers.3.input_layernorm.weight' and 8 more" in told
@@ -472,9 +473,9 @@ def test_penalties_of_the_checkpoint_do_not_act(
     write_tokenizer(folder)
     acting = {"repetition_penalty": 1.9, "do_sample": True, "min_p": 0.2, "guidance_scale": 1.5, "stop_strings": ["e"]}
     (folder / "generation_config.json").write_text(json.dumps(acting | {"eos_token_id": SIZES["eos_token_id"]}))
-    assert main(["import", str(folder), "--dir", str(tmp_path / "store"), "--model", "--dram", "8MiB"]) == 0
+    assert main(["import", str(folder), str(tmp_path / "store"), "--dram", "8MiB"]) == 0
     capsys.readouterr()
-    given = ["generate", "--dir", str(tmp_path / "store"), "--prompt", PROMPT, "--dram", "4MiB", *GREEDY, "--json"]
+    given = ["generate", str(tmp_path / "store"), "--prompt", PROMPT, "--dram", "4MiB", *GREEDY, "--json"]
     assert main(given) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] == one.tokens["greedy"]
 

@@ -34,7 +34,7 @@ def found(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, A
 
 
 def test_everything_that_was_asked_for_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = found(capsys, "--dir", tmp_path)
+    report = found(capsys, "--drive", tmp_path)
     backends = {backend["name"]: backend["unavailable"] for backend in report["backends"]}
     assert list(backends) == ["libaio", "aiofiles", "posix"]
     assert backends["posix"] is backends["aiofiles"] is None
@@ -53,7 +53,7 @@ def test_everything_that_was_asked_for_is_there(tmp_path: Path, capsys: pytest.C
 
 
 def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["info", "--dir", str(tmp_path), "--json", str(tmp_path / "it.json")]) == 0
+    assert main(["info", "--drive", str(tmp_path), "--json", str(tmp_path / "it.json")]) == 0
     shown = capsys.readouterr().out
     labels = [line[:12].rstrip() for line in shown.splitlines() if line[:1] != " "]
     wanted = ["versions", "machine", "backends", "CUDA", "filesystem", "huge pages", "limits", "budget", "rates"]
@@ -65,14 +65,14 @@ def test_nothing_is_made_without_measuring(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(facts, "scratch_store", lambda *_, **__: pytest.fail("a store was opened"))
-    assert found(capsys, "--dir", tmp_path, "--no-measure")["rates"] is None
+    assert found(capsys, "--drive", tmp_path, "--no-measure")["rates"] is None
 
 
 def test_a_backend_that_does_not_work_says_why(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(BACKENDS, "libaio", BACKENDS["libaio"]._replace(unavailable=lambda: "not built; install a C compiler"))
-    assert main(["info", "--dir", str(tmp_path), "--no-measure"]) == 0
+    assert main(["info", "--drive", str(tmp_path), "--no-measure"]) == 0
     assert "libaio: not built; install a C compiler\n" in capsys.readouterr().out
 
 
@@ -93,13 +93,13 @@ def test_the_names_are_those_of_the_shipped_backends() -> None:
 def test_folders_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain = tmp_path / "plain"
     plain.write_text("mine")
-    assert f"{plain} is not a folder" in failure(capsys, "info", "--dir", plain)
-    assert f"{tmp_path / 'none'} does not exist" in failure(capsys, "info", "--dir", tmp_path / "none")
+    assert f"{plain} is not a folder" in failure(capsys, "info", "--drive", plain)
+    assert f"{tmp_path / 'none'} does not exist" in failure(capsys, "info", "--drive", tmp_path / "none")
 
 
 def test_a_folder_that_nothing_can_be_made_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is an answer: the rest is told all the same."""
-    report = found(capsys, "--dir", "/proc")
+    report = found(capsys, "--drive", "/proc")
     assert report["filesystem"]["type"] == "proc"
     assert "cannot make a file in /proc" in report["filesystem"]["why_not"]
     assert report["rates"]["disk_read"] is None
@@ -110,7 +110,7 @@ def test_a_store_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str
     with TieredStore.open(tmp_path / "store", dram=MIB) as store:
         store.put("mine", torch.arange(10))
     before = sorted(os.listdir(tmp_path / "store"))
-    report = found(capsys, "--dir", tmp_path / "store")
+    report = found(capsys, "--drive", tmp_path / "store")
     assert report["filesystem"]["holds_store"]
     assert "holds a store" in report["rates"]["why_no_disk"]
     assert sorted(os.listdir(tmp_path / "store")) == before
@@ -121,11 +121,11 @@ def test_a_store_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str
 @root
 def test_without_o_direct_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with mounted(tmp_path / "memory of others", "-t", "ramfs", "none") as memory:
-        report = found(capsys, "--dir", memory, "--no-measure")
+        report = found(capsys, "--drive", memory, "--no-measure")
         assert report["filesystem"]["type"] == "ramfs"  # also behind a name that /proc/self/mountinfo writes in octal
         assert report["filesystem"]["o_direct"] is False
         assert report["filesystem"]["in_memory"]
-        assert main(["info", "--dir", str(memory), "--no-measure"]) == 0
+        assert main(["info", "--drive", str(memory), "--no-measure"]) == 0
         assert "this is memory, not a drive" in capsys.readouterr().out
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Iterator
 
 import pytest
@@ -55,6 +56,77 @@ def test_a_usage_error_is_one_line(words: list[str], says: str, capsys: pytest.C
     assert not shown.out
 
 
+@pytest.mark.parametrize(
+    ("words", "now"),
+    [
+        ("info --dir /mnt/nvme --no-measure", "info --drive /mnt/nvme --no-measure"),
+        ("bench io --fio --dir=/mnt/nvme", "bench io --fio --drive /mnt/nvme"),
+        ("bench store --dir /mnt/nvme", "bench store --drive /mnt/nvme"),
+        ("bench step --dir /mnt/nvme --dram 1GiB", "bench step --drive /mnt/nvme --dram 1GiB"),
+        ("bench train --dir /mnt/nvme", "bench train --drive /mnt/nvme"),
+        ("plan --model my-llama --context 2048 --dir .", "plan my-llama --context 2048 --drive ."),
+        ("plan --ranks 1,8 --model my-llama", "plan my-llama --ranks 1,8"),
+        ("train --steps 3 --dir my-store --no-prefetch", "train my-store --steps 3 --no-prefetch"),
+        ("train --resume --dir 'my store' --steps 100", "train 'my store' --existing resume --steps 100"),
+        ("train --resume", "train --existing resume"),
+        ("train --resume my-store", "train my-store --existing resume"),
+        ("train --dir -", "train ./-"),
+        ("generate --dir llama/ --prompt 'The sea is' --name second", "generate llama/ --prompt 'The sea is' --model second"),
+        ("generate --prompt=-1 --dir llama/", "generate llama/ --prompt -1"),
+        ("generate llama/ --prompt a --name second", "generate llama/ --prompt a --model second"),
+        ("import model.safetensors --dir state/", "import model.safetensors state/ --as tensors"),
+        ("import --dir state/ --paths /a /b --model llama/", "import llama/ state/ --paths /a /b --as model"),
+        (
+            "import llama/ --dir state/ --model --name second --quantize int8",
+            "import llama/ state/ --as model --model second --quantize int8",
+        ),
+        (
+            "import checkpoints/ --deepspeed --tag step1 --dir state/",
+            "import checkpoints/ state/ --as deepspeed --tag step1",
+        ),
+        ("import llama/ state/ --model", "import llama/ state/ --as model"),
+        ("import llama/ state/ --model --verify", "import llama/ state/ --as model --verify"),
+    ],
+)
+def test_an_earlier_spelling_is_told_the_whole_line(words: str, now: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each command with an option that it had before; and the corrected line is of today's grammar."""
+    assert main(shlex.split(words)) == 2
+    shown = capsys.readouterr()
+    (line,) = shown.err.splitlines()
+    expected = shlex.join(["tiered", *shlex.split(now)])
+    assert line.endswith(f" written differently now: {expected} (help: tiered {' '.join(command_of(words))} --help)")
+    assert not shown.out
+    again = build_parser().parse_args(shlex.split(now))
+    assert again.parser.prog == " ".join(["tiered", *command_of(words)])
+
+
+def command_of(words: str) -> list[str]:
+    first, second, *_ = words.split()
+    return [first, second] if first == "bench" else [first]
+
+
+def test_every_earlier_spelling_is_tried() -> None:
+    """Above, by command."""
+    (tried,) = (mark.args[1] for mark in test_an_earlier_spelling_is_told_the_whole_line.pytestmark)  # type: ignore[attr-defined]
+    for prog, parser in PARSERS.items():
+        assert isinstance(parser, Parser)
+        for option in parser.earlier.now if parser.earlier is not None else ():
+            assert any(f"tiered {words}".startswith(f"{prog} ") and option in words for words, _ in tried), (prog, option)
+
+
+def test_an_earlier_spelling_under_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank 0 tells, with the words that start as many ranks; --resume began there where nothing was committed."""
+    around = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    for name, value in around.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", "--resume", "--dir", "many"]) == 2
+    line = "torchrun --nnodes 2 --nproc-per-node 2 --max-restarts 3 -m tiered train many --existing continue"
+    assert f"--resume and --dir are written differently now: {line} (help: " in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    assert main(["train", "--resume", "--dir", "many"]) == 2
+    assert not capsys.readouterr().err
+
+
 @pytest.mark.parametrize("parser", PARSERS.values(), ids=PARSERS)
 def test_every_option_is_explained_and_none_is_abbreviated(parser: argparse.ArgumentParser) -> None:
     assert not parser.allow_abbrev
@@ -82,13 +154,14 @@ def test_one_word_for_one_thing(parser: argparse.ArgumentParser) -> None:
         ("open with generation=7, or move it", "open with --generation 7, or move it"),
         ("open it without paths=", "open it without --paths"),
         ("a smaller dram=; then", "a smaller --dram; then"),
-        ("give another name=, existing=\"resume\"", "give another name=, --existing resume"),
+        ("give another name=, existing=\"resume\"", "give another --model, --existing resume"),
         ("/data/dram=3/x and 'dram=3' stay", "/data/dram=3/x and 'dram=3' stay"),
     ],
 )
 def test_keyword_arguments_in_errors_are_printed_as_options(message: str, shown: str) -> None:
     parser = Parser(prog="it")
-    for option in "--existing", "--generation", "--paths", "--dram":
+    parser.named = {"name": "--model"}
+    for option in "--model", "--existing", "--generation", "--paths", "--dram":
         parser.add_argument(option)
     assert parser.in_options(message) == shown
 

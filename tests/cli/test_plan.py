@@ -66,7 +66,7 @@ def test_the_element_type_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixt
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 256, "intermediate_size": 128}
     transformers.LlamaConfig(**sizes, bos_token_id=1, eos_token_id=2).save_pretrained(tmp_path)
-    asked = ["plan", "--model", str(tmp_path), "--context", "16", "--dram", "1MiB", *ONE, "--no-measure", "--json"]
+    asked = ["plan", str(tmp_path), "--context", "16", "--dram", "1MiB", *ONE, "--no-measure", "--json"]
     found = []
     for given in ([], ["--dtype", "bfloat16"]):
         assert main([*asked, *given]) == 0
@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_an_answer(tmp_path: Path, capsys: pytest.CaptureFi
     ("given", "told"),
     [
         (["--heads", "5"], "multiple"),
-        (["--model", "folder"], "--layers, --width, --heads"),
+        (["folder"], "--layers, --width, --heads"),
         (["--no-measure", "--ranks", "2"], "--machine"),
     ],
 )

@@ -625,7 +625,7 @@ def test_the_command_says_how_to_go_on(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = str(tmp_path / "store")
-    given = ["import", str(folder), "--dir", store, "--model", "--dram", "2MiB", "--unit", "64KiB"]
+    given = ["import", str(folder), store, "--dram", "2MiB", "--unit", "64KiB"]
     shown = Progress.working
 
     def interrupted(progress: Progress, what: str, share: float) -> None:
@@ -639,7 +639,7 @@ def test_the_command_says_how_to_go_on(
     assert error.startswith("tiered: stopped; ")
     assert f"are in {store}: the same command goes on from there" in error
     monkeypatch.undo()
-    assert main(["generate", "--dir", store, "--prompt", "a"]) == 1
+    assert main(["generate", store, "--prompt", "a"]) == 1
     assert "the import of model 'model'" in capsys.readouterr().err
     assert main([*given[:-1], "96KiB"]) == 1
     assert "--existing overwrite" in capsys.readouterr().err

@@ -156,7 +156,7 @@ def test_bytes_of_a_token(tmp_path: Path) -> None:
 
 def test_the_store_says_that_it_is_inexact(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = saved(llama, tmp_path / "model")
-    command = ["import", str(folder), "--dir", str(tmp_path / "store"), "--dram", "4MiB", "--model", "--quantize", "int4"]
+    command = ["import", str(folder), str(tmp_path / "store"), "--dram", "4MiB", "--quantize", "int4"]
     assert main(command) == 0
     told = capsys.readouterr().out
     assert "inexact: 16 of 21 parameters and slices are int4; relative error 8." in told
@@ -179,8 +179,8 @@ def test_the_store_says_that_it_is_inexact(tmp_path: Path, capsys: pytest.Captur
 def test_help_names_it_inexact(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["import", "--help"]) == 0
     assert "INEXACT" in capsys.readouterr().out
-    assert main(["import", "x.safetensors", "--dir", "store", "--quantize", "int8"]) == 2
-    assert "--quantize and --verify are for models: give --model" in capsys.readouterr().err
+    assert main(["import", "x.safetensors", "store", "--quantize", "int8"]) == 2
+    assert "--quantize and --verify are for models: x.safetensors is tensors" in capsys.readouterr().err
 
 
 def test_it_is_for_reading_only(tmp_path: Path) -> None:

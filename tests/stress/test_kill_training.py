@@ -54,7 +54,7 @@ def killed(folder: Path, name: str, more: Sequence[str], count: int, source: ran
     """Compare a training that is killed ``count`` times with one that is not. Returns how many went on from a commit."""
     whole, here = folder / f"{name} whole", folder / name
     report, expected, resumed = folder / f"{name}.json", folder / f"{name} whole.json", 0
-    dry = killed_at([*TRAINING, *more, "--dir", whole, "--json", expected], 0)
+    dry = killed_at([*TRAINING, *more, whole, "--json", expected], 0)
     assert dry.said == ["exit code 0"], dry
     numbers, state = losses(expected), values(whole)
     kills = 0
@@ -64,8 +64,8 @@ def killed(folder: Path, name: str, more: Sequence[str], count: int, source: ran
             shutil.rmtree(here)
             continue
         resumed += begun
-        arguments = ["train", "--resume"] if begun else [*TRAINING, *more]
-        arguments += ["--dir", here, "--json", report]
+        arguments = ["train", "--existing", "resume"] if begun else [*TRAINING, *more]
+        arguments += ["--json", report, here]
         ended = killed_at(arguments, source.randint(1, dry.calls // 2) if kills < count else 0)
         if ended.status == -9:
             tally.count("SIGKILL of a training", 1)

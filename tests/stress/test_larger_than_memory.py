@@ -88,7 +88,7 @@ def test_tensors(tmp_path: Path, limited: Path, tally: Tally) -> None:
     keys = [f"t{number}" for number in range(NBYTES // EACH)]
     entries = [entry_of(key, TensorSpec("uint8", (EACH,), 1)) for key in keys]
     Shards(tmp_path / "given", entries, 5 * EACH, "refuse").write((content(key, 0, EACH).numpy().data for key in keys), None)
-    run(limited, "-m", "tiered.cli", "import", tmp_path / "given", "--dir", tmp_path / "state", "--dram", "64MiB")
+    run(limited, "-m", "tiered.cli", "import", tmp_path / "given", tmp_path / "state", "--dram", "64MiB")
     tally.ran()
     run(limited, "-m", "tiered.cli", "export", tmp_path / "state", "--out", tmp_path / "out", "--shard", "200MB")
     tally.ran()

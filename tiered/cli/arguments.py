@@ -7,10 +7,13 @@ import argparse
 import difflib
 import os
 import re
-from collections.abc import Callable, Iterable
+import shlex
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
+from tiered.cli.spelling import Spelling
 from tiered.errors import MisuseError
 from tiered.types import BackendName, parse_size
 
@@ -19,14 +22,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BACKENDS",
+    "DRIVE",
     "Formatter",
     "Launched",
     "Parser",
     "add_backend",
+    "add_drive",
     "add_generation",
     "add_json",
+    "add_model",
     "add_paths",
-    "add_scratch_folder",
     "add_store",
     "command",
     "count",
@@ -62,7 +67,8 @@ class Launched:
         if self.ranks == 1:
             return ["tiered"]
         nodes = ["--nnodes", str(self.ranks // self.here)] if self.here < self.ranks else []
-        return ["torchrun", *nodes, "--nproc-per-node", str(self.here), "-m", "tiered"]
+        again = ["--max-restarts", str(self.may_restart)] if self.may_restart else []
+        return ["torchrun", *nodes, "--nproc-per-node", str(self.here), *again, "-m", "tiered"]
 
 
 def launched() -> Launched:
@@ -81,10 +87,25 @@ KEYWORD = re.compile(r"(?<![\w/'\"=.-])(?P<name>[a-z_]+)=(?:(?P<quote>['\"]?)(?P
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, whose options cannot be abbreviated, and which suggests what may have been meant."""
+    """A parser whose errors are one line, whose options cannot be abbreviated, and which suggests what may have been meant.
+
+    ``earlier``: the options that its command had before, for which the error is the corrected command line. ``named``: options
+    that the library's keyword arguments are, where the names differ."""
+
+    earlier: Spelling | None = None
+    named: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **{"allow_abbrev": False, **keywords})
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as argparse does, after a look for earlier spellings."""
+        corrected = self.earlier.corrected(self, args) if self.earlier is not None and args is not None else None
+        if corrected is not None:
+            options, words = corrected
+            line = shlex.join([*launched().command, *self.prog.split()[1:], *words])
+            self.error(f"{' and '.join(options)} {'is' if len(options) == 1 else 'are'} written differently now: {line}")
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2. Of several ranks, which all have the same command line, the first one prints."""
@@ -105,7 +126,7 @@ class Parser(argparse.ArgumentParser):
         ``--existing overwrite``. A keyword without an option stays as it is."""
 
         def option(match: re.Match[str]) -> str:
-            name = "--" + match["name"].replace("_", "-")
+            name = self.named.get(match["name"], "--" + match["name"].replace("_", "-"))
             if name not in self._option_string_actions:
                 return match[0]
             return f"{name} {match['value']}" if match["value"] else name
@@ -136,8 +157,11 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
             self._action_max_length += self._indent_increment
 
 
-def command(commands: Commands, name: str, summary: str, description: str, examples: str) -> argparse.ArgumentParser:
-    """Add the parser of the command ``name``; ``description`` and ``examples`` are printed with the line breaks they have."""
+def command(
+    commands: Commands, name: str, summary: str, description: str, examples: str, earlier: Spelling | None = None
+) -> argparse.ArgumentParser:
+    """Add the parser of the command ``name``; ``description`` and ``examples`` are printed with the line breaks they have.
+    ``earlier``: options that it had before."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=summary,
@@ -145,6 +169,8 @@ def command(commands: Commands, name: str, summary: str, description: str, examp
         epilog=examples,
         formatter_class=Formatter,
     )
+    assert isinstance(parser, Parser), "commands are made by a Parser, which gives its class to them"
+    parser.earlier = earlier
     parser.set_defaults(parser=parser)
     return parser
 
@@ -173,6 +199,13 @@ def add_paths(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_model(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add ``--model NAME``, a model's name in a store; ``what`` is the help text."""
+    parser.add_argument("--model", metavar="NAME", help=what)
+    assert isinstance(parser, Parser), "made by command"
+    parser.named = {"name": "--model"}
+
+
 def add_generation(parser: argparse.ArgumentParser, what: str) -> None:
     """Add ``--generation N``, a commit of the store; ``what`` is the help text."""
     parser.add_argument("--generation", metavar="N", type=count, help=what)
@@ -183,10 +216,13 @@ def add_backend(parser: argparse._ActionsContainer, default: str | None = "auto"
     parser.add_argument("--backend", choices=BACKENDS, default=default, help="how to do file I/O (default: auto)")
 
 
-def add_scratch_folder(parser: argparse.ArgumentParser) -> None:
-    """``--dir FOLDER`` of the commands that measure."""
+DRIVE = Spelling({"--dir": "--drive"})
+
+
+def add_drive(parser: argparse._ActionsContainer) -> None:
+    """``--drive FOLDER`` of the commands that measure."""
     parser.add_argument(
-        "--dir", metavar="FOLDER", dest="folder", default=".", help="a folder on the drive to measure (default: this one)"
+        "--drive", metavar="FOLDER", dest="folder", default=".", help="a folder on the drive to measure (default: this one)"
     )
 
 

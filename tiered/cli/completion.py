@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["add_parser"]
 
 SHELLS = ("bash", "zsh")
-FOLDERS = ("STORE", "FOLDER")
+FOLDERS = ("STORE", "FOLDER", "MODEL")
 FILES = ("FILE", "FILE.png", "SOURCE")
 """Metavariables of arguments whose values a shell can complete with the names of folders or files."""
 

@@ -37,11 +37,12 @@ Keep PyTorch tensors in device memory, host memory and on NVMe, and train models
 """
 EXAMPLES = """\
 examples:
-  tiered info --dir /mnt/nvme
-  tiered bench io --dir /mnt/nvme
+  tiered info --drive /mnt/nvme
+  tiered bench io --drive /mnt/nvme
   tiered plan --dram 256MiB
-  tiered train --dir my-store --dram 256MiB
-  tiered generate --dir my-llama --prompt 'The sea is'
+  tiered train my-store --dram 256MiB
+  tiered import Llama-3.2-1B/ my-llama
+  tiered generate my-llama --prompt 'The sea is'
   tiered ls my-store
   tiered verify my-store
   tiered export my-store --out model

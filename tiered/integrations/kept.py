@@ -88,9 +88,7 @@ def only_model(store: TieredStore) -> str:
         for key in store:
             if key.endswith(end):
                 refuse_unfinished(store, key.removesuffix(end))
-        raise MisuseError(
-            f"{store} has no model that can be opened by itself: tiered import FOLDER --dir STORE --model makes one"
-        )
+        raise MisuseError(f"{store} has no model that can be opened by itself: tiered import FOLDER STORE makes one")
     if len(found) > 1:
         raise MisuseError(f"{store} has {len(found)} models, {', '.join(map(repr, found))}: choose one with name=")
     return found[0]
@@ -122,7 +120,7 @@ def opening_of(store: TieredStore, name: str) -> dict[str, str]:
     contents = kept_file(store, name, OPENING)
     if contents is None or kept_file(store, name, CONFIG) is None:
         raise MisuseError(
-            f"{store} keeps no {CONFIG} of a model named {name!r}: import it with tiered import --model, or open it with "
+            f"{store} keeps no {CONFIG} of a model named {name!r}: import it with tiered import, or open it with "
             "from_pretrained(..., existing='resume'), which needs its folder"
         )
     try:

@@ -60,13 +60,13 @@ def scratch_folder(parent: str) -> Iterator[str]:
     """Make a new folder in ``parent``, and remove it with its contents at the end. Raises MisuseError."""
     if not os.path.isdir(parent):
         what = "is not a folder" if os.path.lexists(parent) else "does not exist"
-        raise MisuseError(f"{parent} {what}; name one on the drive to measure with --dir")
+        raise MisuseError(f"{parent} {what}; name one on the drive to measure with --drive")
     if os.path.lexists(os.path.join(parent, DATA_FILE)):
-        raise MisuseError(f"{parent} holds a store, which stays as it is; name the folder around it with --dir")
+        raise MisuseError(f"{parent} holds a store, which stays as it is; name the folder around it with --drive")
     try:
         folder = tempfile.mkdtemp(prefix="tiered-scratch-", dir=os.path.abspath(parent))
     except OSError as error:
-        raise MisuseError(f"cannot make a folder in {parent}: {error.strerror}; name another one with --dir") from error
+        raise MisuseError(f"cannot make a folder in {parent}: {error.strerror}; name another one with --drive") from error
     try:
         yield folder
     finally:

@@ -57,7 +57,7 @@ def measured_machine(folder: str, *, check: Callable[[], object] = lambda: None)
     with scratch_store(folder, dram=POOL) as store:
         rates = measure(store)
         if rates is None:
-            raise MisuseError(f"{folder} has no room for a measurement: free some, or name another folder with --dir")
+            raise MisuseError(f"{folder} has no room for a measurement: free some, or name another folder with --drive")
         check()
         transfer = _transfer(store, rates.read)
     check()

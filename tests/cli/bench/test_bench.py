@@ -52,7 +52,7 @@ def found(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, A
 
 class TestStore:
     def test_lines(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        report = found(capsys, *STORE, "--dir", tmp_path)
+        report = found(capsys, *STORE, "--drive", tmp_path)
         for nbytes in 4 * KIB, 64 * KIB:
             lines = [line for line in report["lines"] if line["size_bytes"] == nbytes]
             assert [(line["operation"].split()[0], line["where"]) for line in lines] == [
@@ -77,7 +77,7 @@ class TestStore:
         assert not list(tmp_path.iterdir())
 
     def test_the_table(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main([*STORE, "--dir", str(tmp_path)]) == 0
+        assert main([*STORE, "--drive", str(tmp_path)]) == 0
         shown = capsys.readouterr()
         lines = shown.out.splitlines()
         head = next(line for line in lines if line.startswith("size "))
@@ -109,7 +109,7 @@ class TestStore:
 
 class TestIo:
     def test_bytes_are_counted_twice(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        report = found(capsys, *IO, "--dir", tmp_path)
+        report = found(capsys, *IO, "--drive", tmp_path)
         assert (report["pool_bytes"], report["tensor_bytes"], report["tensors"]) == (MIB, 128 * KIB, 32)
         for mode, nbytes in (("read", 4 * MIB), ("write", 4 * MIB), ("mixed", 8 * MIB)):
             ours = report["modes"][mode]["tiered"]
@@ -131,7 +131,7 @@ class TestIo:
         assert walk.passed(usage, meters.GIB).cpu_seconds_per_gib == 1.0
 
     def test_the_table(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main([*IO, "--dir", str(tmp_path), "--backend", "posix", "--json", str(tmp_path / "it.json")]) == 0
+        assert main([*IO, "--drive", str(tmp_path), "--backend", "posix", "--json", str(tmp_path / "it.json")]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert [line.split()[0] for line in lines[-3:]] == ["read", "write", "mixed"]
         assert any(line.startswith("posix on ") for line in lines)
@@ -148,7 +148,7 @@ class TestIo:
     @root
     def test_without_o_direct_it_says_so(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         with mounted(tmp_path / "memory", "-t", "ramfs", "none") as memory:
-            assert main([*IO, "--dir", str(memory)]) == 0
+            assert main([*IO, "--drive", str(memory)]) == 0
             shown = capsys.readouterr().out
             assert "THIS IS MEMORY, not a drive" in shown
             assert "kernel counted less than was moved" in shown
@@ -160,12 +160,12 @@ class TestIo:
 
     @pytest.mark.parametrize(("option", "least"), [("--size", "4MiB"), ("--dram", "1MiB")])
     def test_too_small(self, option: str, least: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        shown = failure(capsys, *IO, option, "64KiB", "--dir", tmp_path)
+        shown = failure(capsys, *IO, option, "64KiB", "--drive", tmp_path)
         assert shown == f"tiered: {option} 64KiB is too small to measure: the least is {least}"
 
     def test_full_disk(self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(walk, "free_on", lambda folder: MIB)
-        shown = failure(capsys, *IO, "--dir", tmp_path).splitlines()[-1]
+        shown = failure(capsys, *IO, "--drive", tmp_path).splitlines()[-1]
         assert f"{tmp_path} has 1.0 MiB free: lower --size" in shown
 
 
@@ -175,7 +175,7 @@ class TestFio:
         monkeypatch.setattr(fio, "ENGINES", ("libaio", "nonsense"))
         monkeypatch.setattr(fio, "RESERVED", tmp_path / "nobody may reserve")
         (tmp_path / "disk").mkdir()
-        report = found(capsys, *IO, "--fio", "--dir", tmp_path / "disk")
+        report = found(capsys, *IO, "--fio", "--drive", tmp_path / "disk")
         assert report["fio"]["version"].startswith("fio-")
         assert list(report["fio"]["unavailable"]) == ["nonsense"]
         assert "huge page" in report["fio"]["buffers"]
@@ -215,7 +215,7 @@ class TestFio:
 
     def test_none_here(self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(shutil, "which", lambda name: None)
-        assert "apt-get install fio" in failure(capsys, *IO, "--fio", "--dir", tmp_path)
+        assert "apt-get install fio" in failure(capsys, *IO, "--fio", "--drive", tmp_path)
 
     def test_pages_are_reserved_and_given_back(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pages = tmp_path / "nr_hugepages"
@@ -270,7 +270,7 @@ class TestOtherPeoplesFolders:
     def test_what_is_there_stays(self, run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "thesis.txt").write_text("years of work")
         (tmp_path / "tiered-scratch-mine").mkdir()
-        found(capsys, *run, "--dir", tmp_path)
+        found(capsys, *run, "--drive", tmp_path)
         assert sorted(p.name for p in tmp_path.iterdir()) == ["thesis.txt", "tiered-scratch-mine"]
         assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
@@ -279,11 +279,11 @@ class TestOtherPeoplesFolders:
         with TieredStore.open(tmp_path / "store", dram=MIB) as store:
             store.put("mine", torch.arange(10))
         before = sorted(os.listdir(tmp_path / "store"))
-        assert "holds a store, which stays as it is" in failure(capsys, *run, "--dir", tmp_path / "store")
+        assert "holds a store, which stays as it is" in failure(capsys, *run, "--drive", tmp_path / "store")
         assert sorted(os.listdir(tmp_path / "store")) == before
-        assert f"{tmp_path / 'none'} does not exist" in failure(capsys, *run, "--dir", tmp_path / "none")
-        assert "cannot make a folder in /proc" in failure(capsys, *run, "--dir", "/proc")
-        assert "it.json: No such file" in failure(capsys, *run, "--dir", tmp_path, "--json", tmp_path / "no" / "it.json")
+        assert f"{tmp_path / 'none'} does not exist" in failure(capsys, *run, "--drive", tmp_path / "none")
+        assert "cannot make a folder in /proc" in failure(capsys, *run, "--drive", "/proc")
+        assert "it.json: No such file" in failure(capsys, *run, "--drive", tmp_path, "--json", tmp_path / "no" / "it.json")
 
 
 class TestUsage:
@@ -324,7 +324,7 @@ class TestStopping:
             "flood": ["bench", "io", "--size", "16MiB", "--rounds", "1000000", "--mode", "flood"],
             "duration": ["bench", "io", "--size", "16MiB", "--duration", "100h"],
         }[request.param]
-        arguments = command(*forever, "--dir", tmp_path)
+        arguments = command(*forever, "--drive", tmp_path)
         begin = subprocess.Popen if request.param == "io" else programs.Popen  # one way in an interpreter of its own
         with begin(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ONE_THREAD) as child:
             try:

@@ -44,7 +44,8 @@ def quick() -> Iterator[None]:
 
 class TestSweep:
     def test_every_combination(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        report = found(capsys, *SWEEP, "--block", "64KiB,256KiB", "--depth", "1,4", "--checksums", "off,on", "--dir", tmp_path)
+        sizes = ["--block", "64KiB,256KiB", "--depth", "1,4"]
+        report = found(capsys, *SWEEP, *sizes, "--checksums", "off,on", "--drive", tmp_path)
         points = report["points"]
         assert len(points) == 3 * 2 * 2 * 2 * 2
         keys = ("mode", "order", "block_bytes", "depth", "checksums")
@@ -63,7 +64,7 @@ class TestSweep:
         assert not list(tmp_path.iterdir())
 
     def test_the_table(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main([*SWEEP, *FEW, "--dir", str(tmp_path), "--json", str(tmp_path / "it.json")]) == 0
+        assert main([*SWEEP, *FEW, "--drive", str(tmp_path), "--json", str(tmp_path / "it.json")]) == 0
         lines = capsys.readouterr().out.splitlines()
         head = next(at for at, line in enumerate(lines) if line.split()[:2] == ["block", "depth"])
         assert " ".join(lines[head].replace("MB/s", "GB/s").split()) == "block depth by GB/s CPU s per GiB p50 p99 p99.9"
@@ -74,21 +75,21 @@ class TestSweep:
         assert os.listdir(tmp_path) == ["it.json"]
 
     def test_buffered(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main([*SWEEP, *FEW, "--buffered", "--block", "1000B", "--dir", str(tmp_path)]) == 0
+        assert main([*SWEEP, *FEW, "--buffered", "--block", "1000B", "--drive", str(tmp_path)]) == 0
         assert "BUFFERED, through the page cache, as asked" in capsys.readouterr().out
 
     def test_blocks_that_cannot_be(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        shown = failure(capsys, *SWEEP, "--block", "2MiB", "--dir", tmp_path)
+        shown = failure(capsys, *SWEEP, "--block", "2MiB", "--drive", tmp_path)
         assert shown == "tiered: --block 2MiB is more than --size 1MiB"
-        if found(capsys, *SWEEP, *FEW, "--dir", tmp_path)["direct"]:
-            assert "--block 1,000B is not aligned: " in failure(capsys, *SWEEP, "--block", "1000B", "--dir", tmp_path)
+        if found(capsys, *SWEEP, *FEW, "--drive", tmp_path)["direct"]:
+            assert "--block 1,000B is not aligned: " in failure(capsys, *SWEEP, "--block", "1000B", "--drive", tmp_path)
         assert not list(tmp_path.iterdir())
 
     def test_a_backend_that_does_not_work(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(sweep, "unavailable", lambda: {"libaio": "no such ring", "posix": None})
-        words = [*SWEEP, *FEW, "--dir", tmp_path]
+        words = [*SWEEP, *FEW, "--drive", tmp_path]
         report = found(capsys, *words, "--backends", "libaio,posix")
         assert report["unavailable"] == {"libaio": "no such ring"}
         assert list(report["points"][0]["by"]) == ["posix"]
@@ -101,7 +102,7 @@ class TestSweep:
         monkeypatch.setattr(fio, "ENGINES", ("libaio", "nonsense"))
         monkeypatch.setattr(fio, "RESERVED", tmp_path / "nobody may reserve")
         (tmp_path / "disk").mkdir()
-        report = found(capsys, *SWEEP, *FEW, "--fio", "--checksums", "off,on", "--dir", tmp_path / "disk")
+        report = found(capsys, *SWEEP, *FEW, "--fio", "--checksums", "off,on", "--drive", tmp_path / "disk")
         assert list(report["fio"]["unavailable"]) == ["nonsense"]
         for point in report["points"]:
             assert list(point["by"]) == (["posix", "fio libaio"] if point["checksums"] == "off" else ["posix"])
@@ -119,11 +120,11 @@ class TestSweep:
     @root
     def test_in_memory_it_says_so(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         with mounted(tmp_path / "memory", "-t", "ramfs", "none") as memory:
-            assert main([*SWEEP, *FEW, "--dir", str(memory)]) == 0
+            assert main([*SWEEP, *FEW, "--drive", str(memory)]) == 0
             assert "THIS IS MEMORY, not a drive" in capsys.readouterr().out
 
     def test_stopped(self, tmp_path: Path) -> None:
-        forever = ["bench", "io", "--sweep", "--size", "4MiB", *FEW, "--rounds", "1000000", "--dir", str(tmp_path)]
+        forever = ["bench", "io", "--sweep", "--size", "4MiB", *FEW, "--rounds", "1000000", "--drive", str(tmp_path)]
         with programs.Popen(command(*forever), stderr=subprocess.PIPE, text=True, env=ONE_THREAD) as child:
             try:
                 assert child.stderr is not None
@@ -139,7 +140,7 @@ class TestSweep:
 
 class TestStoreModes:
     def test_latencies_of_tensors(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        report = found(capsys, *STORE, "--mode", "write,read", "--dir", tmp_path)
+        report = found(capsys, *STORE, "--mode", "write,read", "--drive", tmp_path)
         assert list(report["modes"]) == ["read", "write"]
         for series in report["modes"].values():
             times = series["tiered"]["latency_seconds"]
@@ -147,12 +148,12 @@ class TestStoreModes:
         assert "flood" not in report
 
     def test_in_random_order(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        report = found(capsys, *STORE, "--mode", "read", "--order", "random", "--dir", tmp_path)
+        report = found(capsys, *STORE, "--mode", "read", "--order", "random", "--drive", tmp_path)
         assert report["order"] == "random"
         assert min(report["modes"]["read"]["tiered"]["bytes"]) > 0
 
     def test_flood(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        report = found(capsys, *STORE, "--mode", "flood", "--dir", tmp_path)
+        report = found(capsys, *STORE, "--mode", "flood", "--drive", tmp_path)
         assert report["modes"] == {}
         flood = report["flood"]
         assert flood["leases"] == 2 * report["tensors"] == 64
@@ -162,7 +163,7 @@ class TestStoreModes:
         assert not list(tmp_path.iterdir())
 
     def test_flood_as_a_table(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main([*STORE, "--mode", "read,flood", "--dir", str(tmp_path)]) == 0
+        assert main([*STORE, "--mode", "read,flood", "--drive", str(tmp_path)]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert [line.split()[0] for line in lines[-4:]] == ["one", "alone", "in", "ratio"]
         assert any(line.startswith("read  tiered  ") for line in lines)
@@ -181,7 +182,7 @@ class TestStoreModes:
 
         monkeypatch.setattr(StoreWorkload, "replace", fails)
         capsys.readouterr()
-        assert main([*STORE, "--mode", "flood", "--dir", str(tmp_path)]) == 1
+        assert main([*STORE, "--mode", "flood", "--drive", str(tmp_path)]) == 1
         assert capsys.readouterr().err.splitlines()[-1] == "tiered: the drive is gone"
         assert not list(tmp_path.iterdir())
 
@@ -189,7 +190,7 @@ class TestStoreModes:
 class TestSustained:
     def test_windows(self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sustained, "SHORTEST", 0.01)
-        report = found(capsys, *STORE[:-2], "--duration", "0.2s", "--dir", tmp_path)["sustained"]
+        report = found(capsys, *STORE[:-2], "--duration", "0.2s", "--drive", tmp_path)["sustained"]
         windows = report["windows"]
         assert windows[0]["began_seconds"] == 0
         assert all(one["ended_seconds"] == two["began_seconds"] for one, two in itertools.pairwise(windows))
@@ -200,7 +201,7 @@ class TestSustained:
         assert not list(tmp_path.iterdir())
 
     def test_the_table(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main([*STORE[:-2], "--duration", "0.1", "--dir", str(tmp_path)]) == 0
+        assert main([*STORE[:-2], "--duration", "0.1", "--drive", str(tmp_path)]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert lines[-5].split()[0] in ("GB/s", "MB/s")
         assert [line.split()[0] for line in lines[-4:]] == ["whole", "first", "last", "least"]
@@ -222,7 +223,7 @@ class TestPlot:
         monkeypatch.setitem(sys.modules, "matplotlib", None)
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
         for words in (STORE, SWEEP, [*STORE[:-2], "--duration", "1s"]):
-            shown = failure(capsys, *words, "--dir", tmp_path, "--plot", tmp_path / "it.png")
+            shown = failure(capsys, *words, "--drive", tmp_path, "--plot", tmp_path / "it.png")
             assert shown == "tiered: --plot needs matplotlib: pip install '.[plot]' in a clone, or pip install matplotlib"
         assert not list(tmp_path.iterdir())
 
@@ -235,10 +236,10 @@ class TestPlot:
         pytest.importorskip("matplotlib", reason="needs matplotlib: pip install '.[plot]'")
         picture = tmp_path / "it.png"
         for _ in range(2):  # its own picture is replaced
-            assert main([*words, "--dir", str(tmp_path), "--plot", str(picture)]) == 0
+            assert main([*words, "--drive", str(tmp_path), "--plot", str(picture)]) == 0
             assert picture.read_bytes().startswith(b"\x89PNG")
         picture.write_bytes(b"\x89PNG of a cat")
-        assert "not a report of tiered, so it stays" in failure(capsys, *words, "--dir", tmp_path, "--plot", picture)
+        assert "not a report of tiered, so it stays" in failure(capsys, *words, "--drive", tmp_path, "--plot", picture)
         assert picture.read_bytes() == b"\x89PNG of a cat"
 
 
@@ -270,6 +271,6 @@ class TestUsage:
         (tmp_path / "thesis").write_text("years of work")
         for words in (STORE, SWEEP, [*STORE[:-2], "--duration", "1s"]):
             assert "so it stays: name another file with --json" in failure(
-                capsys, *words, "--dir", tmp_path, "--json", tmp_path / "thesis"
+                capsys, *words, "--drive", tmp_path, "--json", tmp_path / "thesis"
             )
         assert (tmp_path / "thesis").read_text() == "years of work"

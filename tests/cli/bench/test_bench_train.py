@@ -33,7 +33,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def found(folder: Path, capsys: pytest.CaptureFixture[str], *more: object, alone: bool = False) -> dict[str, Any]:
     """``alone``: in an interpreter of its own, as all that it starts."""
-    words = [*TINY, "--rounds", 2, "--dir", folder, "--json", folder / "it.json", *more]
+    words = [*TINY, "--rounds", 2, "--drive", folder, "--json", folder / "it.json", *more]
     if alone:
         done = subprocess.run(command(*words), capture_output=True, text=True, env=ONE_THREAD, timeout=300)
         assert done.returncode == 0, done.stderr
@@ -99,14 +99,14 @@ class TestRefused:
         import re
 
         capsys.readouterr()
-        assert main(list(map(str, [*TINY, *more, "--dir", tmp_path]))) == 1
+        assert main(list(map(str, [*TINY, *more, "--drive", tmp_path]))) == 1
         shown = capsys.readouterr().err.splitlines()[-1]
         assert re.search(why, shown), shown
         assert not list(tmp_path.iterdir())
 
     def test_full_disk(self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(series, "free_on", lambda folder: 1000)
-        assert "of disk" in failure(capsys, *TINY, "--dir", tmp_path)
+        assert "of disk" in failure(capsys, *TINY, "--drive", tmp_path)
 
     def test_bad_usage_is_2(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["bench", "train", "--width", "100", "--heads", "3"]) == 2
@@ -130,7 +130,7 @@ def test_a_training_that_was_killed_is_told(monkeypatch: pytest.MonkeyPatch, tmp
 @pytest.mark.soak
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_asked_to_stop(signum: int, code: int, tmp_path: Path) -> None:
-    arguments = command(*TINY, "--rounds", 1_000_000, "--dir", tmp_path)
+    arguments = command(*TINY, "--rounds", 1_000_000, "--drive", tmp_path)
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ONE_THREAD) as running:
         try:
             assert running.stderr is not None
@@ -161,7 +161,7 @@ def test_asked_to_stop_within_a_step(
         return step(process)
 
     monkeypatch.setattr(BenchTraining, "step", asking)
-    assert main(list(map(str, [*TINY, "--dir", tmp_path]))) == code
+    assert main(list(map(str, [*TINY, "--drive", tmp_path]))) == code
     shown = capsys.readouterr()
     assert message(shown.err.splitlines()[-1]) == "tiered: stopped; the scratch files are removed"
     assert not shown.out

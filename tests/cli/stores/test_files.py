@@ -215,16 +215,41 @@ def test_damage_is_named(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixt
 def test_there_and_back(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(plain), "--out", str(tmp_path / "out"), "--shard", "10KB"]) == 0
     state_folder = str(tmp_path / "again")
-    assert main(["import", str(tmp_path / "out"), "--dir", state_folder, "--dram", "4MiB"]) == 0
+    assert main(["import", str(tmp_path / "out"), state_folder, "--dram", "4MiB"]) == 0
     assert "2 tensors, 15.6 KiB, in generation 1" in capsys.readouterr().out
     with TieredStore.open(state_folder, dram="4MiB") as store:
         assert torch.equal(store.get("a"), torch.arange(2000))
         assert torch.equal(store.get("b/c"), torch.ones(3, 4, dtype=torch.bfloat16))
-    assert main(["import", str(tmp_path / "out"), "--dir", state_folder, "--dram", "4MiB"]) == 1
+    assert main(["import", str(tmp_path / "out"), state_folder, "--dram", "4MiB"]) == 1
     assert "overwrite" in message(capsys.readouterr().err)
-    assert main(["import", str(tmp_path / "out"), "--dir", state_folder, "--dram", "4MiB", "--existing", "overwrite"]) == 0
-    assert main(["import", str(tmp_path / "absent"), "--dir", state_folder, "--dram", "4MiB"]) == 1
+    assert main(["import", str(tmp_path / "out"), state_folder, "--dram", "4MiB", "--existing", "overwrite"]) == 0
+    assert main(["import", str(tmp_path / "absent"), state_folder, "--dram", "4MiB"]) == 1
     assert main(["import", str(tmp_path / "out")]) == 2
+
+
+def test_the_files_of_a_source_say_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, into = tmp_path / "source", [str(tmp_path / "store"), "--dram", "4MiB"]
+    source.mkdir()
+
+    def told(*more: str, code: int = 1) -> str:
+        assert main(["import", str(source), *into, *more]) == code
+        return capsys.readouterr().err.splitlines()[-1]
+
+    save_file({"a": torch.arange(3)}, source / "model.safetensors")
+    assert "--tag is for checkpoints of DeepSpeed's: --as tensors" in told("--tag", "x", "--as", "tensors", code=2)
+    assert f"--verify are for models: {source} is tensors" in told("--verify", code=2)
+    assert f"--model is for models and checkpoints: {source} is tensors" in told("--model", "it", code=2)
+    assert main(["import", str(source), *into]) == 0
+    assert "1 tensor, 24 bytes" in capsys.readouterr().out
+    (source / "config.json").write_text("{}")
+    assert "config.json" in told()
+    assert main(["import", str(source), *into, "--as", "tensors", "--existing", "overwrite"]) == 0
+    capsys.readouterr()
+    (source / "latest").write_text("step")
+    assert "config.json" in told()  # what transformers saved, with its weights
+    assert "is no checkpoint of DeepSpeed's" in told("--tag", "step")
+    (source / "model.safetensors").unlink()
+    assert "is no checkpoint of DeepSpeed's" in told()
 
 
 @pytest.mark.parametrize("what", ["export", "import"])
@@ -233,7 +258,7 @@ def test_stopped(what: str, plain: Path, tmp_path: Path) -> None:
     save_file({"x": torch.ones(100), "y": torch.ones(100)}, tmp_path / "it.safetensors")
     given = {
         "export": ["export", str(plain), "--out", str(tmp_path / "out")],
-        "import": ["import", str(tmp_path / "it.safetensors"), "--dir", str(tmp_path / "new"), "--dram", "4MiB"],
+        "import": ["import", str(tmp_path / "it.safetensors"), str(tmp_path / "new"), "--dram", "4MiB"],
     }[what]
     program = f"""if True:
         import os, signal, sys

@@ -106,16 +106,16 @@ def test_errors_name_what_is_in_a_file(folder: Path, tmp_path: Path, capsys: pyt
     info = {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}
     for name in NASTY, LONG:
         saved({name: info})
-        assert "already has a tensor named" in refused("import", model, "--dir", folder, "--dram", "2MiB")
+        assert "already has a tensor named" in refused("import", model, folder, "--dram", "2MiB")
         saved({name: {**info, "dtype": name}})
-        assert "is of type" in refused("import", model, "--dir", folder, "--dram", "2MiB")
+        assert "is of type" in refused("import", model, folder, "--dram", "2MiB")
         saved({"w": {**info, name: 1}})
-        assert "unknown field" in refused("import", model, "--dir", folder, "--dram", "2MiB")
+        assert "unknown field" in refused("import", model, folder, "--dram", "2MiB")
     (model / "model.safetensors").unlink()
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": NASTY}}))
-    assert "which is missing" in refused("import", model, "--dir", folder, "--dram", "2MiB")
+    assert "which is missing" in refused("import", model, folder, "--dram", "2MiB")
     saved({"w": {**info, "shape": [4]}}, NASTY)
-    assert "has 12 bytes" in refused("import", model, "--dir", folder, "--dram", "2MiB")
+    assert "has 12 bytes" in refused("import", model, folder, "--dram", "2MiB")
     out = tmp_path / "out"
     assert "no checkpoint of a model named 'x'; it has: " in refused("export", folder, "--out", out, "--model", "x")
     assert not out.exists()

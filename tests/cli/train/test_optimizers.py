@@ -59,13 +59,13 @@ def test_stopped_and_resumed(
     try:
         with monkeypatch.context() as patch:
             checks = stop_at(patch, 0)
-            assert main([*run, "--dir", str(tmp_path / "whole"), "--json", str(tmp_path / "whole.json")]) == 0
+            assert main([*run, str(tmp_path / "whole"), "--json", str(tmp_path / "whole.json")]) == 0
         assert f"of parameters and states of {name}" in capsys.readouterr().out
         with monkeypatch.context() as patch:
             stop_at(patch, len(checks) // 2)
-            assert main([*run, "--dir", str(tmp_path / "parts")]) == 130
+            assert main([*run, str(tmp_path / "parts")]) == 130
         capsys.readouterr()
-        resume = ["train", "--resume", "--dir", str(tmp_path / "parts")]
+        resume = ["train", str(tmp_path / "parts"), "--existing", "resume"]
         assert main([*resume, "--optimizer", "adamw"]) != 0
         said = capsys.readouterr().err
         assert "--optimizer adamw would make this a different training" in said

@@ -37,7 +37,7 @@ def summary(
 
 
 def test_memory_is_divided_into_torch_the_pool_and_the_rest() -> None:
-    shown = describe(summary(7), None, "tiered train --resume")
+    shown = describe(summary(7), None, "tiered train it --existing resume")
     assert "100.0 MiB at the peak: 60.0 MiB Python and torch, 3.0 MiB the store's pool,\n" in shown
     assert "\n          37.0 MiB activations and everything else" in shown
     assert "state     12.0 MiB, 3.0 times the budget of 4.0 MiB (3.0 MiB used at the peak)" in shown
@@ -56,12 +56,12 @@ def test_one_step_and_a_slow_disk() -> None:
 
 @pytest.mark.parametrize(("ranks", "exported"), [(1, "'/data/my store'"), (2, "/data")])
 def test_it_ends_with_what_to_do_next(ranks: int, exported: str) -> None:
-    shown = describe(summary(7, ranks=ranks), "tiered train --no-prefetch", "tiered train --resume")
+    shown = describe(summary(7, ranks=ranks), "tiered train --no-prefetch", "tiered train it --existing resume")
     assert shown.splitlines()[-5:] == [
         "without prefetching: tiered train --no-prefetch",
-        "more steps: tiered train --resume --steps 2",
+        "more steps: tiered train it --existing resume --steps 2",
         f"weights as safetensors: tiered export {exported} --out weights",
-        "text of your own: tiered train --text FILE --dir STORE",
+        "text of your own: tiered train STORE --text FILE",
         "model of your own: docs/training.md",
     ]
 
@@ -87,7 +87,7 @@ def test_it_says_where_activations_were() -> None:
 
 def test_a_training_writes_a_page_and_its_json_makes_the_same(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(bytes(range(256)) * 8)
-    given = [*TINY, "--text", "text", "--dir", "s", "--steps", "9", "--activations", "recompute"]
+    given = [*TINY, "--text", "text", "s", "--steps", "9", "--activations", "recompute"]
     done = tiered("train", *given, "--json", "run.json", "--report", "run.html", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "report    run.html" in done.stdout
@@ -111,7 +111,7 @@ def test_a_training_writes_a_page_and_its_json_makes_the_same(tmp_path: Path) ->
 
 def test_a_training_chooses_and_says_so(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(bytes(range(256)) * 8)
-    given = [*TINY, "--text", "text", "--dir", "s", "--steps", "6", "--auto", "--activation-memory", "64KiB"]
+    given = [*TINY, "--text", "text", "s", "--steps", "6", "--auto", "--activation-memory", "64KiB"]
     done = tiered("train", *given, "--json", "run.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "plan      measuring for some steps" in done.stdout

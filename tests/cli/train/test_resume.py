@@ -1,4 +1,4 @@
-"""``tiered train --resume``: training that was stopped goes on bit for bit as if nothing had been.
+"""``tiered train --existing resume``: training that was stopped goes on bit for bit as if nothing had been.
 
 Kills are in ``tests/stress/test_kill_training.py``.
 """
@@ -38,7 +38,7 @@ def failure(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a training that nothing disturbed, in ``store``, and its report, ``it.json``."""
     folder = tmp_path_factory.mktemp("whole")
-    done = tiered("train", *SMALL, "--dir", folder / "store", "--json", folder / "it.json")
+    done = tiered("train", *SMALL, folder / "store", "--json", folder / "it.json")
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -49,23 +49,23 @@ def test_stopped_and_resumed(whole: Path, tmp_path: Path) -> None:
     arguments: Sequence[object] = SMALL
     before = 0
     for number in (signal.SIGINT, signal.SIGTERM):
-        with training(*arguments, "--dir", folder) as running:
+        with training(*arguments, folder) as running:
             assert running.wait_for_step()
             running.child.send_signal(number)
             shown = running.end()
             assert running.child.returncode == 128 + number
         found = re.fullmatch(
             r"tiered: stopped at step (\d+); generation (\d+) has step \1; continue with: "
-            rf"tiered train --resume --dir {folder}\n",
+            rf"tiered train {folder} --existing resume\n",
             shown,
         )
         assert found, shown
         assert before < int(found[1]) < STEPS
-        before, arguments = int(found[1]), ["--resume"]
+        before, arguments = int(found[1]), ["--existing", "resume"]
         with TieredStore.open(folder, dram=MIB) as store:
             assert (store.generation, store.meta["step"]) == (int(found[2]), before)
             store.close()
-    done = tiered("train", "--resume", "--dir", folder, "--json", report)
+    done = tiered("train", folder, "--existing", "resume", "--json", report)
     assert done.returncode == 0, done.stderr
     assert f"resumed   after step {before}, generation 2" in done.stdout
     assert losses(report) == losses(whole / "it.json")
@@ -74,10 +74,10 @@ def test_stopped_and_resumed(whole: Path, tmp_path: Path) -> None:
 
 def test_more_steps_than_were_said_at_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "store"
-    assert main(["train", *TINY, "--steps", "3", "--dir", str(folder), "--warmup", "1"]) == 0
-    assert f"more steps: tiered train --resume --dir {folder} --steps 6" in capsys.readouterr().out
-    assert "has completed 3 of its 3 steps: for more give --steps" in failure(capsys, "train", "--resume", "--dir", folder)
-    again = ["train", "--resume", "--dir", str(folder), "--steps", "5", "--dram", "2MiB", "--no-prefetch", "--json", "-"]
+    assert main(["train", *TINY, "--steps", "3", str(folder), "--warmup", "1"]) == 0
+    assert f"more steps: tiered train {folder} --existing resume --steps 6" in capsys.readouterr().out
+    assert "has completed 3 of its 3 steps: for more give --steps" in failure(capsys, "train", folder, "--existing", "resume")
+    again = ["train", str(folder), "--existing", "resume", "--steps", "5", "--dram", "2MiB", "--no-prefetch", "--json", "-"]
     assert main([*again, "--text", _shipped(tmp_path)]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["resumed_after"], report["steps"], len(report["loss"]["all"])) == (3, 2, 5)
@@ -99,20 +99,36 @@ def _shipped(folder: Path) -> str:
     return str(path)
 
 
+def test_continue_begins_goes_on_and_is_content_with_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["train", str(tmp_path / "store"), *TINY, "--existing", "continue", "--steps"]
+    assert main([*run, "2"]) == 0
+    told = capsys.readouterr().out
+    assert "resumed  " not in told
+    assert f"without prefetching: tiered train {tmp_path}/store " in told
+    assert "--existing overwrite" in told
+    assert "--existing continue" not in told
+    assert main([*run, "3"]) == 0
+    assert "resumed   after step 2, generation 1" in capsys.readouterr().out
+    assert main([*run, "3"]) == 0
+    ended = capsys.readouterr()
+    assert "has completed 3 of its 3 steps: for more give --steps" in ended.err
+    assert not ended.out
+
+
 def test_with_a_device_and_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = ["train", *TINY, "--dir", str(tmp_path / "store"), "--steps", "6"]
+    run = ["train", *TINY, str(tmp_path / "store"), "--steps", "6"]
     assert main([*run[:-1], "2", "--hbm", "1MiB", "--device", "cpu"]) == 0
     assert "1.0 MiB on cpu and 1.0 MiB of memory" in capsys.readouterr().out
-    assert main(["train", "--resume", *run[-4:-1], "4"]) == 0
+    assert main(["train", "--existing", "resume", *run[-3:-1], "4"]) == 0
     assert "device    1.0 MiB for parameters" in capsys.readouterr().out
-    assert main(["train", "--resume", *run[-4:-1], "6", "--hbm", "0"]) == 0
+    assert main(["train", "--existing", "resume", *run[-3:-1], "6", "--hbm", "0"]) == 0
     assert "device  " not in capsys.readouterr().out
 
 
 def test_what_would_be_another_training_is_refused(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text"
     text.write_bytes(b"something else " * 9)
-    resume = ["train", "--resume", "--dir", whole / "store", "--steps", 100]
+    resume = ["train", whole / "store", "--existing", "resume", "--steps", 100]
     for option, wanted, kept in (
         ("--layers", 3, 2),
         ("--width", 128, 64),
@@ -148,7 +164,7 @@ def test_a_commit_that_does_not_say_how_it_is_opened(
 ) -> None:
     with TieredStore.open(tmp_path / "state", dram=MIB) as store:
         store.commit({"command": "train", "opening": opening})
-    assert "does not say how its store is opened" in failure(capsys, "train", "--resume", "--dir", tmp_path / "state")
+    assert "does not say how its store is opened" in failure(capsys, "train", tmp_path / "state", "--existing", "resume")
 
 
 @pytest.mark.parametrize(
@@ -170,19 +186,19 @@ def test_where_there_is_nothing_to_resume(tmp_path: Path, capsys: pytest.Capture
     nowhere, empty, other = tmp_path / "nowhere", tmp_path / "empty", tmp_path / "other"
     empty.mkdir()
     for folder in nowhere, empty:
-        assert f"nothing is committed in {folder}: name the --dir" in failure(capsys, "train", "--resume", "--dir", folder)
+        assert f"nothing is committed in {folder}: name the STORE" in failure(capsys, "train", folder, "--existing", "resume")
     assert not nowhere.exists()
     assert not list(empty.iterdir())
     with TieredStore.open(other, dram=MIB) as store:
         store.put("mine", torch.arange(3))
-    assert "is not that of a training that can be resumed" in failure(capsys, "train", "--resume", "--dir", other)
+    assert "is not that of a training that can be resumed" in failure(capsys, "train", other, "--existing", "resume")
 
 
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
-        (["--resume", "--existing", "overwrite"], "--existing"),
-        (["--resume", "--check"], "--resume"),
+        (["--existing", "resume", "--check"], "--existing"),
+        (["--existing", "continue", "--check"], "--existing"),
         (["--check", "--commit-every", "3"], "--commit-every"),
         (["--commit-every", "0"], "--commit-every"),
     ],
@@ -193,7 +209,7 @@ def test_bad_usage(arguments: list[str], names: str, capsys: pytest.CaptureFixtu
 
 
 def test_room_for_every_generation_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    huge = ["train", "--width", 32768, "--heads", 32, "--layers", 400, "--dir", tmp_path / "store"]
+    huge = ["train", "--width", 32768, "--heads", 32, "--layers", 400, tmp_path / "store"]
 
     def needed(*more: object) -> float:
         found = re.search(r"needs ([\d.]+) TiB of disk", failure(capsys, *huge, *more))
@@ -230,18 +246,18 @@ def test_stopped_anywhere_in_a_step(
         begin = ["train", *TINY, "--steps", "4", "--warmup", "1", *more]
         with monkeypatch.context() as patch:
             checks = stop_at(patch, 0)
-            assert main([*begin, "--dir", str(tmp_path / "whole"), "--json", str(tmp_path / "whole.json")]) == 0
+            assert main([*begin, str(tmp_path / "whole"), "--json", str(tmp_path / "whole.json")]) == 0
         each = (len(checks) - 2) // 4  # steps; one is before the first, one after the last commit
         places = range(2 + each, 2 + 3 * each)  # the second and the third
         for at in random.Random(each).sample(places, min(3, len(places))):
             folder, report = tmp_path / f"{at}", tmp_path / f"{at}.json"
             with monkeypatch.context() as patch:
                 stop_at(patch, at)
-                ended = main([*begin, "--dir", str(folder)])
+                ended = main([*begin, str(folder)])
             assert ended == 130
             shown = capsys.readouterr().err
             assert re.search(r"stopped at step ([123]); generation \d has step \1; continue with", shown), shown
-            assert main(["train", "--resume", "--dir", str(folder), "--json", str(report)]) == 0
+            assert main(["train", str(folder), "--existing", "resume", "--json", str(report)]) == 0
             assert losses(report) == losses(tmp_path / "whole.json"), f"stopped at call {at}"
             assert same(values(folder), values(tmp_path / "whole")), f"stopped at call {at}"
     finally:

@@ -66,7 +66,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
     """A trace of a real training, and what was printed."""
     folder = tmp_path_factory.mktemp("timeline")
     more = ["--steps", 8, "--timeline", folder / "it.json", "--timeline-steps", 2]
-    done = tiered("train", *TINY, *more, "--dir", folder / "store")
+    done = tiered("train", *TINY, *more, folder / "store")
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "it.json").read_text()), done.stdout
 
@@ -186,7 +186,7 @@ class TestPicture:
         timeline.pool += [PoolEvent(100, "dram", 0), PoolEvent(105, "dram", 900)]
         path = tmp_path / "it.png"
         for _ in range(2):  # ours may be replaced
-            assert main(["train", "--plot", str(path), "--dir", str(tmp_path / "none"), "--text", "/nowhere"]) == 1
+            assert main(["train", "--plot", str(path), str(tmp_path / "none"), "--text", "/nowhere"]) == 1
             plot_timeline(str(path), timeline, "a model")
         assert path.read_bytes().startswith(b"\x89PNG")
 
@@ -195,7 +195,7 @@ class TestPicture:
     ) -> None:
         monkeypatch.setitem(sys.modules, "matplotlib", None)
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-        shown = failure(capsys, "train", "--plot", tmp_path / "it.png", "--dir", tmp_path / "store")
+        shown = failure(capsys, "train", "--plot", tmp_path / "it.png", tmp_path / "store")
         assert shown == "tiered: --plot needs matplotlib: pip install '.[plot]' in a clone, or pip install matplotlib"
         assert not list(tmp_path.iterdir())
 
@@ -220,7 +220,7 @@ class TestUsage:
 
     def test_a_file_that_is_not_ours(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "thesis").write_text("years of work")
-        shown = failure(capsys, "train", "--timeline", tmp_path / "thesis", "--dir", tmp_path / "store")
+        shown = failure(capsys, "train", "--timeline", tmp_path / "thesis", tmp_path / "store")
         assert "not a report of tiered, so it stays: name another file with --timeline" in shown
 
 

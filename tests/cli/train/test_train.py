@@ -43,14 +43,14 @@ def failure(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 
 def train_tiny(folder: Path, *more: object) -> subprocess.CompletedProcess[str]:
-    return tiered("train", *TINY, "--steps", 2, "--dir", folder, *more)
+    return tiered("train", *TINY, "--steps", 2, folder, *more)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """A folder with a store, and the run that made it."""
     folder = tmp_path_factory.mktemp("trained") / "deep" / "store"
-    words = command("train", *TINY, "--steps", 12, "--lr", "3e-3", "--dir", folder, "--json", "-")
+    words = command("train", *TINY, "--steps", 12, "--lr", "3e-3", folder, "--json", "-")
     done = subprocess.run(words, capture_output=True, text=True, env=ONE_THREAD, timeout=300)  # an interpreter of its own
     assert done.returncode == 0, done.stderr
     return folder, done
@@ -215,7 +215,7 @@ class TestBadWorld:
 
     def test_texts(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         text = tmp_path / "text"
-        run = ["train", *TINY, "--dir", tmp_path / "store", "--text"]
+        run = ["train", *TINY, tmp_path / "store", "--text"]
         assert f"{text}: No such file" in failure(capsys, *run, text)
         assert "is not a file" in failure(capsys, *run, tmp_path)
         text.write_bytes(b"")
@@ -227,31 +227,31 @@ class TestBadWorld:
     def test_folders_that_cannot_be_a_store(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         plain = tmp_path / "plain"
         plain.write_text("mine")
-        assert str(plain) in failure(capsys, "train", *TINY, "--dir", plain)
-        assert str(plain) in failure(capsys, "train", *TINY, "--dir", plain / "below")
+        assert str(plain) in failure(capsys, "train", *TINY, plain)
+        assert str(plain) in failure(capsys, "train", *TINY, plain / "below")
         assert plain.read_text() == "mine"
-        assert "/proc/nowhere" in failure(capsys, "train", *TINY, "--dir", "/proc/nowhere")
+        assert "/proc/nowhere" in failure(capsys, "train", *TINY, "/proc/nowhere")
 
     @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
     def test_read_only_folder(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         tmp_path.chmod(0o500)
-        assert str(tmp_path) in failure(capsys, "train", *TINY, "--dir", tmp_path / "store")
+        assert str(tmp_path) in failure(capsys, "train", *TINY, tmp_path / "store")
 
     def test_foreign_folder_is_left_alone(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "thesis.txt").write_text("years of work")
-        shown = failure(capsys, "train", *TINY, "--dir", tmp_path, "--existing", "overwrite")
+        shown = failure(capsys, "train", *TINY, tmp_path, "--existing", "overwrite")
         assert f"{tmp_path} is not a tiered store" in shown
         assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("thesis.txt", "years of work")]
 
     def test_report_that_cannot_be_written_is_known_before_training(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        shown = failure(capsys, "train", *TINY, "--dir", tmp_path / "store", "--json", tmp_path / "no" / "it.json")
+        shown = failure(capsys, "train", *TINY, tmp_path / "store", "--json", tmp_path / "no" / "it.json")
         assert "it.json: No such file" in shown
         assert not (tmp_path / "store").exists()
 
     def test_a_training_that_diverges_keeps_what_was_finite(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        run = ["train", *TINY, "--dir", tmp_path / "store", "--steps", 9, "--warmup", 1, "--commit-every", 1, "--lr", "1e30"]
+        run = ["train", *TINY, tmp_path / "store", "--steps", 9, "--warmup", 1, "--commit-every", 1, "--lr", "1e30"]
         assert re.search(r"of step (\d) is (nan|inf): training diverged, .* smaller --lr", failure(capsys, *run))
         with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
             assert store.meta["step"] >= 1
@@ -260,7 +260,7 @@ class TestBadWorld:
 
     def test_disk_too_small(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         huge = ["--width", 32768, "--heads", 32, "--layers", 400]
-        shown = failure(capsys, "train", *huge, "--dir", tmp_path / "store")
+        shown = failure(capsys, "train", *huge, tmp_path / "store")
         assert re.search(rf"needs .* TiB of disk, {re.escape(str(tmp_path))}/store has .* free", shown)
 
     def test_models_beyond_all_bounds_are_not_built(
@@ -272,9 +272,9 @@ class TestBadWorld:
         for module in check, training:
             monkeypatch.setattr(module, "build", lambda shape: pytest.fail("it was built"))
         for more in [], ["--check"]:
-            shown = failure(capsys, "train", *more, "--layers", 99_999_999, "--dir", tmp_path / "store")
+            shown = failure(capsys, "train", *more, "--layers", 99_999_999, tmp_path / "store")
             assert re.search(r"99,999,999 layers need .* of memory .* lower --layers", shown)
-            shown = failure(capsys, "train", *more, "--layers", 100_000, "--width", 76_800, "--dir", tmp_path / "store")
+            shown = failure(capsys, "train", *more, "--layers", 100_000, "--width", 76_800, tmp_path / "store")
             assert re.search(r"needs .* TiB of disk", shown)
 
     @pytest.mark.parametrize("shape", [(1, 8, 2, 16), (3, 64, 4, 128)])
@@ -286,7 +286,7 @@ class TestBadWorld:
 
     def test_budget_below_the_smallest_names_it_and_it_works(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """Also for layers that are larger than a third of it."""
-        wide = ["--layers", 1, "--width", 192, "--heads", 4, "--context", 16, "--steps", 2, "--dir", tmp_path / "store"]
+        wide = ["--layers", 1, "--width", 192, "--heads", 4, "--context", 16, "--steps", 2, tmp_path / "store"]
         shown = failure(capsys, "train", *wide, "--dram", "512KiB")
         found = re.search(r"the smallest is ([\d,]+) bytes", shown)
         assert found, shown
@@ -296,9 +296,9 @@ class TestBadWorld:
     def test_existing_model_is_refused_and_can_be_replaced(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         folder = tmp_path / "store"
         assert train_tiny(folder).returncode == 0
-        shown = failure(capsys, "train", *TINY, "--dir", folder)
+        shown = failure(capsys, "train", *TINY, folder)
         assert f"{folder} has a model already (generation 1, step 2)" in shown
-        assert "continue it with --resume, name another --dir, or replace it with --existing overwrite" in shown
+        assert "continue it with --existing resume, name another STORE, or replace it with --existing overwrite" in shown
         done = train_tiny(folder, "--existing", "overwrite", "--backend", "posix")
         assert done.returncode == 0, done.stderr
         with TieredStore.open(folder, dram=MIB) as store:
@@ -309,7 +309,7 @@ class TestBadWorld:
         damaged = bytearray(manifest.read_bytes())
         damaged[len(damaged) // 2] ^= 1
         manifest.write_bytes(damaged)
-        assert manifest.name in failure(capsys, "train", *TINY, "--dir", copied, "--existing", "overwrite")
+        assert manifest.name in failure(capsys, "train", *TINY, copied, "--existing", "overwrite")
         assert manifest.read_bytes() == damaged
 
     def test_second_process(self, tmp_path: Path) -> None:
@@ -324,7 +324,7 @@ class TestStopping:
     @pytest.fixture
     def running(self, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         """A training that would take hours and has done a step."""
-        arguments = command("train", *TINY, "--steps", 1_000_000, "--dir", tmp_path / "store", "--existing", "overwrite")
+        arguments = command("train", *TINY, "--steps", 1_000_000, tmp_path / "store", "--existing", "overwrite")
         with programs.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ONE_THREAD) as child:
             try:
                 yield child
@@ -339,7 +339,7 @@ class TestStopping:
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         stop_at(monkeypatch, 3)
-        assert main(["train", *TINY, "--dir", str(tmp_path / "store")]) == 130
+        assert main(["train", *TINY, str(tmp_path / "store")]) == 130
         shown = message(capsys.readouterr().err)
         assert re.search(r"stopped at step 0; nothing was committed; the store in .*/store reopens", shown)
         with TieredStore.open(tmp_path / "store", dram=MIB) as store:
@@ -351,7 +351,7 @@ class TestStopping:
         with TieredStore.open(copied, dram=MIB) as store:
             before = {key: store.get(key) for key in store}
         stop_at(monkeypatch, 3)
-        assert main(["train", *TINY, "--dir", str(copied), "--existing", "overwrite"]) == 130
+        assert main(["train", *TINY, str(copied), "--existing", "overwrite"]) == 130
         assert "the last commit is generation 1;" in message(capsys.readouterr().err)
         with TieredStore.open(copied, dram=MIB) as store:
             assert store.meta["step"] == 12
@@ -373,7 +373,7 @@ class TestStopping:
 
     def test_while_the_model_is_written(self, tmp_path: Path) -> None:
         large = ["--layers", 400, "--width", 256, "--heads", 4, "--context", 16, "--dram", "8MiB"]
-        arguments = command("train", *large, "--dir", tmp_path / "store")
+        arguments = command("train", *large, tmp_path / "store")
         with programs.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ONE_THREAD) as child:
             assert child.stdout is not None
             assert any(line.startswith("writing initial values") for line in child.stdout)

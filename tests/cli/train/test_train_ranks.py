@@ -120,7 +120,7 @@ def step_of(folder: Path) -> int:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     """A training of two ranks that nothing disturbed, in ``many``, and its report ``many.json``."""
     folder = tmp_path_factory.mktemp("whole")
-    done = forked_ranks(*TRAINING, "--dir", folder / "many", "--json", folder / "many.json")
+    done = forked_ranks(*TRAINING, folder / "many", "--json", folder / "many.json")
     assert done.returncode == 0, done.stderr
     return folder, done
 
@@ -136,7 +136,7 @@ def test_rank_0_prints_for_all(whole: tuple[Path, subprocess.CompletedProcess[st
     assert done.stdout.count("model     GPT") == 1
     assert len(re.findall(rf"^step {STEPS}/{STEPS} ", done.stdout, re.MULTILINE)) == 1
     assert "ranks     2, stage 3" in done.stdout
-    assert f"torchrun --nproc-per-node 2 -m tiered train --resume --dir {folder}/many --steps 12" in done.stdout
+    assert f"torchrun --nproc-per-node 2 -m tiered train {folder}/many --existing resume --steps 12" in done.stdout
     found = report(whole)
     assert (found["ranks"], found["stage"], found["steps"]) == (2, 3, STEPS)
     assert found["tokens_per_second"] * found["seconds"] == pytest.approx(2 * 2 * 2 * 16 * STEPS)
@@ -149,7 +149,7 @@ def test_it_is_the_training_of_one_process_with_the_batch_of_all(
     """The same texts in the same order, from the same initial values; sums are in another order."""
     arguments = [*TRAINING]
     arguments[arguments.index("--batch") + 1] = 4
-    assert tiered("train", *arguments, "--dir", tmp_path / "one", "--json", tmp_path / "one.json").returncode == 0
+    assert tiered("train", *arguments, tmp_path / "one", "--json", tmp_path / "one.json").returncode == 0
     assert losses(whole[0] / "many.json") == pytest.approx(losses(tmp_path / "one.json"), abs=1e-4)
 
 
@@ -157,9 +157,9 @@ def test_it_is_the_training_of_one_process_with_the_batch_of_all(
 def test_a_rank_is_killed_and_torchrun_starts_all_again(
     whole: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
-    """With --resume from the first start on, which begins anew; what ends is bit for bit what was never killed."""
+    """With --existing continue from the first start on, which begins anew; what ends is bit for bit what was never killed."""
     folder, written = tmp_path / "many", tmp_path / "many.json"
-    arguments = [*TRAINING, "--resume", "--dir", folder, "--json", written, "--commit-every", 1, "--timeout", 30]
+    arguments = [*TRAINING, folder, "--existing", "continue", "--json", written, "--commit-every", 1, "--timeout", 30]
     with started(tmp_path / "pids", *arguments, restarts=3) as child:
         # The first generation is of each rank alone, the next one of all.
         stores = [folder / f"rank-{rank}-of-2" for rank in range(2)]
@@ -181,20 +181,20 @@ def test_ctrl_c_stops_all_after_one_step_and_resuming_goes_on(
     whole: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
     folder, written = tmp_path / "many", tmp_path / "many.json"
-    with started(tmp_path / "pids", *TRAINING, "--dir", folder) as child:
+    with started(tmp_path / "pids", *TRAINING, folder) as child:
         assert child.stdout is not None
         assert any(line.startswith("step 1/") for line in child.stdout)
         child.send_signal(signal.SIGINT)
         _, err = child.communicate(timeout=100)
     (line,) = ours(err)
     found = re.fullmatch(
-        r"stopped at step (\d); generation 2 has step \1; continue with: torchrun --nproc-per-node 2 -m tiered train --resume "
-        rf"--dir {folder}",
+        r"stopped at step (\d); generation 2 has step \1; continue with: torchrun --nproc-per-node 2 -m tiered train "
+        rf"{folder} --existing resume",
         line,
     )
     assert found, line
     assert step_of(folder) == int(found[1]) < STEPS
-    done = forked_ranks("--resume", "--dir", folder, "--json", written)
+    done = forked_ranks(folder, "--existing", "resume", "--json", written)
     assert done.returncode == 0, done.stderr
     assert losses(written) == losses(whole[0] / "many.json")
     assert same(values(folder, 2), values(whole[0] / "many", 2))
@@ -207,31 +207,31 @@ def test_other_numbers_of_ranks_go_on_with_the_newest_commit(
     """One process takes over from two ranks, and goes on with its own; then two take over from that, whose own is older."""
     folder, written = shutil.copytree(whole[0] / "many", tmp_path / "many"), tmp_path / "one.json"
     old = losses(whole[0] / "many.json")
-    done = tiered("train", "--resume", "--dir", folder, "--steps", STEPS + 2, "--json", written)
+    done = tiered("train", folder, "--existing", "resume", "--steps", STEPS + 2, "--json", written)
     assert done.returncode == 0, done.stderr
     assert f"resumed   after step {STEPS}, the commit of another number of ranks in {folder}" in done.stdout
     assert losses(written)[:STEPS] == old
     assert len(losses(written)) == STEPS + 2
-    done = tiered("train", "--resume", "--dir", folder, "--steps", STEPS + 3, "--json", written)
+    done = tiered("train", folder, "--existing", "resume", "--steps", STEPS + 3, "--json", written)
     assert f"resumed   after step {STEPS + 2}, generation 1" in done.stdout
     one = losses(written)
     for ranks in (1, 2):
         with pytest.raises(MisuseError, match="a training of one process already"):
             refuse_others(str(folder), ranks)
-    done = forked_ranks("--resume", "--dir", folder, "--steps", STEPS + 4, "--stage", 1, "--json", tmp_path / "two.json")
+    done = forked_ranks(folder, "--existing", "resume", "--steps", STEPS + 4, "--stage", 1, "--json", tmp_path / "two.json")
     assert done.returncode == 0, done.stderr
     assert f"resumed   after step {STEPS + 3}, the commit of another number of ranks" in done.stdout
     assert losses(tmp_path / "two.json")[: STEPS + 3] == one
     assert step_of(folder) == STEPS + 4
-    done = tiered("train", *TRAINING, "--dir", folder)
+    done = tiered("train", *TRAINING, folder)
     assert done.returncode == 1
-    assert f"{folder} has a training of 2 ranks already: continue it with --resume" in done.stderr
+    assert f"{folder} has a training of 2 ranks already: continue it with --existing resume" in done.stderr
 
 
 def test_what_one_rank_cannot_do_is_said_once(whole: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
     folder = shutil.copytree(whole[0] / "many", tmp_path / "many")
     (folder / "rank-1-of-2" / "data.0").write_bytes(b"damaged")
-    done = forked_ranks("--resume", "--dir", folder, "--steps", 99)
+    done = forked_ranks(folder, "--existing", "resume", "--steps", 99)
     assert done.returncode == 1
     (line,) = ours(done.stderr)
     assert line.startswith("rank 1: ")
@@ -241,7 +241,7 @@ def test_what_one_rank_cannot_do_is_said_once(whole: tuple[Path, subprocess.Comp
 @pytest.mark.soak
 def test_a_host_that_hangs_with_the_store_in_which_ranks_met_is_told_by_the_others(tmp_path: Path) -> None:
     """Asked whether somebody told already, that store does not answer; nor need it, for the process to end."""
-    with side_by_side(*TRAINING, "--steps", 100_000, "--dir", tmp_path / "many", "--timeout", "3s") as (lost, other):
+    with side_by_side(*TRAINING, "--steps", 100_000, tmp_path / "many", "--timeout", "3s") as (lost, other):
         assert lost.stdout is not None
         assert any(line.startswith("step 1/") for line in lost.stdout)
         lost.send_signal(signal.SIGSTOP)
@@ -257,11 +257,11 @@ def test_a_training_that_is_over_is_no_failure_when_all_start_again(
 ) -> None:
     """As when a rank was lost after the last commit. Otherwise it is one, which is told once."""
     many, said = whole[0] / "many", []
-    with side_by_side("--resume", "--dir", many, start=1, starts=3) as children:
+    with side_by_side(many, "--existing", "continue", start=1, starts=3) as children:
         for child in children:
             said += ours(child.communicate(timeout=100)[1])
         assert [child.returncode for child in children] == [0, 0]
-    done = forked_ranks("--resume", "--dir", many)
+    done = forked_ranks(many, "--existing", "resume")
     assert done.returncode == 1
     for line in (*said, *ours(done.stderr)):
         said_by_one = re.sub(r"^rank \d: ", "", line)
@@ -272,7 +272,7 @@ def test_a_training_that_is_over_is_no_failure_when_all_start_again(
 @pytest.mark.soak
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_training_that_diverges_ends_all(stage: int, tmp_path: Path) -> None:
-    done = on_ranks(2, *TRAINING, "--dir", tmp_path / "many", "--stage", stage, "--lr", "1e30", "--warmup", 1)
+    done = on_ranks(2, *TRAINING, tmp_path / "many", "--stage", stage, "--lr", "1e30", "--warmup", 1)
     assert done.returncode == 1
     (line,) = ours(done.stderr)
     assert re.match(r"rank \d: the (loss|norm of the gradients) of step \d is (nan|inf): training diverged", line)
@@ -282,7 +282,7 @@ def test_a_training_that_diverges_ends_all(stage: int, tmp_path: Path) -> None:
 def test_a_time_limit_is_the_same_for_all(tmp_path: Path) -> None:
     """Ranks whose learning rates differed would end with other parameters, which resuming compares."""
     arguments = [*TRAINING[:-4], "--minutes", 0.05, "--update", "in_backward"]
-    done = on_ranks(2, *arguments, "--dir", tmp_path / "many", "--stage", 2, "--json", tmp_path / "it.json")
+    done = on_ranks(2, *arguments, tmp_path / "many", "--stage", 2, "--json", tmp_path / "it.json")
     assert done.returncode == 0, done.stderr
     assert len(losses(tmp_path / "it.json")) >= 1
     kept = values(tmp_path / "many", 2)
@@ -293,10 +293,10 @@ def test_a_time_limit_is_the_same_for_all(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_what_is_said_of_the_command_line_is_said_once(tmp_path: Path) -> None:
-    done = on_ranks(2, "--stage", 4, "--dir", tmp_path)
+    done = on_ranks(2, "--stage", 4, tmp_path)
     assert done.stderr.count("is none of") == 1
-    done = on_ranks(2, *TRAINING, "--dir", tmp_path, "--existing", "overwrite", restarts=1)
-    assert done.stderr.count("--max-restarts: name a new --dir") == 2  # once for each start
+    done = on_ranks(2, *TRAINING, tmp_path, "--existing", "overwrite", restarts=1)
+    assert done.stderr.count("--max-restarts: --existing continue") == 2  # once for each start
 
 
 def test_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:

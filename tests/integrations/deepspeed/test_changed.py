@@ -171,7 +171,7 @@ def test_schedulers_of_torch_go_on(tmp_path: Path, name: str, imported: bool) ->
 
     folder = changed(tmp_path, change).parent
     if imported:
-        assert main(["import", str(folder), "--dir", str(tmp_path / "imported"), "--deepspeed", "--dram", "1MiB"]) == 0
+        assert main(["import", str(folder), str(tmp_path / "imported"), "--dram", "1MiB"]) == 0
         folder = tmp_path / "imported"
     case = CASES["stage2-fp32"]
     torch.manual_seed(1)

@@ -80,7 +80,7 @@ def test_deepspeed_reads_a_universal_export(name: str, stage: int, tmp_path: Pat
     settings of the first; its losses are compared for one step.)"""
     theirs = unpacked(name, tmp_path)
     imported, universal = tmp_path / "imported", tmp_path / "universal"
-    assert main(["import", str(theirs), "--dir", str(imported), "--deepspeed", "--dram", "1MiB"]) == 0
+    assert main(["import", str(theirs), str(imported), "--dram", "1MiB"]) == 0
     assert main(["export", str(imported), "--out", str(universal), "--format", "deepspeed-universal"]) == 0
     by_deepspeed(tmp_path, name, universal, stage, tmp_path / "found.pt")
     found: dict[str, Any] = torch.load(tmp_path / "found.pt", weights_only=False)

@@ -80,7 +80,7 @@ def test_training_goes_on(name: str, tmp_path: Path, capfd: pytest.CaptureFixtur
     engine.save_checkpoint(tmp_path / "ours")
     engine.destroy()
     if name in ("stage2-fp32", "stage3-bf16", "stage2-adagrad"):
-        assert main(["import", str(theirs), "--dir", str(tmp_path / "imported"), "--deepspeed", "--dram", "1MiB"]) == 0
+        assert main(["import", str(theirs), str(tmp_path / "imported"), "--dram", "1MiB"]) == 0
         assert f"of step {BEFORE} (ZeRO stage {case.stage}, {case.ranks} ranks)" in capfd.readouterr().out
         engine = engine_of(case, tmp_path / "again", seed=3)
         assert engine.load_checkpoint(tmp_path / "imported")[1] == client_state
@@ -107,7 +107,7 @@ def test_a_checkpoint_of_ours_follows(tmp_path: Path) -> None:
 def test_a_loop_of_ones_own_goes_on_from_an_import(tmp_path: Path) -> None:
     """``zero.page(source=)`` and ``zero.resume``: parameters, moments and counts are those of the files, bit for bit."""
     theirs = unpacked("stage2-fp32", tmp_path)
-    assert main(["import", str(theirs), "--dir", str(tmp_path / "imported"), "--deepspeed", "--dram", "1MiB"]) == 0
+    assert main(["import", str(theirs), str(tmp_path / "imported"), "--dram", "1MiB"]) == 0
     with TieredStore.open(None, dram="1MiB") as store:
         model = zero.page(Small(6), store, existing="resume", source=tmp_path / "imported")
         optimizer = zero.AdamW(groups_of(model))
@@ -202,7 +202,7 @@ def test_names_that_lead_out_of_a_folder(tmp_path: Path, name: str, capfd: pytes
     theirs, stored = unpacked("stage2-fp32", tmp_path), str(tmp_path / "imported")
     other = b"X" + len(name).to_bytes(4, "little") + name.encode()
     changed(theirs, lambda data: data.replace(b"X\x0c\0\0\0embed.weight", other))
-    assert main(["import", str(theirs), "--dir", stored, "--deepspeed", "--dram", "1MiB"]) == 0
+    assert main(["import", str(theirs), stored, "--dram", "1MiB"]) == 0
     there = {path for path in tmp_path.rglob("*") if "imported" not in path.parts}
     assert main(["export", stored, "--out", str(tmp_path / "a" / "b"), "--format", "deepspeed-universal"]) == 1
     assert "is no name for a folder" in capfd.readouterr().err
@@ -249,7 +249,7 @@ def test_a_small_file_does_not_write_much(tmp_path: Path, kind: str, capfd: pyte
         model["buffer_names"] += names
     torch.save(model, path)
     stored = tmp_path / "imported"
-    assert main(["import", str(theirs), "--dir", str(stored), "--deepspeed", "--dram", "8MiB"]) == 1
+    assert main(["import", str(theirs), str(stored), "--dram", "8MiB"]) == 1
     assert re.search(r"take 2\.0 GiB, which is more than 16 times the \S+ MiB of its files", capfd.readouterr().err)
     assert not stored.exists() or sum(file.stat().st_blocks for file in stored.rglob("*")) * 512 < 1 << 20
 
@@ -265,7 +265,7 @@ def test_moments_that_are_integers(tmp_path: Path) -> None:
 def test_settings_that_are_no_numbers(tmp_path: Path, wrong: bytes, capfd: pytest.CaptureFixture[str]) -> None:
     theirs = unpacked("stage2-fp32", tmp_path)
     changed(theirs, lambda data: data.replace(b"G" + struct.pack(">d", 0.95), wrong))
-    assert main(["import", str(theirs), "--dir", str(tmp_path / "imported"), "--deepspeed", "--dram", "1MiB"]) == 1
+    assert main(["import", str(theirs), str(tmp_path / "imported"), "--dram", "1MiB"]) == 1
     assert "for the setting 'betas' of a param group" in capfd.readouterr().err
     engine = engine_of(CASES["stage2-fp32"], tmp_path / "store")
     with pytest.raises(TorchFileError, match="for the setting 'betas' of a param group"):

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from tiered.cli.arguments import (
     BACKENDS,
+    DRIVE,
     add_backend,
+    add_drive,
     add_json,
-    add_scratch_folder,
     command,
     count,
     counts,
@@ -36,10 +37,10 @@ removed afterwards, also after Ctrl-C. Nothing else in FOLDER is changed.
 
 EXAMPLES = """\
 examples:
-  tiered bench io --dir /mnt/nvme           large tensors: the rates of the drive
-  tiered bench store --dir /mnt/nvme        4 KiB to 1 GiB: the time of each call
-  tiered bench step --dir /mnt/nvme --fio   an optimizer step whose state is on disk
-  tiered bench train --dir /mnt/nvme        training on disk beside training in memory
+  tiered bench io --drive /mnt/nvme           large tensors: the rates of the drive
+  tiered bench store --drive /mnt/nvme        4 KiB to 1 GiB: the time of each call
+  tiered bench step --drive /mnt/nvme --fio   an optimizer step whose state is on disk
+  tiered bench train --drive /mnt/nvme        training on disk beside training in memory
 
 Each command has its own help: tiered bench io --help
 """
@@ -57,11 +58,11 @@ combination of block, depth, backend and order. Checksums, which a store always 
 
 IO_EXAMPLES = """\
 examples:
-  tiered bench io --dir /mnt/nvme --fio
-  tiered bench io --dir /mnt/nvme --size 8GiB --rounds 9 --json result.json --plot result.png
-  tiered bench io --dir /mnt/nvme --mode flood
-  tiered bench io --dir /mnt/nvme --duration 5min
-  tiered bench io --dir /mnt/nvme --sweep --block 64KiB,1MiB --depth 1,8,32 --backends libaio --fio
+  tiered bench io --drive /mnt/nvme --fio
+  tiered bench io --drive /mnt/nvme --size 8GiB --rounds 9 --json result.json --plot result.png
+  tiered bench io --drive /mnt/nvme --mode flood
+  tiered bench io --drive /mnt/nvme --duration 5min
+  tiered bench io --drive /mnt/nvme --sweep --block 64KiB,1MiB --depth 1,8,32 --backends libaio --fio
 """
 
 STORE_DESCRIPTION = """\
@@ -72,8 +73,8 @@ the reason.
 
 STORE_EXAMPLES = """\
 examples:
-  tiered bench store --dir /mnt/nvme
-  tiered bench store --dir /mnt/nvme --sizes 64KiB,16MiB --dram 1GiB --seconds 2 --json result.json
+  tiered bench store --drive /mnt/nvme
+  tiered bench store --drive /mnt/nvme --sizes 64KiB,16MiB --dram 1GiB --seconds 2 --json result.json
 """
 
 STEP_DESCRIPTION = """\
@@ -84,10 +85,10 @@ the disk are measured between the steps, with --fio by fio.
 
 STEP_EXAMPLES = """\
 examples:
-  tiered bench step --dir /mnt/nvme --fio
-  tiered bench step --dir /mnt/nvme --parameters 200000000 --dram 1GiB --dtype bfloat16
-  tiered bench step --dir /mnt/nvme --update in_backward --json result.json
-  tiered bench step --dir /mnt/nvme --optimizer adamw8bit
+  tiered bench step --drive /mnt/nvme --fio
+  tiered bench step --drive /mnt/nvme --parameters 200000000 --dram 1GiB --dtype bfloat16
+  tiered bench step --drive /mnt/nvme --update in_backward --json result.json
+  tiered bench step --drive /mnt/nvme --optimizer adamw8bit
 """
 
 TRAIN_DESCRIPTION = """\
@@ -99,7 +100,7 @@ losses are the same bit by bit. Without options: 113 million parameters, some mi
 
 TRAIN_EXAMPLES = """\
 examples:
-  tiered bench train --dir /mnt/nvme
+  tiered bench train --drive /mnt/nvme
   tiered bench train --layers 24 --batch 16 --micro-batch 4 --dram 400MiB --rounds 9 --json result.json
   tiered bench train --update in_backward --dram 128MiB
 """
@@ -125,7 +126,7 @@ def add_parser(commands: Commands) -> None:
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [options]"
-    add_scratch_folder(parser)
+    add_drive(parser)
     add_backend(parser)
     add_json(parser)
 
@@ -147,7 +148,7 @@ def _add_model_option(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def _add_io(below: Commands) -> None:
-    io = command(below, "io", "large tensors: the rates of the drive", IO_DESCRIPTION, IO_EXAMPLES)
+    io = command(below, "io", "large tensors: the rates of the drive", IO_DESCRIPTION, IO_EXAMPLES, DRIVE)
     _add_common(io)
     io.add_argument(
         "--size", metavar="SIZE", type=size, default=1 << 30, help="bytes that each round moves each way (default: 1GiB)"
@@ -174,7 +175,7 @@ def _add_io(below: Commands) -> None:
 
 
 def _add_store(below: Commands) -> None:
-    store = command(below, "store", "every call, on tensors of many sizes", STORE_DESCRIPTION, STORE_EXAMPLES)
+    store = command(below, "store", "every call, on tensors of many sizes", STORE_DESCRIPTION, STORE_EXAMPLES, DRIVE)
     _add_common(store)
     store.add_argument(
         "--sizes", metavar="SIZE,...", type=sizes, default=sizes(SIZES), help=f"sizes of tensors (default: {SIZES})"
@@ -189,7 +190,7 @@ def _add_store(below: Commands) -> None:
 
 
 def _add_step(below: Commands) -> None:
-    step = command(below, "step", "an optimizer step whose state is on disk", STEP_DESCRIPTION, STEP_EXAMPLES)
+    step = command(below, "step", "an optimizer step whose state is on disk", STEP_DESCRIPTION, STEP_EXAMPLES, DRIVE)
     _add_common(step)
     step.add_argument(
         "--parameters", metavar="N", type=count, default=50_000_000, help="approximate number (default: %(default)s)"
@@ -213,7 +214,7 @@ def _add_step(below: Commands) -> None:
 
 
 def _add_train(below: Commands) -> None:
-    train = command(below, "train", "training on disk beside training in memory", TRAIN_DESCRIPTION, TRAIN_EXAMPLES)
+    train = command(below, "train", "training on disk beside training in memory", TRAIN_DESCRIPTION, TRAIN_EXAMPLES, DRIVE)
     _add_common(train)
     train.add_argument("--text", metavar="FILE", help="text to learn, any bytes (default: the Shakespeare of this package)")
     for name in MODEL_HELP:

@@ -187,7 +187,7 @@ def refuse_full_disk(folder: str, needed: int, lower: str = "--size") -> None:
     if needed > free:
         raise CapacityError(
             f"this needs {format_size(needed)} of disk, {folder} has {format_size(free)} free: lower {lower}, "
-            "or name a folder on another device with --dir"
+            "or name a folder on another device with --drive"
         )
 
 

@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiered.cli.arguments import add_json, add_paths, command, count, fraction, positive, seed, size
+from tiered.cli.arguments import add_json, add_model, add_store, command, count, fraction, positive, seed, size
+from tiered.cli.spelling import Spelling
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +25,7 @@ __all__ = ["add_parser"]
 
 DESCRIPTION = """\
 Go on with a prompt: the text is printed as it is made, then what a token took on stderr. The model is one that
-tiered import --model has put into the store; it may be larger than memory, and its folder is not needed. The store is
+tiered import has put into the store; it may be larger than memory, and its folder is not needed. The store is
 opened for reading, which any number of processes may do at once. By default the most likely token is taken each time;
 what the model's generation_config.json says of drawing tokens and of penalties is not used. With --keep the
 conversation is kept in the store, which one process at a time may do, and the next prompt goes on from it; a run that
@@ -33,12 +34,14 @@ is stopped leaves it as it was before. The prompt is given to the model as it is
 
 EXAMPLES = """\
 examples:
-  tiered import Llama-3.2-1B/ --dir llama/ --model      once
-  tiered generate --dir llama/ --prompt 'The sea is' --dram 2GiB
-  tiered generate --dir llama/ --prompt 'The sea is' --tokens 100 --temperature 0.8 --top-p 0.95 --seed 7
-  tiered generate --dir llama/ --prompt 'The sea is' --keep chat
-  tiered generate --dir llama/ --prompt ', and the sky' --keep chat
+  tiered import Llama-3.2-1B/ llama/      once
+  tiered generate llama/ --prompt 'The sea is' --dram 2GiB
+  tiered generate llama/ --prompt 'The sea is' --tokens 100 --temperature 0.8 --top-p 0.95 --seed 7
+  tiered generate llama/ --prompt 'The sea is' --keep chat
+  tiered generate llama/ --prompt ', and the sky' --keep chat
 """
+
+EARLIER = Spelling({"--dir": "STORE", "--name": "--model"})
 
 AGAIN = 0.5
 """Seconds of which the live line shows the pace, at least."""
@@ -46,13 +49,12 @@ AGAIN = 0.5
 
 def add_parser(commands: Commands) -> None:
     """Add ``generate`` to the commands."""
-    parser = command(commands, "generate", "generate text with a model in a store", DESCRIPTION, EXAMPLES)
-    parser.add_argument("--dir", metavar="STORE", required=True, help="the store's folder")
-    add_paths(parser)
+    parser = command(commands, "generate", "generate text with a model in a store", DESCRIPTION, EXAMPLES, EARLIER)
+    add_store(parser)
     parser.add_argument("--prompt", metavar="TEXT", required=True, help="the text to go on with")
     parser.add_argument("--tokens", metavar="N", type=count, default=64, help="tokens to make at most (default: %(default)s)")
     parser.add_argument("--dram", metavar="SIZE", type=size, help="host memory of the store (default: half of what is free)")
-    parser.add_argument("--name", metavar="NAME", help="the model's name, where the store has several")
+    add_model(parser, "the model's name, where the store has several")
     parser.add_argument("--keep", metavar="CHAT", help="keep the conversation by this name; go on with it where there is one")
     parser.add_argument(
         "--temperature", metavar="T", type=fraction, default=0.0, help="draw tokens at random; lower is likelier (default: 0)"
@@ -98,8 +100,8 @@ def _generated(parsed: argparse.Namespace, stop: StopRequest) -> GenerationSumma
     stop.check()
     began = time.perf_counter()
     access = "read" if parsed.keep is None else "write"
-    _refuse_folder_of_a_model(parsed.dir)
-    store = TieredStore.open(parsed.dir, dram=parsed.dram, paths=parsed.paths, access=access)
+    _refuse_folder_of_a_model(parsed.folder)
+    store = TieredStore.open(parsed.folder, dram=parsed.dram, paths=parsed.paths, access=access)
     try:
         with Display(sys.stdout, sys.stderr, shown=parsed.json != "-") as display:
             return _made(parsed, store, display, stop, began)
@@ -120,7 +122,7 @@ def _made(
     from tiered.zero.checkpoint.beside import refuse_forgotten
     from tiered.zero.paging.pager import pager_of
 
-    name = parsed.name or only_model(store)
+    name = parsed.model or only_model(store)
     model = open_model(store, name=name)
     refuse_forgotten(pager_of(model), "an answer")
     stop.check()
@@ -176,7 +178,7 @@ def _refuse_folder_of_a_model(folder: str) -> None:
 
     if (Path(folder) / "config.json").is_file() and not any(Path(folder).glob("manifest.*")):
         raise MisuseError(
-            f"{folder} is the folder of a model, and no store: tiered import {folder} --dir STORE --model puts it into one"
+            f"{folder} is the folder of a model, and no store: tiered import {folder} STORE puts it into one"
         )
 
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from tiered.cli.arguments import add_json, add_scratch_folder, command
+from tiered.cli.arguments import DRIVE, add_drive, add_json, command
 
 if TYPE_CHECKING:
     from tiered.cli.arguments import Commands
@@ -22,7 +22,7 @@ through a scratch store in that folder, which is removed afterwards.
 EXAMPLES = """\
 examples:
   tiered info                               the drive of the current folder
-  tiered info --dir /mnt/nvme
+  tiered info --drive /mnt/nvme
   tiered info --no-measure --json           prints at once
   tiered info --machine server.json         for tiered plan --machine server.json, anywhere
 """
@@ -30,8 +30,8 @@ examples:
 
 def add_parser(commands: Commands) -> None:
     """Add ``info`` to the commands."""
-    parser = command(commands, "info", "describe this machine and measure its drive", DESCRIPTION, EXAMPLES)
-    add_scratch_folder(parser)
+    parser = command(commands, "info", "describe this machine and measure its drive", DESCRIPTION, EXAMPLES, DRIVE)
+    add_drive(parser)
     parser.add_argument("--no-measure", dest="measure", action="store_false", help="measure no rates")
     parser.add_argument("--machine", metavar="FILE", help="measure what tiered plan needs, too, and write it to FILE")
     add_json(parser)

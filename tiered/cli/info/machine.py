@@ -57,7 +57,7 @@ def filesystem(folder: str) -> dict[str, Any]:
     MisuseError."""
     if not os.path.isdir(folder):
         what = "is not a folder" if os.path.lexists(folder) else "does not exist"
-        raise MisuseError(f"{folder} {what}; name an existing one with --dir")
+        raise MisuseError(f"{folder} {what}; name an existing one with --drive")
     found = os.statvfs(folder)
     kind, source = _mount(os.path.realpath(folder))
     facts: dict[str, Any] = {
@@ -240,7 +240,7 @@ def _rates(report: dict[str, Any], stop: StopRequest) -> dict[str, Any]:
 
 def _why_no_disk(disk: dict[str, Any]) -> str | None:
     if disk["holds_store"]:
-        return f"{disk['folder']} holds a store, which stays as it is: name the folder around it with --dir"
+        return f"{disk['folder']} holds a store, which stays as it is: name the folder around it with --drive"
     why: str | None = disk["why_not"]
     return why
 
@@ -261,7 +261,7 @@ def _disk(folder: str, memory: int, stop: StopRequest) -> tuple[float | None, fl
         if time.monotonic() - began > PATIENCE:
             break
     if found is None:
-        return None, None, "the filesystem has no room for the measurement: free some, or name another folder with --dir"
+        return None, None, "the filesystem has no room for the measurement: free some, or name another folder with --drive"
     return found.read, found.write, None
 
 

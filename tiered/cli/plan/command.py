@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from tiered.cli.arguments import add_json, add_scratch_folder, command, count, counts, positive, size
+from tiered.cli.arguments import add_drive, add_json, command, count, counts, positive, size
+from tiered.cli.spelling import Spelling
 from tiered.cli.train.options import MODEL_HELP, OPTIMIZERS, UPDATES, default_of
 
 if TYPE_CHECKING:
@@ -23,16 +24,21 @@ EXAMPLES = """\
 examples:
   tiered plan --dram 256MiB                                 the model of tiered train, on this machine
   tiered plan --layers 24 --width 1024 --heads 16 --batch 8 --plot plan.svg
-  tiered plan --model my-llama --context 2048 --dram 16GiB --machine server.json
+  tiered plan my-llama --context 2048 --dram 16GiB --machine server.json
   tiered plan --layers 80 --width 8192 --heads 64 --vocabulary 128256 --machine server.json --ranks 1,8,64,1024
 """
 
 
+EARLIER = Spelling({"--model": "MODEL", "--dir": "--drive"})
+
+
 def add_parser(commands: Commands) -> None:
     """Add ``plan`` to the commands."""
-    parser = command(commands, "plan", "what fits, how many bytes, how long, before a run", DESCRIPTION, EXAMPLES)
+    parser = command(commands, "plan", "what fits, how many bytes, how long, before a run", DESCRIPTION, EXAMPLES, EARLIER)
     model = parser.add_argument_group("model")
-    model.add_argument("--model", metavar="FOLDER", help="a folder with the config.json of a transformers model")
+    model.add_argument(
+        "model", metavar="MODEL", nargs="?", help="a folder with a transformers config.json (default: that of tiered train)"
+    )
     for name in ("layers", "width", "heads", "context", "batch"):
         model.add_argument(f"--{name}", type=count, metavar="N", help=f"{MODEL_HELP[name]} (default: {default_of(name)})")
     model.add_argument("--vocabulary", type=count, metavar="N", help="tokens that there are (default: 256, bytes)")
@@ -51,7 +57,7 @@ def add_parser(commands: Commands) -> None:
     how.add_argument("--accumulate", type=count, metavar="N", default=1, help=f"{MODEL_HELP['accumulate']} (default: 1)")
     machine = parser.add_argument_group("machine")
     machine.add_argument("--machine", metavar="FILE", help="file of tiered info --machine (default: measured here)")
-    add_scratch_folder(parser)
+    add_drive(machine)
     machine.add_argument("--no-measure", dest="measure", action="store_false", help="measure nothing: bytes, and no seconds")
     machine.add_argument("--rated-life", type=size, metavar="SIZE", help="what the drive may be written, like 600TB")
     machine.add_argument("--network", type=positive, metavar="GB/S", help="network of a node (default: the file's, or 1.25)")

@@ -73,7 +73,7 @@ def _model(parsed: argparse.Namespace, parser: Parser) -> nn.Module | str | Numb
     if parsed.model is not None:
         given = [f"--{name}" for name, value in numbers.items() if value is not None]
         if given:
-            parser.error(f"{', '.join(given)}: the folder of --model says that")
+            parser.error(f"{', '.join(given)}: the config.json of MODEL says that")
         folder: str = parsed.model
         return folder if parsed.dtype is None else model_of_folder(folder).to(getattr(torch, parsed.dtype))
     shape = {name: numbers[name] or default_of(name) for name in ("layers", "width", "heads")}

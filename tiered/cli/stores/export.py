@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
-from tiered.cli.arguments import add_generation, add_store, command, size
+from tiered.cli.arguments import add_generation, add_model, add_store, command, size
 
 if TYPE_CHECKING:
     from tiered.cli.arguments import Commands
@@ -40,7 +40,7 @@ def add_parser(commands: Commands) -> None:
     add_store(parser, "the store's folder, or the folder that has the stores of all ranks")
     parser.add_argument("--out", metavar="FOLDER", required=True, help="where the files are written; made where absent")
     add_generation(parser, "export this generation (default: the newest)")
-    parser.add_argument("--model", metavar="NAME", help="name of the model, for a store with several")
+    add_model(parser, "the model's name, where the store has several")
     parser.add_argument(
         "--format",
         choices=("safetensors", "torch-dcp", "deepspeed-universal"),

@@ -7,9 +7,11 @@ import argparse
 import os
 import shutil
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tiered.cli.arguments import add_paths, command, size
+from tiered.cli.arguments import add_model, add_store, command, size
+from tiered.cli.spelling import Spelling
 
 if TYPE_CHECKING:
     from tiered import TieredStore
@@ -19,42 +21,54 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser"]
 
+TOLD = {"model": "a model", "tensors": "tensors, to go by its files", "deepspeed": "a checkpoint of DeepSpeed's"}
+KINDS = tuple(TOLD)
+"""What SOURCE may be."""
+
 DESCRIPTION = """\
-Put the tensors of a safetensors file, or of a folder with several such files and their index, into a store under
-their names, and commit. The store is made where absent. The command needs --dram of memory, however large the files
-are; the largest single tensor must fit. A command that is stopped has committed nothing, but for a model.
+Put a model, a checkpoint of DeepSpeed's, or the tensors of safetensors files into a store, and commit. The store is
+made where absent. The files of SOURCE say what it is: a folder with config.json is a model, one with the file latest
+or with mp_rank_..._model_states.pt is a checkpoint, all else is tensors; --as says it otherwise. The command needs
+--dram of memory, however large the files are; the largest single tensor must fit. A command that is stopped has
+committed nothing, but for a model.
 
-With --model, SOURCE is the folder of a Hugging Face model, which the store has afterwards as one to use: tiered
-generate goes on with a prompt, tiered.integrations.transformers.open_model(store) returns it in Python. The store
-keeps its configuration and tokenizer, too, so that the folder is not needed any more. Weights are read once and
-written once, a unit at a time, and what is there is committed every few seconds: when the command is stopped, or
-dies, the same command goes on where it was. Until then nothing else uses the model. --verify reads everything again,
-from the disk and from SOURCE, and compares.
+A model, the folder of a Hugging Face model, is in the store afterwards as one to use: tiered generate goes on with a
+prompt, tiered.integrations.transformers.open_model(store) returns it in Python. The store keeps its configuration
+and tokenizer, too, so that the folder is not needed any more. Weights are read once and written once, a unit at a
+time, and what is there is committed every few seconds: when the command is stopped, or dies, the same command goes
+on where it was. Until then nothing else uses the model. --verify reads everything again, from the disk and from
+SOURCE, and compares.
 
-With --deepspeed, SOURCE is a checkpoint that DeepSpeed wrote (ZeRO stages 1 to 3, any number of ranks, also with the
-optimizer on NVMe): the folder that has the file "latest", or the folder of one tag. Parameters, fp32 masters,
-moments, counters and client state go into the store. engine.load_checkpoint("state/") and
-zero.page(existing="resume", source="state/") go on from there. Nothing in a pickle is run; a file that asks for it is
-refused.
+Of a checkpoint that DeepSpeed wrote (ZeRO stages 1 to 3, any number of ranks, also with the optimizer on NVMe),
+SOURCE is the folder that has the file latest, or the folder of one tag. Parameters, fp32 masters, moments, counters
+and client state go into the store. engine.load_checkpoint("state/") and zero.page(existing="resume",
+source="state/") go on from there. Nothing in a pickle is run; a file that asks for it is refused.
+
+Tensors are a safetensors file, or a folder with several such files and their index; they keep their names.
 """
 
 EXAMPLES = """\
 examples:
-  tiered import model.safetensors --dir state/
-  tiered import llama/ --dir state/ --dram 2GiB --existing overwrite
-  tiered import llama/ --dir state/ --model
-  tiered import llama/ --dir state/ --model --compute float32      for processors that are slow with bf16
-  tiered import llama/ --dir state/ --model --quantize int8        inexact: a byte for each weight of a matrix
-  tiered import checkpoints/ --dir state/ --deepspeed --tag global_step100
+  tiered import model.safetensors state/
+  tiered import llama/ state/
+  tiered import llama/ state/ --compute float32      for processors that are slow with bf16
+  tiered import llama/ state/ --quantize int8        inexact: a byte for each weight of a matrix
+  tiered import llama/ state/ --as tensors --dram 2GiB --existing overwrite
+  tiered import checkpoints/ state/ --tag global_step100
 """
+
+
+EARLIER = Spelling(
+    {"--dir": "STORE", "--name": "--model", "--model": "--as model", "--deepspeed": "--as deepspeed"}, otherwise="--as tensors"
+)
 
 
 def add_parser(commands: Commands) -> None:
     """Add ``import`` to the commands."""
-    parser = command(commands, "import", "put safetensors into a store", DESCRIPTION, EXAMPLES)
+    parser = command(commands, "import", "put a model, a checkpoint or tensors into a store", DESCRIPTION, EXAMPLES, EARLIER)
     parser.add_argument("source", metavar="SOURCE", help="a .safetensors file, or a folder (see above)")
-    parser.add_argument("--dir", metavar="STORE", required=True, help="the store's folder")
-    add_paths(parser)
+    add_store(parser, "the store's folder, made where absent")
+    parser.add_argument("--as", dest="kind", choices=KINDS, help="what SOURCE is (default: what its files say)")
     parser.add_argument("--dram", metavar="SIZE", type=size, help="host memory of the store (default: half of what is free)")
     parser.add_argument(
         "--existing",
@@ -62,29 +76,27 @@ def add_parser(commands: Commands) -> None:
         default="refuse",
         help="what to do with tensors, or a model, of the same name in the store (default: refuse)",
     )
-    parser.add_argument("--model", action="store_true", help="put the model of a Hugging Face folder into the store")
-    parser.add_argument("--deepspeed", action="store_true", help="put a checkpoint that DeepSpeed wrote into the store")
-    parser.add_argument("--tag", metavar="TAG", help="with --deepspeed: which checkpoint (default: that of the file latest)")
-    parser.add_argument("--name", metavar="NAME", help="of a model: its name in the store (default: model)")
+    add_model(parser, "of a model or checkpoint: its name in the store (default: model)")
+    parser.add_argument("--tag", metavar="TAG", help="of DeepSpeed: which checkpoint (default: that of the file latest)")
     parser.add_argument(
         "--unit",
         metavar="SIZE",
         type=size,
-        help="with --model: bytes that are read together; generate needs memory for three (default: 32MiB; of a model below "
+        help="of a model: bytes that are read together; generate needs memory for three (default: 32MiB; of a model below "
         "1GiB a 32nd of it)",
     )
     parser.add_argument(
         "--compute",
         choices=("float32",),
-        help="with --model: compute in float32 with bf16 or fp16 weights, which stay so in the store",
+        help="of a model: compute in float32 with bf16 or fp16 weights, which stay so in the store",
     )
     parser.add_argument(
         "--quantize",
         choices=("int8", "int4"),
-        help="with --model: INEXACT; keep matrices in 8 or about 4.5 bits a weight, for reading only; prints the error",
+        help="of a model: INEXACT; keep matrices in 8 or about 4.5 bits a weight, for reading only; prints the error",
     )
     parser.add_argument(
-        "--verify", action="store_true", help="with --model: read the store and SOURCE again, and compare (as long again)"
+        "--verify", action="store_true", help="of a model: read the store and SOURCE again, and compare (as long again)"
     )
     parser.set_defaults(run=_run)
 
@@ -95,32 +107,32 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
     from tiered.errors import TieredError
 
     of_models = parsed.unit, parsed.compute, parsed.quantize, parsed.verify or None
-    if parsed.model and parsed.deepspeed:
-        parsed.parser.error("SOURCE is a Hugging Face model (--model) or a checkpoint of DeepSpeed's (--deepspeed), not both")
-    if not parsed.model and any(one is not None for one in of_models):
-        parsed.parser.error("--unit, --compute, --quantize and --verify are for models: give --model, too")
-    if parsed.name is not None and not (parsed.model or parsed.deepspeed):
-        parsed.parser.error("--name is for models: give --model or --deepspeed, too")
-    if parsed.tag is not None and not parsed.deepspeed:
-        parsed.parser.error("--tag is for checkpoints of DeepSpeed's: give --deepspeed, too")
-    put = _model if parsed.model else _checkpoint if parsed.deepspeed else _tensors
-    if parsed.model:
+    kind = parsed.kind or _kind_of(parsed.source, parsed.tag)
+    found = f"--as {kind}" if parsed.kind else f"{parsed.source} is {TOLD[kind]}"
+    if kind != "model" and any(one is not None for one in of_models):
+        parsed.parser.error(f"--unit, --compute, --quantize and --verify are for models: {found}")
+    if kind == "tensors" and parsed.model is not None:
+        parsed.parser.error(f"--model is for models and checkpoints: {found}")
+    if kind != "deepspeed" and parsed.tag is not None:
+        parsed.parser.error(f"--tag is for checkpoints of DeepSpeed's: {found}")
+    put = {"model": _model, "deepspeed": _checkpoint, "tensors": _tensors}[kind]
+    if kind == "model":
         _refuse_without_transformers()
-    new = not os.path.lexists(parsed.dir) and not parsed.paths
+    new = not os.path.lexists(parsed.folder) and not parsed.paths
     told = left = ""
     try:
         with StopRequest() as stop, Progress(sys.stderr) as progress:
             from tiered import TieredStore
 
-            store = TieredStore.open(parsed.dir, dram=parsed.dram, paths=parsed.paths)
+            store = TieredStore.open(parsed.folder, dram=parsed.dram, paths=parsed.paths)
             try:
                 told = put(parsed, store, stop, progress)
             finally:
                 nothing = store.generation == 0
                 store.close()
-                if parsed.model and not told:
+                if kind == "model" and not told:
                     if new and nothing:
-                        shutil.rmtree(parsed.dir, ignore_errors=True)
+                        shutil.rmtree(parsed.folder, ignore_errors=True)
                     elif not nothing:
                         left = _left(parsed)
     except Stopped as stopped:
@@ -134,6 +146,19 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
     return 0
 
 
+def _kind_of(source: str, tag: str | None) -> str:
+    """Return what the files of SOURCE say it is. transformers leaves config.json beside a checkpoint of DeepSpeed's, without
+    weights."""
+    from tiered.integrations.deepspeed.saved import is_saved
+    from tiered.integrations.deepspeed.tags import LATEST
+
+    folder = Path(source).expanduser()
+    saved = tag is not None or (folder / LATEST).is_file() or is_saved(folder)
+    if (folder / "config.json").is_file() and not (saved and not any(folder.glob("*.safetensors"))):
+        return "model"
+    return "deepspeed" if saved else "tensors"
+
+
 def _left(parsed: argparse.Namespace) -> str:
     """Return what to tell of an import that was stopped, where the same command goes on with it."""
     from tiered import TieredStore
@@ -141,12 +166,12 @@ def _left(parsed: argparse.Namespace) -> str:
     from tiered.integrations.importing import begun
     from tiered.types import format_size
 
-    with TieredStore.open(parsed.dir, dram="1MiB", paths=parsed.paths, access="read") as store:
-        record = begun(store, parsed.name or "model")
+    with TieredStore.open(parsed.folder, dram="1MiB", paths=parsed.paths, access="read") as store:
+        record = begun(store, parsed.model or "model")
     if record is None:
         return ""
     sizes = f"{format_size(record.nbytes)} of {format_size(record.total)}"
-    return f"{sizes} are in {shown(parsed.dir, 1000)}: the same command goes on from there"
+    return f"{sizes} are in {shown(parsed.folder, 1000)}: the same command goes on from there"
 
 
 def _tensors(parsed: argparse.Namespace, store: TieredStore, stop: StopRequest, progress: Progress) -> str:
@@ -166,7 +191,7 @@ def _tensors(parsed: argparse.Namespace, store: TieredStore, stop: StopRequest, 
 
     tensors = import_safetensors(store, parsed.source, existing=parsed.existing, progress=advanced)
     generation = store.commit()
-    return f"{shown(parsed.dir, 1000)}: {counted(tensors, 'tensor')}, {format_size(read)}, in generation {generation}"
+    return f"{shown(parsed.folder, 1000)}: {counted(tensors, 'tensor')}, {format_size(read)}, in generation {generation}"
 
 
 def _checkpoint(parsed: argparse.Namespace, store: TieredStore, stop: StopRequest, progress: Progress) -> str:
@@ -182,15 +207,16 @@ def _checkpoint(parsed: argparse.Namespace, store: TieredStore, stop: StopReques
         stop.check()
         progress.working(f"read {done:,} of {total:,} parameters", done / max(total, 1))
 
-    name = parsed.name or "model"
+    name = parsed.model or "model"
     with SavedCheckpoint(tag_of(parsed.source, parsed.tag)) as saved:
         if parsed.existing == "overwrite":
             store.delete_owned(model_named(name))
         import_saved(saved, store, name, progress=advanced)
         generation = store.commit(meta={**store.meta, "step": saved.counters.global_steps})
         numbers = sum(store.spec(key).nbytes for key in store if key.startswith(f"{name}/param/"))
+        step = saved.counters.global_steps
         return (
-            f"{shown(parsed.dir, 1000)}: {counted(len(saved.parameters), 'parameter')} of step {saved.counters.global_steps} "
+            f"{shown(parsed.folder, 1000)}: {counted(len(saved.parameters), 'parameter')} of step {step} "
             f"(ZeRO stage {saved.stage}, {counted(saved.ranks, 'rank')}), {format_size(numbers)}, in generation {generation}"
         )
 
@@ -201,7 +227,7 @@ def _refuse_without_transformers() -> None:
     try:
         import tiered.integrations.transformers.pretrained  # noqa: F401
     except ImportError as error:
-        raise MisuseError("--model needs transformers: pip install '.[hf]' in a clone of tiered") from error
+        raise MisuseError("a model needs transformers: pip install '.[hf]' in a clone of tiered") from error
 
 
 def _model(parsed: argparse.Namespace, store: TieredStore, stop: StopRequest, progress: Progress) -> str:
@@ -222,7 +248,7 @@ def _model(parsed: argparse.Namespace, store: TieredStore, stop: StopRequest, pr
     model: Any = import_model(
         parsed.source,
         store,
-        name=parsed.name or "model",
+        name=parsed.model or "model",
         existing=parsed.existing,
         largest_unit=parsed.unit,
         compute=None if parsed.compute is None else getattr(torch, parsed.compute),
@@ -231,10 +257,10 @@ def _model(parsed: argparse.Namespace, store: TieredStore, stop: StopRequest, pr
         missing="refuse",  # what transformers logs of them is not shown
         progress=advanced,
     )
-    stored = sum(store.spec(key).nbytes for key in store if key.startswith(f"{parsed.name or 'model'}/param/"))
+    stored = sum(store.spec(key).nbytes for key in store if key.startswith(f"{parsed.model or 'model'}/param/"))
     numbers = sum(parameter.numel() for parameter in model.parameters())
-    inexact = "" if parsed.quantize is None else f"\n{opening_of(store, parsed.name or 'model')['inexact']}"
+    inexact = "" if parsed.quantize is None else f"\n{opening_of(store, parsed.model or 'model')['inexact']}"
     return (
-        f"{shown(parsed.dir, 1000)}: {type(model).__name__} of {numbers:,} parameters, {format_size(stored)} in "
+        f"{shown(parsed.folder, 1000)}: {type(model).__name__} of {numbers:,} parameters, {format_size(stored)} in "
         f"{zero.statistics(model).units} units, in generation {store.generation}{inexact}"
     )

@@ -9,6 +9,7 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from tiered.cli.arguments import add_backend, command, count, fraction, launched, positive, seconds, seed, size, size_or_none
+from tiered.cli.spelling import Spelling
 from tiered.cli.train.options import (
     ACTIVATIONS,
     DEFAULT_FOLDER,
@@ -34,11 +35,12 @@ on ten plays of Shakespeare, about 3 minutes on 2 cores.
 RESUMING = """\
 resuming:
   Ctrl-C or SIGTERM commits the last complete step and stops; a second signal stops at once, without a commit.
-  --resume continues from the newest commit in --dir, bit for bit as if the training had never stopped, with the
-  options of its beginning. These options may be given again with other values: --steps, --minutes, --dram, --hbm,
-  --device, --update-tier, --backend, --commit-every, --checkpoint, --activations, --auto, --activation-memory,
-  --no-prefetch, --text (a copy of the same text), --stage (with another number of ranks) and all options of the
-  group "outcome".
+  --existing resume continues from the newest commit in STORE, bit for bit as if the training had never stopped, with
+  the options of its beginning; --existing continue does so where STORE has a training, and begins one where it has
+  none, so that the same command can be run again after any end. These options may be given again with other values:
+  --steps, --minutes, --dram, --hbm, --device, --update-tier, --backend, --commit-every, --checkpoint, --activations,
+  --auto, --activation-memory, --no-prefetch, --text (a copy of the same text), --stage (with another number of ranks)
+  and all options of the group "outcome".
   --steps and --minutes count from the beginning of the training. The learning rate follows them: with a larger
   number it continues at the place on the new curve that the steps or minutes so far have reached. After a
   training that had completed its curve, the learning rate therefore rises again.
@@ -47,21 +49,22 @@ several ranks:
   torchrun --nproc-per-node 2 -m tiered train ... trains in as many processes, on as many nodes, as torchrun
   starts. Rank R of N has its own store in STORE/rank-R-of-N; --stage says which part of the model is in it.
   --batch and --dram are per rank: one step uses batch x accumulate x ranks texts. Rank 0 prints; losses are means
-  over all ranks. Training waits for each commit. --resume continues from the newest commit in STORE, bit for bit
-  with the same number of ranks. Another number of ranks, or a single process, copies that commit into stores of
+  over all ranks. Training waits for each commit. --existing resume continues from the newest commit in STORE, bit
+  for bit with the same number of ranks. Another number of ranks, or a single process, copies that commit into stores of
   its own first. With torchrun --max-restarts, which runs the same command again after a rank was lost, give
-  --resume: where nothing is committed yet, the training starts from the beginning.
+  --existing continue.
 
 """
 
 EXAMPLES = """\
 examples:
-  tiered train --dir my-store --dram 256MiB            the model of the defaults
-  tiered train --text book.txt --minutes 10 --checkpoint --layers 32 --dir other-store
-  tiered train --dir my-store --commit-every 10        a crash loses ten steps at most
-  tiered train --resume --dir my-store                 continue after a crash, Ctrl-C or SIGTERM
-  tiered train --resume --dir my-store --steps 100     train more steps than planned at first
-  torchrun --nproc-per-node 2 --max-restarts 3 -m tiered train --resume --dir many --commit-every 10
+  tiered train my-store --dram 256MiB                  the model of the defaults
+  tiered train other-store --text book.txt --minutes 10 --checkpoint --layers 32
+  tiered train my-store --commit-every 10              a crash loses ten steps at most
+  tiered train my-store --existing resume              go on after a crash, Ctrl-C or SIGTERM
+  tiered train my-store --existing resume --steps 100  train more steps than planned at first
+  tiered train my-store --existing continue            go on where there is a training, else begin
+  torchrun --nproc-per-node 2 --max-restarts 3 -m tiered train many --existing continue --commit-every 10
   tiered train --hbm 8GiB --dram 32GiB                 compute on a GPU
   tiered train --optimizer lion --lr 3e-5              one state for each parameter, and not two
   tiered train --auto --activation-memory 256MiB       measure, and choose where activations are
@@ -78,19 +81,20 @@ TIMEOUT = 60.0
 
 def add_parser(commands: Commands) -> None:
     """Add ``train`` to the commands."""
-    parser = command(commands, "train", "train a GPT that is larger than its memory limit", DESCRIPTION, RESUMING + EXAMPLES)
-    parser.usage = "%(prog)s [options]"
+    summary = "train a GPT that is larger than its memory limit"
+    parser = command(commands, "train", summary, DESCRIPTION, RESUMING + EXAMPLES, _earlier())
+    parser.usage = "%(prog)s [STORE] [options]"
     store = parser.add_argument_group("data and store")
     store.add_argument("--text", metavar="FILE", help="text to learn, any bytes (default: the Shakespeare of this package)")
     store.add_argument(
-        "--dir", metavar="STORE", dest="folder", help=f"the store's folder, made where absent (default: ./{DEFAULT_FOLDER})"
+        "folder", metavar="STORE", nargs="?", help=f"the store's folder, made where absent (default: ./{DEFAULT_FOLDER})"
     )
     store.add_argument(
         "--existing",
-        choices=("refuse", "overwrite"),
-        help=f"what to do where STORE has a model already {_default('existing')}",
+        choices=("refuse", "overwrite", "resume", "continue"),
+        help="what to do where STORE has a model already: refuse, begin anew in its place, or go on from its newest commit; "
+        f"where it has none, resume refuses and continue begins {_default('existing')}",
     )
-    store.add_argument("--resume", action="store_true", help="continue the training in STORE from its newest commit")
     store.add_argument(
         "--commit-every", metavar="N", type=count, help="commit every Nth step in the background (default: the last step only)"
     )
@@ -234,13 +238,12 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace, given: lis
         parser.error("--check records no timeline: leave out --timeline, --plot and --report")
     if parsed.report and (parsed.timeline or parsed.plot):
         parser.error("--report records a timeline of its own: leave out --timeline and --plot")
-    if parsed.check and (parsed.resume or parsed.commit_every):
-        parser.error("--check commits nothing: leave out --resume and --commit-every")
-    if parsed.resume and parsed.existing:
-        parser.error("--resume continues the model that exists: leave out --existing")
+    resumes = parsed.existing in ("resume", "continue")
+    if parsed.check and (resumes or parsed.commit_every):
+        parser.error("--check commits nothing: leave out --existing and --commit-every")
     if parsed.check and parsed.hbm and parsed.device != "cpu":
         parser.error("--check compares bit by bit with the CPU: --hbm needs --device cpu")
-    if (parsed.device or parsed.update_tier) and not (parsed.hbm or parsed.resume):
+    if (parsed.device or parsed.update_tier) and not (parsed.hbm or resumes):
         parser.error("--device and --update-tier need --hbm SIZE")
     if parsed.timeline_steps and not (parsed.timeline or parsed.plot):
         parser.error("--timeline-steps needs --timeline or --plot")
@@ -251,7 +254,7 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace, given: lis
             "--micro-batch recomputes activations, so that none are left for the store: leave out --activations "
             f"{parsed.activations}"
         )
-    if parsed.activation_memory is not None and parsed.activations != "auto" and not parsed.resume:
+    if parsed.activation_memory is not None and parsed.activations != "auto" and not resumes:
         parser.error("--activation-memory needs --auto")
     if parsed.recompute and (parsed.activations or "memory") != "memory":
         parser.error(f"--checkpoint recomputes activations: leave it out, or --activations {parsed.activations}")
@@ -263,12 +266,13 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace, given: lis
     if here.ranks > 1 and parsed.check:
         parser.error("--check compares one process with memory: run it without torchrun")
     if here.may_restart and parsed.existing == "overwrite":
-        parser.error("--existing overwrite would overwrite after each of --max-restarts: name a new --dir, with --resume")
+        parser.error("--existing overwrite would overwrite after each of --max-restarts: --existing continue, in a new STORE")
     values = {field.name: getattr(parsed, field.name) for field in fields(Options)}
-    if parsed.resume:
+    if resumes:
         from tiered.cli.train.run import resume
 
-        anew = functools.partial(_options, parser, parsed, values) if here.may_restart else None
+        values["existing"] = None
+        anew = functools.partial(_options, parser, parsed, values) if parsed.existing == "continue" else None
         return resume(values, given, parsed.timeout or TIMEOUT, anew)
     options = _options(parser, parsed, values)
     if parsed.check:
@@ -284,6 +288,11 @@ def _run(parser: argparse.ArgumentParser, parsed: argparse.Namespace, given: lis
     from tiered.cli.train.run import train
 
     return train(options, given, parsed.timeout or TIMEOUT)
+
+
+def _earlier() -> Spelling:
+    """The options that the command had before. Under torchrun's --max-restarts, --resume began where nothing was committed."""
+    return Spelling({"--dir": "STORE", "--resume": f"--existing {'continue' if launched().may_restart else 'resume'}"})
 
 
 def _options(parser: argparse.ArgumentParser, parsed: argparse.Namespace, given: dict[str, Any]) -> Options:

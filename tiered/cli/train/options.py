@@ -1,4 +1,4 @@
-"""Options of ``tiered train``, each with its default and with what ``--resume`` does with it."""
+"""Options of ``tiered train``, each with its default and with what resuming does with it."""
 
 from __future__ import annotations
 

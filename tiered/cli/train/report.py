@@ -225,7 +225,7 @@ def describe(summary: Summary, other_way: str | None, again: str) -> str:
             *([f"{'without' if summary.options.prefetch == 'on' else 'with'} prefetching: {other_way}"] if other_way else []),
             f"more steps: {again} --steps {2 * (len(summary.earlier_losses) + steps)}",
             f"weights as safetensors: {shlex.join(['tiered', 'export', _exported(summary), '--out', 'weights'])}",
-            "text of your own: tiered train --text FILE --dir STORE",
+            "text of your own: tiered train STORE --text FILE",
             "model of your own: docs/training.md",
         ]
     )

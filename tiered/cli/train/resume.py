@@ -1,5 +1,5 @@
-"""``tiered train --resume``: find the newest commit of a training that any number of ranks made, and read the record of the
-training in it: its options, its progress, its losses."""
+"""``tiered train --existing resume``: find the newest commit of a training that any number of ranks made, and read the record
+of the training in it: its options, its progress, its losses."""
 
 from __future__ import annotations
 
@@ -71,12 +71,14 @@ def opening(folder: str, wishes: Mapping[str, Any]) -> StoreOptions:
     ``wishes`` are the options of the command line, None where absent. Raises MisuseError where ``folder`` has no training."""
     manifest = load(folder) if os.path.isdir(folder) else None
     if manifest is None:
-        raise MisuseError(f"nothing is committed in {folder}: name the --dir of a training, or start one without --resume")
+        raise MisuseError(
+            f"nothing is committed in {folder}: name the STORE of a training, or start one without --existing resume"
+        )
     kept = manifest.meta.get("opening")
     if manifest.meta.get("command") != "train" or not isinstance(kept, Mapping):
         raise MisuseError(
-            f"the commit in {folder} is not that of a training that can be resumed: name the --dir of one, or start one "
-            "without --resume"
+            f"the commit in {folder} is not that of a training that can be resumed: name the STORE of one, or another "
+            "folder for a training that begins"
         )
     found = {field.name: _chosen(field.name, kept, wishes) for field in fields(StoreOptions)}
     try:
@@ -138,7 +140,7 @@ def _merged(kept: Mapping[str, Any], wishes: Mapping[str, Any]) -> Options:
             option = "--" + name.replace("_", "-")
             raise MisuseError(
                 f"{option} {wishes[name]} would make this a different training; this one has {option} {value}: leave it "
-                "out, or start a training in another --dir"
+                "out, or start a training in another STORE"
             )
     merged |= {name: default_of(name) if wishes[name] is None else wishes[name] for name in names_of("session")}
     merged |= {name: _chosen(name, kept, wishes) for name in names_of("changeable")}
@@ -170,7 +172,7 @@ def refuse_other_text(text: Text, nbytes: int) -> None:
 
 def go_on_command(folder: str, launched: Launched) -> str:
     """Return the command that resumes the training in ``folder``."""
-    return shlex.join([*launched.command, "train", "--resume", "--dir", folder])
+    return shlex.join([*launched.command, "train", folder, "--existing", "resume"])
 
 
 @dataclass(frozen=True)
@@ -247,7 +249,7 @@ def refuse_others(folder: str, ranks: int) -> None:
     else:
         return
     raise MisuseError(
-        f"{folder} has a training {who} already: continue it with --resume, name another --dir, or delete it first"
+        f"{folder} has a training {who} already: continue it with --existing resume, name another STORE, or delete it first"
     )
 
 

@@ -131,7 +131,7 @@ def refuse_full_disk(
         fewer = ", or leave --commit-every out" if states > 2 else ""
         raise CapacityError(
             f"training {parameters:,} parameters needs {format_size(needed)} of disk, {store.folder} has {format_size(free)} "
-            f"free: make room, name a --dir on another device, or lower --layers or --width{fewer}"
+            f"free: make room, name a STORE on another device, or lower --layers or --width{fewer}"
         )
 
 
@@ -141,8 +141,8 @@ def refuse_existing(store: TieredStore, options: Options) -> None:
     if held and options.existing == "refuse":
         at = f", step {store.meta['step']}" if "step" in store.meta else ""
         raise MisuseError(
-            f"{store.folder} has a model already (generation {store.generation}{at}): continue it with --resume, name another "
-            "--dir, or replace it with --existing overwrite"
+            f"{store.folder} has a model already (generation {store.generation}{at}): continue it with --existing resume, "
+            "name another STORE, or replace it with --existing overwrite"
         )
 
 
@@ -178,8 +178,7 @@ def resume(
 ) -> int:
     """Resume the training in a store and print as ``train`` does; ``wishes`` are fields of Options, None where absent.
 
-    With ``anew``, a training with these options starts where nothing is committed yet, and a training that is complete is a
-    success after a restart by torchrun.
+    With ``anew``, a training with these options starts where nothing is committed yet, and one that is complete is a success.
     """
     with joined(launched(), timeout) as peers:
         folder = wishes["folder"] or DEFAULT_FOLDER
@@ -189,7 +188,7 @@ def resume(
         try:
             return _continue(ResumePlace(folder, folder) if place is None else place, wishes, given, peers)
         except resuming.Over as over:
-            if anew is None or not peers.launched.restarts:
+            if anew is None:
                 raise
             if peers.launched.rank == 0:
                 print(f"tiered: {over}", file=sys.stderr)
@@ -451,9 +450,11 @@ def _refuse_unwritable(options: Options, done: int) -> StepRecording:
 
 def _other_way(options: Options, given: Sequence[str]) -> str:
     """Return the command line with prefetching switched on instead of off, or off instead of on."""
-    changed = [argument for argument in given if argument != "--no-prefetch"]
+    changed = [argument for argument in given if argument != "--no-prefetch" and not argument.startswith("--existing=")]
     if options.prefetch == "on":
         changed.append("--no-prefetch")
-    if options.existing == "refuse":
+    if "--existing" in changed:
+        changed[changed.index("--existing") + 1] = "overwrite"
+    else:
         changed += ["--existing", "overwrite"]
     return shlex.join(["tiered", *changed])

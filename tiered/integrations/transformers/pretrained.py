@@ -432,7 +432,7 @@ def _source(
 
 
 def open_model(store: TieredStore, *, name: str | None = None, cls: Any = None, **options: Any) -> Any:
-    """Return the model that ``import_model`` (or ``tiered import --model``) left in ``store``, ready for ``generate()``.
+    """Return the model that ``import_model`` (or ``tiered import``) left in ``store``, ready for ``generate()``.
 
     It is made on the meta device from the configuration in the store: nothing is initialised, and weights are read when they
     are used. ``access="read"`` is enough to open the store, and any number of processes may read it at once.
