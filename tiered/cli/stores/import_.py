@@ -147,13 +147,15 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
 
 
 def _kind_of(source: str, tag: str | None) -> str:
-    """Return what the files of SOURCE say it is. transformers leaves config.json beside a checkpoint of DeepSpeed's, without
-    weights."""
+    """Return what SOURCE is: a ``tag`` is of DeepSpeed's, else its files say it. transformers leaves config.json beside a
+    checkpoint of DeepSpeed's, without weights."""
     from tiered.integrations.deepspeed.saved import is_saved
     from tiered.integrations.deepspeed.tags import LATEST
 
+    if tag is not None:
+        return "deepspeed"
     folder = Path(source).expanduser()
-    saved = tag is not None or (folder / LATEST).is_file() or is_saved(folder)
+    saved = (folder / LATEST).is_file() or is_saved(folder)
     if (folder / "config.json").is_file() and not (saved and not any(folder.glob("*.safetensors"))):
         return "model"
     return "deepspeed" if saved else "tensors"
