@@ -28,8 +28,9 @@ from tests import programs  # noqa: E402
 from tests.programs import ONE_THREAD  # noqa: E402
 from tests.quick import quick  # noqa: E402
 from tiered import MisuseError, TieredStore  # noqa: E402
+from tiered.cli.generate.answers import Answer, Pace  # noqa: E402
 from tiered.cli.generate.live import Display  # noqa: E402
-from tiered.cli.generate.summary import GenerationSummary, Pace, describe  # noqa: E402
+from tiered.cli.generate.summary import GenerationSummary, describe  # noqa: E402
 from tiered.cli.generate.text import ByteText  # noqa: E402
 from tiered.cli.main import main  # noqa: E402
 from tiered.cli.output import Progress  # noqa: E402
@@ -239,7 +240,7 @@ def test_what_cannot_be_is_one_line(
     imported: dict[str, Imported], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = ["generate", str(imported["llama"].store), "--dram", DRAM, "--prompt"]
-    assert "no tokens: give --prompt some text" in refused([*here, ""], capsys)
+    assert "no tokens: give it some text" in refused([*here, ""], capsys)
     assert "the model has 128 positions" in refused([*here, "a", "--tokens", "128"], capsys)
     assert "give --temperature" in refused([*here, "a", "--seed", "1"], capsys, 2)
     assert "--top-p: 1.5 is not a share" in refused([*here, "a", "--temperature", "1", "--top-p", "1.5"], capsys, 2)
@@ -402,7 +403,8 @@ def test_bytes_that_are_no_text_are_shown() -> None:
 )
 def test_a_window_is_never_below_zero(read: float, routed: int, window: float | None, said: str | None) -> None:
     pace = Pace(tokens=1, seconds=1.0, read=int(read), busy=1.0, leases=4, hits=2, stalled=0.5)
-    summary = GenerationSummary("Llama", 3, [1, 2], "", 0.1, pace, pace, weights=1000, routed=routed, memory=400)
+    answer = Answer(3, ByteText(), (), ())
+    summary = GenerationSummary("Llama", [answer], 0.1, pace, pace, weights=1000, routed=routed, memory=400)
     assert summary.window == window
     assert summary.as_json()["window_bytes"] == window
     told = describe(summary)
@@ -431,7 +433,7 @@ def test_what_first_attempts_are_told(
     assert "the prompt is not UTF-8 text (at character 0)" in told
     told = told_by(capsys, *of, store, "--prompt", "the sea is wide " * 60)
     assert "the model has 128 positions, and the prompt is" in told
-    assert told.endswith("tokens long: shorten --prompt")
+    assert told.endswith("tokens long: shorten it")
     told = told_by(capsys, *of, store, "--prompt", PROMPT, "--tokens", "128")
     assert "lower --tokens 128 to at most 12" in told
     assert main([*of, store, "--prompt", PROMPT, "--keep", ""]) == 2

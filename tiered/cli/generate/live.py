@@ -6,8 +6,10 @@ above, wrapped at words. Elsewhere stdout has the text and nothing else.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, TextIO
 
+from tiered.cli.generate.text import UNPRINTABLE
 from tiered.cli.output import Progress
 
 if TYPE_CHECKING:
@@ -15,9 +17,6 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 __all__ = ["Display"]
-
-UNPRINTABLE = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
-"""Control characters, with which a model could command the terminal."""
 
 
 class Display:
@@ -78,6 +77,11 @@ class Display:
             self._console.print(row)
         if len(rows) > 1:
             self._line = rows[-1].plain
+
+    def listed(self, answers: Iterable[tuple[str, str]]) -> None:
+        """Show prompts and what goes on from each."""
+        for number, (prompt, text) in enumerate(answers, 1):
+            self.text(f"[{number}] {prompt}\n{text}\n\n")
 
     def numbers(self, told: str, share: float) -> None:
         """Show numbers, and that ``share`` of the tokens are made."""

@@ -6,85 +6,31 @@ With weights of W bytes, C bytes of memory and reads ahead that take some of it 
 
 from __future__ import annotations
 
-import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from tiered import TieredStore
-from tiered.cli.output import counted, duration, rate, rate_unit
+from tiered.cli.generate.answers import Answer, Pace
+from tiered.cli.output import counted, duration, rate
 from tiered.measuring.meters import GIB
 from tiered.types import format_size
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from tiered.integrations.transformers.experts import ExpertStatistics
 
-__all__ = ["GenerationSummary", "Pace", "Pacer", "describe", "live_line"]
-
-
-@dataclass(frozen=True)
-class Pace:
-    """Totals of some tokens, or at one moment: ``busy`` seconds during which the disk was read, ``leases`` of which ``hits``
-    were granted at once, ``stalled`` seconds for the store."""
-
-    tokens: int
-    seconds: float
-    read: int
-    busy: float
-    leases: int
-    hits: int
-    stalled: float
-
-    def since(self, earlier: Pace) -> Pace:
-        """Return what was counted between ``earlier``, another reading, and this one."""
-        names = self.__dataclass_fields__
-        return replace(self, **{name: getattr(self, name) - getattr(earlier, name) for name in names})
-
-    @property
-    def hit_share(self) -> float:
-        """The share of leases that were granted at once: the bytes were in memory, or read ahead in time."""
-        return self.hits / self.leases if self.leases else 1.0
-
-    @property
-    def read_rate(self) -> float:
-        """Bytes per second of the disk while it was read."""
-        return self.read / self.busy if self.busy > 0 else 0.0
-
-
-class Pacer:
-    """Reads the counters of a store."""
-
-    def __init__(self, store: TieredStore) -> None:
-        self._store = store
-
-    def now(self, tokens: int) -> Pace:
-        """Return the totals after so many tokens."""
-        seen = self._store.statistics()
-        up = seen.links[-1].up
-        return Pace(tokens, time.perf_counter(), up.bytes, up.busy_seconds, seen.leases, seen.hits, seen.stalled)
-
-
-def live_line(pace: Pace, tokens: int, wanted: int) -> str:
-    """Describe how fast the last tokens were made."""
-    read = pace.read / pace.seconds
-    unit, factor = rate_unit(read)
-    each = pace.tokens / pace.seconds
-    return (
-        f"token {tokens}/{wanted}  {each:.2f} tokens/s  read {read * factor:.2f} {unit}  hits {pace.hit_share:.0%}"
-        if pace.tokens
-        else f"reading the prompt  read {read * factor:.2f} {unit}"
-    )
+__all__ = ["GenerationSummary", "describe"]
 
 
 @dataclass(frozen=True)
 class GenerationSummary:
-    """A generation: ``first`` is up to its first token, ``rest`` the tokens after it. ``weights``: bytes of all parameters in
+    """A generation: ``first`` is up to its first token, ``rest`` the tokens after it, of all answers at the same time.
+    ``weights``: bytes of all parameters in
     the store; ``routed``: those of experts, of which a token uses some. ``memory``: the store's budget. ``experts``: what
     was counted of these, the prompt included. ``kept``: keys and values are in the store, too, and what was read has them."""
 
     model: str
-    prompt: int
-    tokens: list[int]
-    text: str
+    answers: Sequence[Answer]
     opened: float
     first: Pace
     rest: Pace
@@ -127,11 +73,12 @@ class GenerationSummary:
 
     def as_json(self) -> dict[str, Any]:
         """Return the summary in bytes and seconds."""
+        answers = [
+            {"prompt_tokens": one.prompt, "tokens": one.tokens, "text": one.text, "ended": one.ended} for one in self.answers
+        ]
         return {
             "model": self.model,
-            "prompt_tokens": self.prompt,
-            "tokens": self.tokens,
-            "text": self.text,
+            **(answers[0] if len(answers) == 1 else {"answers": answers}),
             "open_seconds": self.opened,
             "first_token": {"seconds": self.first.seconds, "read_bytes": self.first.read},
             "per_token": {
@@ -154,17 +101,20 @@ class GenerationSummary:
 def describe(summary: GenerationSummary) -> str:
     """Format the summary in several lines."""
     first, rest = summary.first, summary.rest
+    several = len(summary.answers)
+    prompts = counted(sum(answer.prompt for answer in summary.answers), "token")
+    prompts += " of prompt" if several == 1 else f" of {several} prompts"
     lines = [
         f"model     {format_size(summary.weights)} of weights"
         + (f", {format_size(summary.routed)} of them experts" if summary.routed else "")
         + f"; {format_size(summary.memory)} of memory",
-        f"first     token after {duration(first.seconds)} ({counted(summary.prompt, 'token')} of prompt), "
+        f"first     token after {duration(first.seconds)} ({prompts}), "
         f"{_amount(first.read)} read; the store was opened in {duration(summary.opened)}",
     ]
     if summary.seconds is not None and summary.read is not None and summary.compute is not None:
         lines += [
-            f"then      {duration(summary.seconds)} a token ({1 / summary.seconds:.2f} tokens/s, "
-            f"{counted(rest.tokens, 'token')}), {_amount(summary.read)} read a token",
+            f"then      {duration(summary.seconds)} a token ({several / summary.seconds:.2f} tokens/s, "
+            f"{counted(rest.tokens, 'token')}{' of each answer' if several > 1 else ''}), {_amount(summary.read)} read a token",
             f"          computing {duration(summary.compute)}, waiting for the store "
             f"{duration(rest.stalled / rest.tokens)} a token; {rest.hit_share:.0%} of leases waited for nothing",
         ]

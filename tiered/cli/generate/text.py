@@ -1,20 +1,27 @@
-"""Turn a prompt into tokens, and tokens into text as they come: by the tokenizer that a store keeps, or a byte a token."""
+"""Turn prompts into tokens, and tokens into text as they come: by the tokenizer that a store keeps, or a byte a token; and end
+that text at a stop string."""
 
 from __future__ import annotations
 
 import codecs
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from tiered import MisuseError
 from tiered.integrations.kept import TOKENIZER
 
-__all__ = ["ByteText", "GeneratedText", "TokenizerText", "text_of"]
+__all__ = ["UNPRINTABLE", "ByteText", "GeneratedText", "StopStrings", "TokenizerText", "text_of"]
 
 BYTES = 256
+UNPRINTABLE = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+"""Control characters, with which a model could command the terminal."""
 
 
 class GeneratedText(Protocol):
     """One generation's tokens and text."""
+
+    def another(self) -> GeneratedText:
+        """Return the text of another generation by the same tokenizer."""
 
     def encode(self, prompt: str) -> list[int]:
         """Return the tokens of a prompt."""
@@ -35,6 +42,9 @@ class ByteText:
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
+    def another(self) -> ByteText:
+        return ByteText()
+
     def encode(self, prompt: str) -> list[int]:
         return list(prompt.encode(errors="replace"))
 
@@ -53,19 +63,28 @@ class ByteText:
 
 
 class TokenizerText:
-    """Tokens of a ``tokenizer.json``. Special tokens have no text."""
+    """Tokens of a ``tokenizer.json``, which is ``tokenizers.Tokenizer``. Special tokens have no text."""
 
-    def __init__(self, contents: bytes) -> None:
-        from tokenizers import Tokenizer
+    def __init__(self, tokenizer: Any) -> None:
         from tokenizers.decoders import DecodeStream
 
-        try:
-            self._tokenizer: Any = Tokenizer.from_buffer(contents)
-        except Exception as error:  # the package raises nothing more special
-            raise MisuseError(f"the store's {TOKENIZER} cannot be read: {error}") from error
+        self._tokenizer = tokenizer
         self._stream: Any = DecodeStream(skip_special_tokens=True)
         self._tokens: list[int] = []
         self._shown = 0
+
+    @classmethod
+    def of(cls, contents: bytes) -> TokenizerText:
+        """Return the text by a tokenizer whose file has ``contents``. Raises MisuseError for a damaged one."""
+        from tokenizers import Tokenizer
+
+        try:
+            return cls(Tokenizer.from_buffer(contents))
+        except Exception as error:  # the package raises nothing more special
+            raise MisuseError(f"the store's {TOKENIZER} cannot be read: {error}") from error
+
+    def another(self) -> TokenizerText:
+        return TokenizerText(self._tokenizer)
 
     def encode(self, prompt: str) -> list[int]:
         tokens: list[int] = self._tokenizer.encode(_text(prompt)).ids
@@ -102,7 +121,7 @@ def text_of(contents: bytes | None, vocabulary: int) -> GeneratedText:
     Raises MisuseError where there is none and the model cannot have a token for each byte, and for a damaged one."""
     if contents is not None:
         try:
-            return TokenizerText(contents)
+            return TokenizerText.of(contents)
         except ImportError as error:
             raise MisuseError("the store's tokenizer needs tokenizers: pip install '.[hf]' in a clone") from error
     if vocabulary < BYTES:
@@ -111,3 +130,34 @@ def text_of(contents: bytes | None, vocabulary: int) -> GeneratedText:
             "from a folder with its tokenizer"
         )
     return ByteText()
+
+
+class StopStrings:
+    """Ends a text before the first of some strings. What may be the beginning of one waits until it is known not to be."""
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self._strings = strings
+        self._held = ""
+        self.found = False
+
+    def add(self, text: str) -> str:
+        """Return what of the text may be shown with ``text``, the next piece."""
+        if self.found:
+            return ""
+        self._held += text
+        places = [place for place in map(self._held.find, self._strings) if place >= 0]
+        self.found = bool(places)
+        end = min(places) if places else len(self._held) - self._waiting()
+        shown, self._held = self._held[:end], "" if self.found else self._held[end:]
+        return shown
+
+    def end(self) -> str:
+        """Return what has waited, after the last piece."""
+        held, self._held = self._held, ""
+        return held
+
+    def _waiting(self) -> int:
+        """Return how many characters at the end begin a stop string."""
+        longest = max(map(len, self._strings), default=0) - 1
+        lengths = range(min(longest, len(self._held)), 0, -1)
+        return next((n for n in lengths if any(one.startswith(self._held[-n:]) for one in self._strings)), 0)
