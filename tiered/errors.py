@@ -30,15 +30,20 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 from collections.abc import Callable, Iterable
 from functools import wraps
+from itertools import islice
 from types import UnionType
 from typing import ParamSpec, TypeVar
 
 WIDEST = 100
 """Most characters of a name, or of another text from a file, that an error prints."""
+
+NEAREST_OF = 4096
+"""Most names of a store among which an error looks for the nearest to one that is not there: some 10 ms."""
 
 LONGEST_NAME = 255
 """Bytes of the name of a file, on Linux."""
@@ -201,10 +206,19 @@ class ChangedInPlace(MisuseError, RuntimeError):
 
 
 class KeyNotFound(MisuseError, KeyError):
-    """The store has no tensor of that name."""
+    """The store has no tensor of that name. ``sought``: the key; the message ends with the nearest of the first names in
+    ``names``."""
 
-    def __str__(self) -> str:  # KeyError would print the repr of its argument
-        return Exception.__str__(self)
+    def __init__(self, message: str, sought: str = "", names: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        few = isinstance(sought, str) and len(sought) <= LONGEST_NAME
+        self._sought, self._names = sought, list(islice(names, NEAREST_OF)) if few else []
+
+    def __str__(self) -> str:
+        """Return the message. The nearest name is looked for here, because a program may catch many of these and show none."""
+        said = Exception.__str__(self)  # KeyError would print the repr of its argument
+        near = difflib.get_close_matches(self._sought, self._names, 1) if self._names else []
+        return f"{said}; did you mean {near[0]!r}?" if near else said
 
 
 class LeaseConflict(MisuseError):

@@ -41,6 +41,7 @@ __all__ = [
     "format_size",
     "owner_decoded",
     "parse_size",
+    "with_unit",
 ]
 
 VERSION = "0.1.0"
@@ -70,6 +71,15 @@ def parse_size(size: int | str) -> int:
     if match is None or factor is None:
         raise MisuseError(f"{quoted(size)} is not a size; write bytes or a unit: '268435456', '256MiB', '1.5GB'")
     return int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
+
+
+def with_unit(size: int | str) -> str:
+    """Return the question whether an amount that is far too small was meant in another unit, for the end of an error; empty
+    where it has a unit."""
+    amount = str(size).strip()
+    if not amount.isdecimal() or int(amount) == 0:
+        return ""
+    return f"; an amount without a unit is in bytes: did you mean '{amount}{'GiB' if int(amount) < 256 else 'MiB'}'?"
 
 
 def format_size(nbytes: float) -> str:

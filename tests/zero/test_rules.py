@@ -454,7 +454,7 @@ def test_a_commit_of_another_rule(tmp_path: Path) -> None:
         store.close()
     with opened(tmp_path / "store", CUT) as store:
         model = zero.page(built(), store, name="m", existing="resume")
-        with pytest.raises(MisuseError, match="was updated by 'AdamRule' when it was committed, and is by SGDRule"):
+        with pytest.raises(MisuseError, match="was updated by 'AdamRule' when it was committed, and is by 'SGDRule'"):
             zero.resume(model, zero.SGD(model.parameters(), momentum=0.9))
         store.close()
 

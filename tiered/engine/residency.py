@@ -297,7 +297,7 @@ class Directory:
         """Return the tensor ``key``. Raises KeyNotFound."""
         found = self._entries.get(key) or self._aside.get(key)
         if found is None:
-            raise KeyNotFound(f"no tensor {key!r} in the store")
+            raise KeyNotFound(f"no tensor {key!r} in the store", key, self._entries)
         return found
 
     def leasable(self, keys: Sequence[Key], access: Access) -> list[Entry]:

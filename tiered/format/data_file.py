@@ -230,7 +230,8 @@ class DataFile:
             return f"{self.path} cannot grow: {reason} (errno {error.errno})"
         free, leaves = self.free_on_device(), self.leaves()
         besides = f" besides {format_size(leaves)} for manifests" if leaves else ""
-        return f"{reason}: {self.folder} has {format_size(free)} free, {format_size(nbytes)} needed{besides}"
+        has = f"{self.folder} has {format_size(free)} free, {format_size(nbytes)} needed{besides}"
+        return f"{reason}: {has}; make room there, or put the store on a larger drive"
 
     def _extend(self, old: int, end: int) -> None:
         """Allocate the blocks up to ``end`` and the bytes that it leaves free, then cut off the latter: only the filesystem

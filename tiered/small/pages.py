@@ -175,7 +175,7 @@ class Pages:
             except _Changed:
                 pass
             except _Missing as error:
-                self._refuse_missing(error.key)
+                self._refuse_missing(error.key, known)
             except TieredError as error:
                 missing = isinstance(error, KeyNotFound)
                 if missing and (self._open not in self.store or self._record not in self.store):
@@ -260,8 +260,9 @@ class Pages:
     def _refuse_gone(self) -> NoReturn:
         raise KeyNotFound(f"there are no small tensors {self.name!r} in {self.store} (any more): store.small(name) makes them")
 
-    def _refuse_missing(self, key: Key) -> NoReturn:
-        raise KeyNotFound(f"there is no tensor {key!r} among the small tensors {self.name!r} in {self.store}")
+    def _refuse_missing(self, key: Key, known: Known | None) -> NoReturn:
+        said = f"there is no tensor {key!r} among the small tensors {self.name!r} in {self.store}"
+        raise KeyNotFound(said, key, known.names.where if known else ())
 
     def where(self, known: Known, key: Key) -> int:
         """Return where ``key`` is."""

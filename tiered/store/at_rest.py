@@ -145,7 +145,8 @@ class StoreAtRest:
     def record(self, key: Key) -> TensorRecord:
         """Return the record of a tensor. Raises KeyNotFound."""
         if key not in self.records:
-            raise KeyNotFound(f"{self} has no tensor named {key!r} in generation {self.manifest.generation}")
+            said = f"{self} has no tensor named {key!r} in generation {self.manifest.generation}"
+            raise KeyNotFound(said, key, self.records)
         return self.records[key]
 
     def spec(self, key: Key) -> TensorSpec:

@@ -175,7 +175,7 @@ class _Held(Generic[Made]):
 
 
 class _HeldTensors(_Held[torch.Tensor]):
-    """A lease that gives tensors on the slots."""
+    """A lease that gives tensors on the slots. Whoever forgets the ``with`` and uses it as a tensor is told."""
 
     def _made(self, engine: Engine, request: Lease) -> list[torch.Tensor]:
         tensors: list[torch.Tensor] = []
@@ -184,6 +184,20 @@ class _HeldTensors(_Held[torch.Tensor]):
                 engine.state.claims.used_on(view, request.stream)
             tensors.append(_view(engine, self._memory, copy, entry, view))
         return tensors
+
+
+    def _without_with(self, *_: object) -> NoReturn:
+        raise MisuseError(self._mend())
+
+    __getitem__ = __iter__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _without_with
+    __matmul__ = __rmatmul__ = _without_with
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(name if name.startswith("_") else f"no {name!r} here: {self._mend()}")
+
+    def _mend(self) -> str:
+        keys = repr(self._keys[0]) if len(self._keys) == 1 else f"[{self._keys[0]!r}, …]"
+        return f"a lease is no tensor, but gives one within a block: with store.lease({keys}) as tensor:"
 
 
 class LeaseOfOne(_HeldTensors):

@@ -28,9 +28,9 @@ from tiered.store.commit import Commits, Generations
 from tiered.store.reading import DiskAtRest, OneGeneration
 from tiered.system import cgroup_room, headroom
 from tiered.tiers.dram import DramConfig, DramTier
-from tiered.tiers.hbm import HbmConfig, HbmTier
+from tiered.tiers.hbm import DEVICE_ALIGNMENT, HbmConfig, HbmTier
 from tiered.tiers.nvme import NvmeConfig, NvmeTier
-from tiered.types import Access, BackendName, Slot, parse_size
+from tiered.types import Access, BackendName, Slot, parse_size, with_unit
 
 __all__ = [
     "SMALLEST_DRAM",
@@ -85,15 +85,13 @@ class Parts:
 def build(options: OpenOptions, at_rest: DiskAtRest | None = None) -> Parts:
     """Open the parts; ``at_rest`` is a disk that is open for reading already. Raises MisuseError, CapacityError, StoreLocked,
     ManifestError; then nothing stays open."""
-    size = default_dram() if options.dram is None else parse_size(options.dram)
-    if size < SMALLEST_DRAM:
-        raise CapacityError(f"a DRAM budget of {size:,} bytes is too small: the smallest is {SMALLEST_DRAM:,} bytes")
+    size = default_dram() if options.dram is None else _budget("a DRAM", options.dram, SMALLEST_DRAM)
     _refuse_beyond_cgroup(size)
     with contextlib.ExitStack() as undo:
         backend = hbm = None
         nvme: NvmeTier | DiskAtRest | None = None
         if options.hbm is not None and parse_size(options.hbm):
-            hbm = HbmTier(HbmConfig(parse_size(options.hbm), str(options.device)))
+            hbm = HbmTier(HbmConfig(_budget("an HBM", options.hbm, DEVICE_ALIGNMENT), str(options.device)))
             undo.callback(hbm.close)
         policies = tuple(_policy(options.eviction) for _ in range(1 + (hbm is not None) + (options.path is not None)))
         if options.path is not None:  # the last part that may be refused, so that no folder is made in vain
@@ -124,6 +122,15 @@ def build(options: OpenOptions, at_rest: DiskAtRest | None = None) -> Parts:
         tiers: tuple[Tier, ...] = memories if nvme is None else (*memories, nvme)
         undo.pop_all()
     return Parts(memories, nvme, backend, tiers, links, policies)
+
+
+def _budget(named: str, asked: int | str, smallest: int) -> int:
+    size = parse_size(asked)
+    if size < smallest:
+        raise CapacityError(
+            f"{named} budget of {size:,} bytes is too small: the smallest is {smallest:,} bytes{with_unit(asked)}"
+        )
+    return size
 
 
 def _policy(eviction: Eviction) -> EvictionPolicy:

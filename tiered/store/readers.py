@@ -181,7 +181,8 @@ class TieredDataset(Dataset[Any]):
         for sample in self._samples:
             for key in _keys_of(sample):
                 if key not in there:
-                    raise KeyNotFound(f"there is no tensor {key!r} among the small tensors {name!r} in {self._reader.folder}")
+                    said = f"there is no tensor {key!r} among the small tensors {name!r} in {self._reader.folder}"
+                    raise KeyNotFound(said, key, there)
 
     @property
     def generation(self) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
+import functools
 import math
 import os
 import time
@@ -111,8 +113,13 @@ class TieredStore(TensorMapping):
     are lost at the next open.
     """
 
+    def __new__(cls, *given: object, **options: object) -> TieredStore:
+        """Refuse what ``TieredStore.open`` takes, before Python says that ``__init__`` takes something else."""
+        if cls is TieredStore and (len(given) < 2 or not isinstance(given[1], Engine)):
+            raise MisuseError("TieredStore.open(path, dram=) opens a store; its constructor is given the parts of one")
+        return super().__new__(cls)
+
     def __init__(self, parts: Parts, engine: Engine, known: Generations, *, scratch: bool) -> None:
-        expect_type(engine, Engine, "TieredStore.open opens a store; its constructor is given an engine")
         self._parts, self._engine, self._generations = parts, engine, known
         engine.end_struck = end_struck
         self._pid = os.getpid()
@@ -120,6 +127,7 @@ class TieredStore(TensorMapping):
         self._name = f"the store in {parts.nvme.folder}" if parts.nvme else "the store without a disk"
         self._rest = (engine, parts, self._pid, scratch)
         self._shutdown = weakref.finalize(self, _shut_down, *self._rest)
+        _close_at_exit()  # after the first finalizer: what is registered last is called first
         self._tables: weakref.WeakValueDictionary[str, Table] = weakref.WeakValueDictionary()
         self._row_cache = RowCache(parts.tiers[parts.dram].capacity)
         self.rollbacks = 0
@@ -1229,7 +1237,9 @@ class TieredStore(TensorMapping):
                 "store.reader(), or DataLoader a TieredDataset(store), with which each process opens a store of its own"
             )
         if self._closed:
-            raise StoreClosed(f"{self._name} is closed")
+            raise StoreClosed(
+                f"{self._name} is closed: its with block has ended, or close() was called; use it before, or open it again"
+            )
         return self._engine
 
 
@@ -1240,6 +1250,17 @@ def _filled(target: torch.Tensor, source: torch.Tensor, room: Token) -> None:
 
 _open: weakref.WeakSet[TieredStore] = weakref.WeakSet()
 """The stores of this process."""
+
+
+def _close_all() -> None:
+    for store in list(_open):
+        store.close()
+
+
+@functools.cache
+def _close_at_exit() -> None:
+    """Have stores that are open when the program ends closed, so that ``close`` warns of what nobody committed."""
+    atexit.register(_close_all)
 
 
 def in_store_memory(tensor: torch.Tensor) -> bool:

@@ -18,7 +18,7 @@ from tiered.allocator import FreeSpace
 from tiered.errors import CapacityError
 from tiered.interfaces import Streams
 from tiered.tiers.first_touch import FirstTouch
-from tiered.types import Slot
+from tiered.types import Slot, format_size
 
 __all__ = ["DramConfig", "DramTier"]
 
@@ -150,7 +150,7 @@ def _map(nbytes: int) -> ctypes.Array[ctypes.c_char]:
         mapping = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise CapacityError(
-            f"the system refuses {length} bytes of memory for the DRAM tier ({error}): ask for less, or raise the limit"
+            f"the system refuses {format_size(length)} of memory for the DRAM tier ({error}): ask for less, or raise the limit"
             + _limits()
         ) from error
     base = ctypes.addressof(ctypes.c_char.from_buffer(mapping))

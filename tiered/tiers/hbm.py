@@ -200,7 +200,7 @@ def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
             arena = torch.empty(nbytes + DEVICE_ALIGNMENT, dtype=torch.uint8, device="cpu")
         except (RuntimeError, TypeError) as error:  # TypeError: more than 63 bits
             raise CapacityError(
-                f"the system refuses {nbytes} bytes of memory for the HBM tier on the CPU: ask for less"
+                f"the system refuses {format_size(nbytes)} of memory for the HBM tier on the CPU: ask for less"
             ) from error
         skip = -arena.data_ptr() % DEVICE_ALIGNMENT
         return arena[skip : skip + nbytes]

@@ -587,23 +587,23 @@ def _found(
         refuse_one_tier(store)
     window = Window.of(store)
     held = store.owned(owner)
-    if held and options.existing == "refuse" and options.filling is None:
-        raise MisuseError(
-            f"the store already holds a model named {options.name!r} ({len(held)} tensors): give another name=, "
-            "existing='overwrite', or existing='resume' to go on with it"
-        )
     _refuse_modules(model)
     for qualified, parameter in model.named_parameters():
         if hasattr(parameter, "_tiered"):
             raise MisuseError(
                 f"parameter {qualified!r} is paged already, as {parameter._tiered.name!r} of another model or an earlier call: "
-                "page models that share parameters together, as zero.page(nn.ModuleList([one, other]), store)"
+                "page a model once, and models that share parameters together, as zero.page(nn.ModuleList([one, other]), store)"
             )
         if parameter.device.type not in ("cpu", "meta") and parameter.device != store.device:
             raise MisuseError(
                 f"parameter {qualified!r} is on {parameter.device}, and this store's top tier on {store.device}: move the "
                 "model to the CPU first, or open the store with hbm= and that device="
             )
+    if held and options.existing == "refuse" and options.filling is None:
+        raise MisuseError(
+            f"the store already holds a model named {options.name!r} ({len(held)} tensors): give another name=, "
+            "existing='overwrite', or existing='resume' to go on with it"
+        )
     _refuse_kinds(model)
     staged = _staged(model, window)
     _refuse_shared_memory(model, staged)

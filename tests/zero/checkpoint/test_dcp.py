@@ -147,7 +147,7 @@ def test_a_buffer_of_another_shape_or_type_is_refused(tmp_path: Path, found: tor
             zero.load_dcp(tmp_path / "dcp", model)
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         zero.commit(zero.page(made(found), store, name="other"))
-        with pytest.raises(MisuseError, match=rf"committed as 'other': that had the buffer 'mean' as {says}"):
+        with pytest.raises(MisuseError, match=rf"committed as 'other': the commit has the buffer 'mean' as {says}"):
             zero.page(made(torch.zeros(2)), store, name="other", existing="resume")
         store.rollback()
 

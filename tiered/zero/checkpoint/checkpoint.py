@@ -480,28 +480,31 @@ def _difference(committed: Any, here: Any) -> str:
     if committed.get("share") != here.get("share"):
         was, is_ = (f"as {found['share']}" if "share" in found else "not" for found in (committed, here))
         return f"it was divided {was}, and is {is_}"
-    for old, new in zip(committed["units"], here["units"], strict=False):
-        if old == new:
-            continue
-        if old[0] != new[0]:
-            return f"it had {old[0]!r} where there is {new[0]!r}"
-        for before, after in zip(old[1], new[1], strict=False):
-            if before != after:
-                return f"it had {_parameter(before)} where there is {_parameter(after)}"
     before, after = ({one[0]: one for _, described in layout["units"] for one in described} for layout in (committed, here))
-    for name in after:
-        if name not in before:
-            return f"it had no {_parameter(after[name])}"
-    for name in before:
-        if name not in after:
-            return f"it had {_parameter(before[name])}, and has none of that name"
-    return f"it had {len(committed['units'])} units, and has {len(here['units'])}"
+    lost, fresh = ([one[name] for name in one if name not in other] for one, other in ((before, after), (after, before)))
+    if lost and fresh:
+        return f"the commit has {_parameters(lost)}, and this model {_parameters(fresh)} instead"
+    if lost or fresh:
+        only = f"{_parameters(lost)}, which this model has not" if lost else f"no {_parameters(fresh)}"
+        return f"the commit has {only}"
+    for name, one in after.items():
+        if before[name] != one:
+            return f"the commit has {_parameter(before[name])}, and this model {_parameter(one)}"
+    for (old, had), (new, has) in zip(committed["units"], here["units"], strict=False):
+        if (old, had) != (new, has):
+            return f"the commit has the same parameters otherwise: {_parameters(had)} where this model has {_parameters(has)}"
+    return f"the commit has the same parameters in {len(committed['units'])} units, and this model in {len(here['units'])}"
+
+
+def _parameters(several: Sequence[Any]) -> str:
+    more = f" and {len(several) - 1} more" if len(several) > 1 else ""
+    return f"{_parameter(several[0])}{more}"
 
 
 def _parameter(described: Any) -> str:
     name, shape, dtype, stored = described[0], described[1], described[2], described[3]
-    kept = "" if stored == dtype else f" stored as {stored}"
-    return f"{name!r} of shape {tuple(shape)}, {dtype}{kept}"
+    kept = "" if stored == dtype else f", stored as {stored}"
+    return f"{name!r} ({dtype} of shape {tuple(shape)}{kept})"
 
 
 def layout(store: TieredStore, name: str) -> tuple[Limits, dict[str, tuple[int, ...]], dict[str, int | None]]:
@@ -537,12 +540,19 @@ def refuse_other(store: TieredStore, name: str, plan: ModelPlan, partition: Part
     foreign = record.get("persistent") == list(buffers)
     for fresh, (module, last) in places.items():
         if fresh not in buffers and not (foreign and fresh not in mine):
-            raise MisuseError(f"this model is not what was committed as {name!r}: that had no buffer {fresh!r}")
+            raise _other_model(name, f"the commit has no buffer {fresh!r}")
         present = module._buffers[last]
         if fresh in mine and fresh in buffers and present is not None:  # others may grow while modules are called
             other = other_buffer(present, buffers[fresh], "floats" if foreign else "none")
             if other:
-                raise MisuseError(f"this model is not what was committed as {name!r}: that had the buffer {fresh!r} as {other}")
+                raise _other_model(name, f"the commit has the buffer {fresh!r} as {other}")
+
+
+def _other_model(name: str, why: str) -> MisuseError:
+    return MisuseError(
+        f"this model is not what was committed as {name!r}: {why}. Page a model that is made as that one was, or begin "
+        "anew with existing='overwrite' or another name="
+    )
 
 
 def other_buffer(present: torch.Tensor, found: torch.Tensor, alike: Alike = "none") -> str:
@@ -568,12 +578,12 @@ def _fitting(
     record = read_record(store, name)
     committed, here = record["layout"], layout_of(units, limits, partition)
     if committed != here:
-        raise MisuseError(f"this model is not what was committed as {name!r}: {_difference(committed, here)}")
+        raise _other_model(name, _difference(committed, here))
     refuse_other_tensors(store, name, record, units, limits)
     for buffer in record["buffers"]:
         module, last = places.get(buffer, (None, ""))
         if module is None or last not in module._buffers:
-            raise MisuseError(f"this model is not what was committed as {name!r}: it has no buffer {buffer!r}")
+            raise _other_model(name, f"this model has no buffer {buffer!r}")
     return record
 
 

@@ -94,7 +94,7 @@ def of_optimizer(
         if rule != optimizer.rule_name(index):
             raise MisuseError(
                 f"param group {index} was updated by {rule!r:.100} when it was committed, and is by "
-                f"{optimizer.rule_name(index)}: make the optimizer as it was made then"
+                f"{optimizer.rule_name(index)!r}: make the optimizer as it was made then"
             )
         _refuse_settings(present, group, optimizer.settings(index))
         count = len(group["names"])
