@@ -188,8 +188,8 @@ CLASSES_TWICE = {"Engine": ["engine.engine", "integrations.deepspeed.engine"]}
 # + 100: an import cuts units by the size of the model.
 # + 800: options that commands had before are told as the corrected line, by one reader of command lines.
 # + 1,500: tiered generate ends at stop strings, and answers several prompts in one batch.
-# + 550: errors name the nearest key, an amount's unit, a lease without with, what a commit and a model have that the other lacks.
-TOTALS = {"tiered": 469_450, "bench": 118_950, "libaio_ext": 6_900}
+# + 550: errors name the nearest key, an amount's unit, a missing with, and what a model has that its commit lacks.
+TOTALS = {"tiered": 469_900, "bench": 118_950, "libaio_ext": 6_900}
 
 # Compiled, without a Python file.
 EXTENSIONS = {"io._aio": "io", "packing._unpack": "packing", "tables._rows": "tables"}
