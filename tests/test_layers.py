@@ -85,7 +85,7 @@ TREE: dict[str, tuple[str, ...]] = {
         *("deepspeed_config",),
     ),
     "cli.plan": ("plot", "run", "command", "report"),
-    "cli.generate": ("text", "live", "answers", "summary", "models", "command"),
+    "cli.generate": ("text", "live", "answers", "summary", "models", "conversation", "chat", "command"),
     "cli.bench": ("reports", "series", "plot", "io", "sweep", "sustained", "store", "step", "trainer", "train", "command"),
 }
 
@@ -189,6 +189,7 @@ CLASSES_TWICE = {"Engine": ["engine.engine", "integrations.deepspeed.engine"]}
 # + 800: options that commands had before are told as the corrected line, by one reader of command lines.
 # + 1,500: tiered generate ends at stop strings, and answers several prompts in one batch.
 # + 550: errors name the nearest key, an amount's unit, a missing with, and what a model has that its commit lacks.
+# + 2,300: a prompt is a message in the chat template of its model, and a conversation at a terminal goes on by name.
 TOTALS = {"tiered": 469_900, "bench": 118_950, "libaio_ext": 6_900}
 
 # Compiled, without a Python file.

@@ -33,11 +33,14 @@ class StopNoted(Exception):
 class StopRequest:
     """While this context is open, the first signal is noted and raised by the next ``check``, the second raises at once.
 
+    ``patience``: seconds until a request that no ``check`` has noticed interrupts the running code; with 0 any is raised at
+    once, as where a line is read from a terminal.
     After ``interrupt_nothing(leave)`` no code is interrupted any more, so that the training stays consistent and can be
     committed: the first signal waits for a ``check``, and the second calls ``leave(exit code)``, which ends the process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patience: float = PATIENCE) -> None:
+        self._patience = patience
         self._signum: int | None = None
         self._before: dict[int, object] = {}
         self._leave: Callable[[int], object] | None = None
@@ -77,8 +80,10 @@ class StopRequest:
             raise Stopped(self._signum)
         if signum == signal.SIGALRM:
             return
+        if not self._patience:
+            raise Stopped(signum)
         if self._signum is not None and self._leave is not None:
             self._leave(128 + signum)
         self._signum = signum
         if self._leave is None:
-            signal.setitimer(signal.ITIMER_REAL, PATIENCE)
+            signal.setitimer(signal.ITIMER_REAL, self._patience)

@@ -19,8 +19,10 @@ from tiered.store import TieredStore
 from tiered.zero.paging.storage import model_named
 
 __all__ = [
+    "CHAT_TEMPLATES",
     "CONFIG",
     "TOKENIZER",
+    "TOKENIZER_CONFIG",
     "UNFINISHED",
     "files_of",
     "keep",
@@ -33,10 +35,11 @@ __all__ = [
     "refuse_unfinished",
 ]
 
-CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
+CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")
 FILES = (
-    *(CONFIG, TOKENIZER, "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "chat_template.jinja", "chat_template.json"),
+    *(CONFIG, TOKENIZER, "generation_config.json", TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", *CHAT_TEMPLATES),
 )
 """The files of a model's folder that are kept, where it has them."""
 LARGEST = 64 << 20

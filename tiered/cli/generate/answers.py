@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from tiered import TieredStore
 from tiered.cli.generate.text import StopStrings
@@ -23,6 +23,14 @@ Ended = Literal["length", "token", "stop", "stopped"]
 string; somebody asked to stop."""
 AGAIN = 0.5
 """Seconds of which the live line shows the pace, at least."""
+
+
+class Answering(Protocol):
+    """What answers need of a model: its store, its tokenizer, and the tokens that end a text."""
+
+    store: TieredStore
+    text: GeneratedText
+    ends: Collection[int]
 
 
 class Answer:
@@ -118,6 +126,15 @@ class Answers:
         self.all, self._wanted, self._display, self._stop = answers, wanted, display, stop
         self._pacer = Pacer(store)
         self._began = self._shown = self._first = self._last = self._pacer.now(0)
+
+    @classmethod
+    def of(
+        cls, model: Answering, prompts: Sequence[Sequence[int]], stops: Sequence[str], wanted: int, display: Display,
+        stop: StopRequest,
+    ) -> Answers:  # fmt: skip
+        """Begin the answers of ``model`` to ``prompts``, each of which ends at one of ``stops`` or after ``wanted`` tokens."""
+        answers = [Answer(len(prompt), model.text.another(), model.ends, stops) for prompt in prompts]
+        return cls(answers, wanted, model.store, display, stop)
 
     @property
     def first(self) -> Pace:

@@ -1,23 +1,28 @@
-"""A model of ``transformers`` in a store, as ``tiered generate`` uses it."""
+"""A model of ``transformers`` in a store, as ``tiered generate`` uses it, and its chat template."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tiered import TieredStore
+from tiered import MisuseError, TieredStore
 from tiered.cli.generate.text import GeneratedText, text_of
-from tiered.integrations.kept import TOKENIZER, kept_file
+from tiered.errors import shown
+from tiered.integrations.kept import CHAT_TEMPLATES, TOKENIZER, TOKENIZER_CONFIG, kept_file
 from tiered.zero.checkpoint.beside import refuse_forgotten
 from tiered.zero.paging.pager import pager_of
 
 if TYPE_CHECKING:
     from tiered.cli.generate.answers import Answers
+    from tiered.integrations.transformers.experts import ExpertStatistics
 
-__all__ = ["ImportedModel", "Sampling"]
+__all__ = ["ChatTemplate", "ImportedModel", "Message", "Sampling"]
+
+Message = dict[str, str]
+"""A message of a conversation: its ``role`` and its ``content``."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,35 @@ class Sampling:
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
+
+    def within(self, room: int) -> Sampling:
+        """Return this for at most so many tokens."""
+        return replace(self, tokens=min(self.tokens, room))
+
+
+class ChatTemplate:
+    """How a model was taught to read conversations: the tokens of messages, by the template of a ``tokenizer``."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens of ``messages``, after which the answer comes. Raises MisuseError where the template refuses them,
+        and where jinja2 is missing."""
+        try:
+            made = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
+        except ImportError as error:
+            raise MisuseError(
+                f"the chat template of this model needs jinja2 ({' '.join(str(error).split())}): pip install -U jinja2, or "
+                "give --raw, for the prompt as it is"
+            ) from error
+        except Exception as error:  # a template is a program, and raises what it likes
+            why = shown(" ".join(str(error).split()), 300)
+            raise MisuseError(
+                f"the chat template of this model does not take this ({why}): --raw gives the prompt as it is"
+            ) from error
+        tokens: list[int] = made["input_ids"]
+        return tokens
 
 
 class ImportedModel:
@@ -51,11 +85,46 @@ class ImportedModel:
         for layer in next((one for one in self.model.modules() if isinstance(one, torch.nn.ModuleList)), ()):
             layer.register_forward_pre_hook(self._check, prepend=True)
 
+    def room(self, prompt: Sequence[int], which: str = "the prompt", kept: int = 0) -> int:
+        """Return how many tokens the model can make after ``prompt``. Raises MisuseError where it can make none; ``which``
+        names the prompt, of whose tokens ``kept`` are a conversation's."""
+        if not prompt:
+            raise MisuseError(f"{which} has no tokens: give it some text")
+        if max(prompt) >= self.vocabulary:
+            raise MisuseError(f"the tokenizer has token {max(prompt)}, and the model only {self.vocabulary}: they do not match")
+        if self.positions is None:
+            return 1 << 40
+        if len(prompt) >= self.positions:
+            mend = "begin another conversation" if kept else "shorten it"
+            raise MisuseError(f"{self.told_room(prompt, which, kept)}: {mend}")
+        return self.positions - len(prompt)
+
+    def told_room(self, prompt: Sequence[int], which: str, kept: int) -> str:
+        """Describe how many positions there are, and how long a prompt is."""
+        told = f", {kept} of them kept by --keep" if kept else ""
+        return f"the model has {self.positions} positions, and {which} is {len(prompt)} tokens long{told}"
+
+    def template(self) -> ChatTemplate | None:
+        """Return the chat template that the store keeps of the model; None where there is none."""
+        config = kept_file(self.store, self.name, TOKENIZER_CONFIG) or b""
+        if b'"chat_template"' not in config and all(kept_file(self.store, self.name, one) is None for one in CHAT_TEMPLATES):
+            return None
+        from tiered.integrations.transformers import open_tokenizer
+
+        tokenizer = open_tokenizer(self.store, name=self.name)
+        return ChatTemplate(tokenizer) if tokenizer.chat_template else None
+
     @property
     def sizes(self) -> tuple[int, int]:
         """Return the bytes of the model's parameters in the store, and of those that belong to experts."""
         units = [unit.plan for unit in pager_of(self.model).units]
         return sum(unit.stored_nbytes for unit in units), sum(unit.stored_nbytes for unit in units if unit.of_expert)
+
+    def experts(self) -> ExpertStatistics | None:
+        """Return what was counted of experts; None for a model without them."""
+        from tiered.integrations.transformers.experts import expert_statistics
+
+        return expert_statistics(self.model)
 
     def generate(self, prompts: Sequence[Sequence[int]], answers: Answers, sampling: Sampling, **more: Any) -> None:
         """Give ``answers`` the tokens that go on with ``prompts``. ``more``: of ``generate()``, such as a cache."""

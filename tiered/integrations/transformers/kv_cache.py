@@ -60,7 +60,8 @@ class TieredCache(WatchingCache):
     transformers 5.24 the argument's name is ``past_key_values``.
 
     ``name``: of the cache in the store. ``existing``: "refuse" a name that is kept already, or "overwrite" it;
-    ``TieredCache.open`` goes on with it. ``commit`` keeps the cache, and everything else in the store.
+    ``TieredCache.open`` goes on with it. ``commit`` keeps the cache, and everything else in the store. ``note``: a text of
+    your own, which ``commit`` keeps with it.
 
     The tokens are those of ``DynamicCache``: greedy, drawn, beams, assisted decoding, batches with padding. A forward of ids
     that do not follow those that the cache has raises MisuseError; ``reuse(ids)`` crops it to what both share.
@@ -117,6 +118,7 @@ class TieredCache(WatchingCache):
         mask = None if record.mask is None else torch.tensor(record.mask, dtype=torch.bool, device="cpu").reshape(batch, length)
         cache._turn = Turn(ids, mask, extents)
         cache._rest = torch.tensor(record.rest, dtype=torch.long, device="cpu") if record.rest else None
+        cache.note = record.note
         cache._settle()
         cache._fix()
         cache._collect(cache._referenced())
@@ -164,6 +166,7 @@ class TieredCache(WatchingCache):
         self._turn = Turn(torch.zeros((0, 0), dtype=torch.long, device="cpu"), None, nothing)
         self._pending: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self._rest: torch.Tensor | None = None
+        self.note = ""
         self._assisted = False
         self._stamps: tuple[int, ...] = ()
         self._followed: object = None
@@ -243,7 +246,7 @@ class TieredCache(WatchingCache):
                     self._store.put(theirs.key(block), flat, owner=other._owner)
             theirs.geometry, theirs.is_initialized = mine.geometry, mine.is_initialized
             theirs.next_serial = mine.next_serial
-        other._turn = self._turn
+        other._turn, other.note = self._turn, self.note
         other._settle()
         return other
 
@@ -278,6 +281,7 @@ class TieredCache(WatchingCache):
             None if turn.mask is None else turn.mask.long().tolist(),
             [] if self._rest is None else self._rest.tolist(),
             [LayerRecord.of(*one) for one in zip(self._layers, turn.extents, strict=True)],
+            self.note,
         )
         self._stamp()
         self._store.put(_record_key(self._name), tensor_of(record), owner=self._owner)

@@ -9,19 +9,19 @@ from __future__ import annotations
 import inspect
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from types import MethodType
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
-from transformers.cache_utils import Cache, EncoderDecoderCache, get_layer_types_and_kwargs
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, get_layer_types_and_kwargs
 from transformers.generation.utils import GenerationMixin
 
 from tiered.errors import MisuseError
 
-__all__ = ["ARGUMENT", "NO_STATE", "WatchingCache", "unwatch", "watch", "windows"]
+__all__ = ["ARGUMENT", "NO_STATE", "RecentCache", "WatchingCache", "unwatch", "watch", "windows"]
 
 NAMES = ("cache", "past_key_values")
 """What ``transformers`` calls the cache among a forward's arguments: since 5.24, and before it."""
@@ -75,6 +75,40 @@ def windows(model: Any) -> list[Any]:
             )
         found.append(NO_STATE if layer == "dummy" else given.get("sliding_window"))
     return found
+
+
+class RecentCache:
+    """Keys and values of the tokens that a model was last given, in memory, from one ``generate`` to the next."""
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._ids = model, list[int]()
+        self._cache: Any = None
+        try:
+            self._crops = all(window in (None, NO_STATE) for window in windows(model))
+        except MisuseError:  # a model with other states
+            self._crops = False
+
+    def resumed(self, ids: Sequence[int]) -> dict[str, Any]:
+        """Return the arguments of ``generate`` that go on from what is computed of ``ids``: all but the last at most."""
+        cache, self._cache = self._cache, None
+        shared = next((n for n, (a, b) in enumerate(zip(self._ids, ids[:-1], strict=False)) if a != b), None)
+        shared = min(len(self._ids), len(ids) - 1) if shared is None else shared
+        if cache is None or not shared or (shared < len(self._ids) and not self._crops):
+            cache = DynamicCache(config=self._model.config)
+        elif shared < len(self._ids):
+            cache.crop(shared - len(self._ids))
+        return {ARGUMENT: cache}
+
+    def keep(self, given: Mapping[str, Any], ids: Sequence[int]) -> None:
+        """Keep what ``generate`` has computed with the arguments ``given``. ``ids``: all tokens, of which the last is not."""
+        self._cache, self._ids = given[ARGUMENT], list(ids[:-1])
+
+    def keep_stopped(self, given: Mapping[str, Any], ids: Sequence[int]) -> None:
+        """Keep it where an exception has ended ``generate``, unless that was within a forward: some layers then have a token
+        that others have not."""
+        found = {layer.get_seq_length() for layer in given[ARGUMENT].layers} if self._crops else set()
+        if found - {0} == {len(ids) - 1}:
+            self.keep(given, ids)
 
 
 def _given(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:

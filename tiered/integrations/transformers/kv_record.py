@@ -145,7 +145,7 @@ class LayerRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class CacheRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A kept cache: its model, the tokens of a block, and of each sequence the ids, the mask (None: all ones), and ids that
-    come after them and are not computed."""
+    come after them and are not computed. ``note``: a text of who made it."""
 
     version: int
     model: Model
@@ -154,6 +154,7 @@ class CacheRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mask: list[list[int]] | None
     rest: list[list[int]]
     layers: list[LayerRecord]
+    note: str = ""
 
     def check(self) -> None:
         """Raise ValueError for what does not agree with itself."""
