@@ -63,7 +63,7 @@ TREE: dict[str, tuple[str, ...]] = {
     ),
     "zero.construction": ("staging", "construct", "deferred", "shown"),
     "zero.checkpoint": ("weights", "loaders", "beside", "checkpoint", "reshard", "safetensors", "foreign", "exports", "dcp"),
-    "integrations": ("saves", "kept", "importing", "deepspeed", "transformers", "axolotl", "accelerate", "lightning"),
+    "integrations": ("saves", "kept", "hub", "importing", "deepspeed", "transformers", "axolotl", "accelerate", "lightning"),
     "integrations.deepspeed": (
         *("table", "config", "questions", "schedules", "loss_scale", "optimizers", "monitors", "tags", "saved", "importing"),
         *("engine", "initialize"),
@@ -190,6 +190,7 @@ CLASSES_TWICE = {"Engine": ["engine.engine", "integrations.deepspeed.engine"]}
 # + 1,500: tiered generate ends at stop strings, and answers several prompts in one batch.
 # + 550: errors name the nearest key, an amount's unit, a missing with, and what a model has that its commit lacks.
 # + 2,300: a prompt is a message in the chat template of its model, and a conversation at a terminal goes on by name.
+# + 450: a name on the Hugging Face hub is taken where a model folder is.
 TOTALS = {"tiered": 472_400, "bench": 118_950, "libaio_ext": 6_900}
 
 # Compiled, without a Python file.

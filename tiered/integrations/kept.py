@@ -21,6 +21,7 @@ from tiered.zero.paging.storage import model_named
 __all__ = [
     "CHAT_TEMPLATES",
     "CONFIG",
+    "FILES",
     "TOKENIZER",
     "TOKENIZER_CONFIG",
     "UNFINISHED",

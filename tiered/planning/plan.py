@@ -477,7 +477,8 @@ def plan(
     """Plan a training: does ``model`` fit, what does a step move, and how long does it take?
 
     ``model``: an ``nn.Module`` (on any device; its values are not looked at), a folder with a ``config.json`` of transformers,
-    or numbers (``tiered.Numbers``, or a mapping of them). It is run once on the meta device, without memory.
+    a name on the Hugging Face hub (``"org/name"``, of which only that file is fetched), or numbers (``tiered.Numbers``, or a
+    mapping of them). It is run once on the meta device, without memory.
     ``workload``: what a step computes, see ``tiered.Workload`` (default: one sequence of 1,024 tokens).
     ``machine``: a ``tiered.Machine``, the file of one (``tiered info --machine FILE`` measures it), or numbers by name
     (``read`` and ``write``, the drive's bytes per second, at least). Without it the plan has bytes and no seconds.

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tiered.errors import MisuseError, one_of, path_of, quoted, whole_number
+from tiered.integrations.hub import folder_of
 from tiered.planning.dry_run import Loss, TrainingSetup, dry_run, on_meta
 from tiered.planning.notes import StepNotes
 
@@ -223,13 +224,17 @@ def _loss(output: Any, target: Any) -> torch.Tensor:
     return value.float().square().mean()
 
 
-def model_of_folder(folder: str) -> nn.Module:
-    """Return the model of a folder with a config.json of transformers, on the meta device. Raises MisuseError where there is
-    none."""
+def model_of_folder(what: str) -> nn.Module:
+    """Return the model of a folder with a config.json of transformers, or of a name on the hub, on the meta device. Raises
+    MisuseError where there is none."""
+    folder = folder_of(what, "config")
     if not Path(folder, "config.json").is_file():
-        raise MisuseError(f"{folder} has no config.json: name a folder of a transformers model, or give numbers of the model")
+        raise MisuseError(
+            f"{what} has no config.json: name a folder of a transformers model, org/name on the Hugging Face hub, or give "
+            "numbers of the model"
+        )
     try:
         from tiered.integrations.transformers.shapes import model_of
     except ImportError as error:
         raise MisuseError(f"a folder with config.json needs transformers ({error}): pip install 'tiered[hf]'") from error
-    return model_of(folder)
+    return model_of(str(folder))

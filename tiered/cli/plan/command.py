@@ -25,6 +25,7 @@ examples:
   tiered plan --dram 256MiB                                 the model of tiered train, on this machine
   tiered plan --layers 24 --width 1024 --heads 16 --batch 8 --plot plan.svg
   tiered plan my-llama --context 2048 --dram 16GiB --machine server.json
+  tiered plan meta-llama/Llama-3.1-8B --dtype bfloat16           of the hub: its config.json alone is fetched
   tiered plan --layers 80 --width 8192 --heads 64 --vocabulary 128256 --machine server.json --ranks 1,8,64,1024
 """
 
@@ -37,7 +38,10 @@ def add_parser(commands: Commands) -> None:
     parser = command(commands, "plan", "what fits, how many bytes, how long, before a run", DESCRIPTION, EXAMPLES, EARLIER)
     model = parser.add_argument_group("model")
     model.add_argument(
-        "model", metavar="MODEL", nargs="?", help="a folder with a transformers config.json (default: that of tiered train)"
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="a folder with a transformers config.json, or org/name on the Hugging Face hub (default: that of tiered train)",
     )
     for name in ("layers", "width", "heads", "context", "batch"):
         model.add_argument(f"--{name}", type=count, metavar="N", help=f"{MODEL_HELP[name]} (default: {default_of(name)})")

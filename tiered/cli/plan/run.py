@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from dataclasses import replace
 from typing import Any
@@ -58,6 +59,8 @@ def planned(parsed: argparse.Namespace) -> int:
         mode = {"activations": choice.activations, "micro_batch": choice.micro_batch}
         curve = tiered.plan(model, **{**asked, **mode}, sweep=tiered.Sweep(_budgets(plan))).curve
         plan = replace(plan, curve=curve)
+    if parsed.model is not None:
+        plan = replace(plan, model=os.path.basename(os.path.abspath(parsed.model)))
     if parsed.json != "-":
         print(describe(plan))
     if parsed.plot is not None and plan.chosen is not None:
@@ -67,15 +70,16 @@ def planned(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _model(parsed: argparse.Namespace, parser: Parser) -> nn.Module | str | Numbers:
-    """Return what is planned for: a folder, numbers, or the model of ``tiered train``."""
+def _model(parsed: argparse.Namespace, parser: Parser) -> nn.Module | Numbers:
+    """Return what is planned for: the model of a folder, numbers, or the model of ``tiered train``. What is wrong with it is
+    said before anything is measured."""
     numbers = {name: getattr(parsed, name) for name in ("layers", "width", "heads", "vocabulary")}
     if parsed.model is not None:
         given = [f"--{name}" for name, value in numbers.items() if value is not None]
         if given:
             parser.error(f"{', '.join(given)}: the config.json of MODEL says that")
-        folder: str = parsed.model
-        return folder if parsed.dtype is None else model_of_folder(folder).to(getattr(torch, parsed.dtype))
+        model = model_of_folder(parsed.model)
+        return model if parsed.dtype is None else model.to(getattr(torch, parsed.dtype))
     shape = {name: numbers[name] or default_of(name) for name in ("layers", "width", "heads")}
     if shape["width"] % shape["heads"]:
         parser.error(f"--width {shape['width']} is not a multiple of --heads {shape['heads']}")

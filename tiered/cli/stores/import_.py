@@ -32,12 +32,12 @@ or with mp_rank_..._model_states.pt is a checkpoint, all else is tensors; --as s
 --dram of memory, however large the files are; the largest single tensor must fit. A command that is stopped has
 committed nothing, but for a model.
 
-A model, the folder of a Hugging Face model, is in the store afterwards as one to use: tiered generate goes on with a
-prompt, tiered.integrations.transformers.open_model(store) returns it in Python. The store keeps its configuration
-and tokenizer, too, so that the folder is not needed any more. Weights are read once and written once, a unit at a
-time, and what is there is committed every few seconds: when the command is stopped, or dies, the same command goes
-on where it was. Until then nothing else uses the model. --verify reads everything again, from the disk and from
-SOURCE, and compares.
+A model, the folder of a Hugging Face model or its name on the hub, is in the store afterwards as one to use: tiered
+generate goes on with a prompt, tiered.integrations.transformers.open_model(store) returns it in Python. The store
+keeps its configuration and tokenizer, too, so that the folder is not needed any more. Weights are read once and
+written once, a unit at a time, and what is there is committed every few seconds: when the command is stopped, or
+dies, the same command goes on where it was. Until then nothing else uses the model. --verify reads everything again,
+from the disk and from SOURCE, and compares.
 
 Of a checkpoint that DeepSpeed wrote (ZeRO stages 1 to 3, any number of ranks, also with the optimizer on NVMe),
 SOURCE is the folder that has the file latest, or the folder of one tag. Parameters, fp32 masters, moments, counters
@@ -51,6 +51,7 @@ EXAMPLES = """\
 examples:
   tiered import model.safetensors state/
   tiered import llama/ state/
+  tiered import meta-llama/Llama-3.2-1B state/       of the Hugging Face hub
   tiered import llama/ state/ --compute float32      for processors that are slow with bf16
   tiered import llama/ state/ --quantize int8        inexact: a byte for each weight of a matrix
   tiered import llama/ state/ --as tensors --dram 2GiB --existing overwrite
@@ -66,7 +67,7 @@ EARLIER = Spelling(
 def add_parser(commands: Commands) -> None:
     """Add ``import`` to the commands."""
     parser = command(commands, "import", "put a model, a checkpoint or tensors into a store", DESCRIPTION, EXAMPLES, EARLIER)
-    parser.add_argument("source", metavar="SOURCE", help="a .safetensors file, or a folder (see above)")
+    parser.add_argument("source", metavar="SOURCE", help="a .safetensors file, a folder, or org/name of a model on the hub")
     add_store(parser, "the store's folder, made where absent")
     parser.add_argument("--as", dest="kind", choices=KINDS, help="what SOURCE is (default: what its files say)")
     parser.add_argument("--dram", metavar="SIZE", type=size, help="host memory of the store (default: half of what is free)")
@@ -118,6 +119,9 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
     put = {"model": _model, "deepspeed": _checkpoint, "tensors": _tensors}[kind]
     if kind == "model":
         _refuse_without_transformers()
+        from tiered.integrations.hub import folder_of
+
+        parsed.source = folder_of(parsed.source, "model")
     new = not os.path.lexists(parsed.folder) and not parsed.paths
     told = left = ""
     try:
@@ -151,9 +155,12 @@ def _kind_of(source: str, tag: str | None) -> str:
     checkpoint of DeepSpeed's, without weights."""
     from tiered.integrations.deepspeed.saved import is_saved
     from tiered.integrations.deepspeed.tags import LATEST
+    from tiered.integrations.hub import is_hub_name
 
     if tag is not None:
         return "deepspeed"
+    if is_hub_name(source):
+        return "model"
     folder = Path(source).expanduser()
     saved = (folder / LATEST).is_file() or is_saved(folder)
     if (folder / "config.json").is_file() and not (saved and not any(folder.glob("*.safetensors"))):

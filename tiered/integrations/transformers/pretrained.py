@@ -30,6 +30,7 @@ from transformers.utils import logging
 from tiered import zero
 from tiered.errors import ManifestError, MisuseError, expect_type, one_of, path_of, shown
 from tiered.format.safetensors import INDEX, SINGLE, WeightFiles
+from tiered.integrations.hub import folder_of
 from tiered.integrations.importing import Import, ImportRecord, ImportSource, Told, begun, files_in, unit_of
 from tiered.integrations.kept import CONFIG, TOKENIZER, UNFINISHED, files_of, keep, kept_folder, only_model, opening_of
 from tiered.integrations.transformers.experts import around_experts
@@ -76,10 +77,11 @@ def from_pretrained(
     """Return the model in ``folder`` with its parameters in ``store``: ``cls.from_pretrained``, then ``zero.page``.
 
     ``cls``: ``AutoModelForCausalLM`` and the like, or a model's class. ``folder``: a local folder with ``config.json`` and
-    safetensors files, with or without an index. Values are read once, from the files to their places in the store's units,
-    expert by expert where a parameter has several, and nothing is initialised first but what the files lack (a new head, which
-    ``transformers`` logs). At most an eighth of the store's DRAM budget is in memory beside it; or one parameter with what it
-    is made of, where ``transformers`` converts it by more than casts, transpositions, concatenations and stacks.
+    safetensors files, with or without an index, or the name of a model on the Hugging Face hub, ``"org/name"``. Values are
+    read once, from the files to their places in the store's units, expert by expert where a parameter has several, and
+    nothing is initialised first but what the files lack (a new head, which ``transformers`` logs). At most an eighth of the
+    store's DRAM budget is in memory beside it; or one parameter with what it is made of, where ``transformers`` converts it by
+    more than casts, transpositions, concatenations and stacks.
 
     ``prepare``: called with the model before it is paged; returns what is paged: ``lambda model: peft.get_peft_model(model,
     config)``. The place to resize embeddings, too.
@@ -90,15 +92,16 @@ def from_pretrained(
     Raises MisuseError (no such folder, no safetensors files, an adapter, a quantised model, an option that cannot be), what
     ``cls.from_pretrained`` raises, and what ``zero.init`` and ``zero.page`` raise.
     """
-    path = _checked(folder, store)
+    path = _checked(folder, store, "config" if existing == "resume" else "model")
     with _read(cls, path, store, dtype, existing, prepare, options) as (model, paging):
         return around_experts(zero.page(model, store, name=name, existing=existing, **paging))
 
 
-def _checked(folder: str | os.PathLike[str], store: TieredStore) -> Path:
-    """Return the path of a model's folder. Raises MisuseError for arguments of other types."""
+def _checked(folder: str | os.PathLike[str], store: TieredStore, needed: Literal["config", "model"] = "model") -> Path:
+    """Return the path of a model's folder. Raises MisuseError for arguments of other types, and as ``hub.folder_of``."""
     expect_type(store, TieredStore, "a model is read into a TieredStore")
-    return Path(path_of(folder, "the folder of a model"))
+    path_of(folder, "the folder of a model")
+    return folder_of(folder, needed)
 
 
 @contextmanager
@@ -257,7 +260,7 @@ def _refuse_folder(path: Path) -> None:
                 "peft.PeftModel.from_pretrained(model, ...)"
             )
         raise MisuseError(
-            f"{path} is no folder with a config.json: give a local folder, such as huggingface_hub.snapshot_download returns"
+            f"{path} is no folder with a config.json: give a local folder, or a name on the Hugging Face hub, \"org/name\""
         )
 
 
@@ -326,7 +329,8 @@ def import_model(
     progress: Told | None = None,
     **options: Any,
 ) -> Any:
-    """Put the model in ``folder`` into ``store`` with all that ``open_model`` needs, commit, and return the model, paged.
+    """Put the model in ``folder``, or of that name on the hub, into ``store`` with all that ``open_model`` needs, commit, and
+    return the model, paged.
 
     Parameters are stored in the type that the checkpoint has. ``compute=torch.float32`` keeps bf16 and fp16 so on the disk and
     has modules compute in fp32 with the same values (``zero.Policy``), which is faster on processors without bf16.
