@@ -134,7 +134,8 @@ class TieredStore(TensorMapping):
         """How often ``rollback`` was called."""
         self._copies = Copies()
         self._small: weakref.WeakValueDictionary[str, SmallTensors] = weakref.WeakValueDictionary()
-        self._before_commits: dict[str, Callable[[], object]] = {}
+        self._before_commits: dict[str, Callable[[bool], object]] = {}
+        self._within = False
         self._holders: weakref.WeakSet[Holder] = weakref.WeakSet()
         self.attached = Attached()
         """What those who use this store keep with it."""
@@ -215,13 +216,14 @@ class TieredStore(TensorMapping):
 
     def __enter__(self) -> TieredStore:
         self._running()
+        self._within = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
             if kind is None and not self._closed and self._generations.commits_at_exit:
                 self._running()
-                self._prepare_commit()
+                self._prepare_commit(leaving=True)
                 self._generations.committing(self).commit(None, self, always=False)
         finally:
             self._close()
@@ -929,8 +931,14 @@ class TieredStore(TensorMapping):
         self._prepare_commit()
         return self._without_ended(lambda: commits.commit(meta, self))
 
-    def before_commits(self, name: str, call: Callable[[], object] | None) -> Callable[[], object] | None:
-        """Have ``call`` called before each commit, in the thread that commits, to put what the commit is to have.
+    @property
+    def ends_with_commit(self) -> bool:
+        """Whether the caller is within a ``with`` block whose end commits."""
+        return self._within and not self._closed and self._generations.commits_at_exit
+
+    def before_commits(self, name: str, call: Callable[[bool], object] | None) -> Callable[[bool], object] | None:
+        """Have ``call(leaving)`` called before each commit, in the thread that commits, to put what the commit is to have;
+        ``leaving`` tells that it is the one at the end of a ``with`` block.
 
         It replaces what was given for ``name`` before, which is returned. None: nothing is called any more. What it raises, the
         commit raises.
@@ -940,9 +948,9 @@ class TieredStore(TensorMapping):
             self._before_commits[name] = call
         return before
 
-    def _prepare_commit(self) -> None:
+    def _prepare_commit(self, *, leaving: bool = False) -> None:
         for call in list(self._before_commits.values()):
-            call()
+            call(leaving)
 
     def refuse_commits(self, why: str | None) -> None:
         """Make commits raise MisuseError with ``why``, and ``with`` blocks end without one. None allows commits again."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 import torch.distributed as dist
@@ -44,7 +44,7 @@ from tiered.zero.construction.construct import unguard
 from tiered.zero.construction.deferred import Deferred, expect
 from tiered.zero.construction.shown import ShownParameters
 from tiered.zero.construction.staging import PREFIX, Staged, Window, current, find
-from tiered.zero.optimizers.optimizer import Optimizer, refuse_others
+from tiered.zero.optimizers.optimizer import STARTS, Optimizer, refuse_others
 from tiered.zero.paging.pager import (
     Activations,
     Pager,
@@ -241,6 +241,21 @@ AS_IT_IS, USUAL = Policy(), Paging()
 Init = Callable[[nn.Module], None]
 
 
+def start(store: TieredStore, name: str, source: object = None) -> Literal["resume", "refuse"]:
+    """Return what ``existing="continue"`` is for model ``name`` of ``store``. Raises MisuseError where the store has tensors of
+    it and no checkpoint."""
+    if source is not None or f"{name}/checkpoint" in store:
+        return "resume"
+    held = store.owned(model_named(name))
+    if held:
+        raise MisuseError(
+            f"{store} has {len(held)} tensors of a model named {name!r}, and no checkpoint to go on from, which zero.commit or "
+            "the end of the store's with block makes: open an earlier generation that has one, or begin anew with "
+            "existing='overwrite'"
+        )
+    return "refuse"
+
+
 def page(
     model: nn.Module,
     store: TieredStore,
@@ -268,8 +283,10 @@ def page(
     ``name``: their keys begin with it and a slash; several models in one store need different ones.
     ``existing``: what to do when the store already holds tensors under ``name``: "refuse", "overwrite" (what is there stays
     until all of ``model`` is in the store, so there has to be room for both; an object that had it raises InterruptedStep in
-    every use from then on), or "resume": take the parameters that
-    ``zero.commit`` left there, and give up those of ``model``; ``zero.resume`` goes on from there.
+    every use from then on), "resume": take the parameters that ``zero.commit`` left there, and give up those of ``model``;
+    ``zero.resume`` goes on from there; or "continue": as "resume" where the store has a checkpoint of ``name``, and begin where
+    it has nothing of it. Then no step is made, and nothing committed, before ``zero.resume``, which a program may call in any
+    case.
     ``weights``: a safetensors file, or a folder of them as Hugging Face has it, with the values of all parameters and of the
     buffers that ``state_dict`` has, by name (one is enough of a tied parameter's). They are read piece by piece and converted
     to the model's types; a model on the meta device, or built under ``zero.init``, is never whole in memory.
@@ -430,7 +447,7 @@ class _Options:
 
     def __post_init__(self) -> None:
         """Raise MisuseError for values that there are not, or that do not go together."""
-        one_of("existing", self.existing, ("refuse", "overwrite", "resume"))
+        one_of("existing", self.existing, STARTS)
         expect_type(self.policy, Policy, "policy is a zero.Policy")
         expect_type(self.paging, Paging, "paging is a zero.Paging")
         expect_type(self.stage, Stage | None, "stage is zero.Stage1(), zero.Stage2() or zero.Stage3()")
@@ -444,7 +461,7 @@ class _Options:
                 f"micro_batch computes the inside of units again, so that nothing of it is left for "
                 f"activations={'store' if self.activations == 'store' else 'auto'!r}: leave one of them out"
             )
-        if self.source is not None and self.existing != "resume":
+        if self.source is not None and self.existing not in ("resume", "continue"):
             raise MisuseError("source= is for existing='resume': where the checkpoint is that this model goes on from")
         if self.weights is not None and (self.existing == "resume" or self.param_init_fn is not None):
             raise MisuseError("weights= gives a model its values: leave out param_init_fn=, and existing='resume'")
@@ -459,6 +476,15 @@ class _Options:
         if f"{self.name}/".startswith(PREFIX):
             raise MisuseError(f"names that begin with {PREFIX!r} belong to zero.init: give another name=")
 
+    def decided(self, store: TieredStore) -> _Options:
+        """Return these arguments with "resume" or "refuse" for "continue". Raises as ``start``."""
+        if self.existing != "continue":
+            return self
+        if start(store, self.name, self.source) == "refuse":
+            return replace(self, existing="refuse")
+        paging = replace(self.paging, slice_weights=False)
+        return replace(self, existing="resume", weights=None, param_init_fn=None, paging=paging)
+
     @property
     def offloads(self) -> bool:
         """Return whether activations may wait in the store."""
@@ -470,6 +496,7 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
     owner = model_named(options.name)
     partition = _partition(options.stage, options.timeout)
     with partition.agreeing("page this model") as agree:
+        continues, options = options.existing == "continue", options.decided(store)
         window, held, staged = _found(model, store, options, owner)
         shown = _shown(model, staged)
         if isinstance(options.activations, AutoPlan) and partition.shares > 1:
@@ -510,6 +537,9 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
         unguard(model, window)
         for show in shown:
             show()
+        pager.must_resume = continues
+        pager.is_recorded()
+        checkpoint.ends(pager, checkpoint.Training())
         return model
     if options.param_init_fn is None and options.weights is None:
         _refuse_without_reset(model)
@@ -557,6 +587,10 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
     pager.replace_others()
     for show in shown:
         show()
+    checkpoint.ends(pager, checkpoint.Training())
+    if continues:
+        checkpoint.record(pager)  # the next start finds it, whatever becomes of the model until then
+    pager.checkpoint.begun = True
     if replacement is not None:
         replacement.end()  # last: an interruption in it leaves the new model, and names that the next replacement deletes
     return model
@@ -602,7 +636,7 @@ def _found(
     if held and options.existing == "refuse" and options.filling is None:
         raise MisuseError(
             f"the store already holds a model named {options.name!r} ({len(held)} tensors): give another name=, "
-            "existing='overwrite', or existing='resume' to go on with it"
+            "existing='overwrite' to begin anew, or existing='continue' to go on with it"
         )
     _refuse_kinds(model)
     staged = _staged(model, window)

@@ -293,6 +293,7 @@ def test_a_commit_of_the_store_alone_never_pairs_an_old_record_with_newer_tensor
         optimizer.step()
         optimizer.flush()
         store.commit()
+        store.close()
     with TieredStore.open(tmp_path / "state", dram=DRAM) as store:
         assert store.generation == 3
         with pytest.raises(MisuseError, match="open an earlier generation"):
@@ -385,7 +386,7 @@ def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
             zero.page(Tied(), store, existing="resume", policy=zero.Policy(torch.bfloat16))
         with pytest.raises(MisuseError, match="no checkpoint of a model named 'other'"):
             zero.page(Tied(), store, name="other", existing="resume")
-        with pytest.raises(MisuseError, match="existing='resume'"):
+        with pytest.raises(MisuseError, match="existing='continue'"):
             zero.page(Tied(), store)
         model = zero.page(Tied(), store, existing="resume")
         with pytest.raises(MisuseError, match="optimizer= is missing"):

@@ -199,6 +199,8 @@ def test_a_checkpoint_that_is_not_of_the_same_moment_is_refused(tmp_path: Path) 
         store.commit()
         zero.commit(model, optimizer)
         model.state_dict()
+        store.commit()
+        store.close()
     with StoreAtRest(tmp_path / "state") as at_rest, pytest.raises(MisuseError, match="an earlier generation"):
         export_at_rest(at_rest, tmp_path / "out")
     with StoreAtRest(tmp_path / "state", generation=1) as at_rest, pytest.raises(MisuseError, match=r"with zero\.commit"):

@@ -822,7 +822,7 @@ def test_a_stage_says_what_its_processes_can_be(stage: Callable[..., zero.Stage]
     [
         ({"name": ""}, "name is what the model's keys begin with, a text that is not empty, not ''"),
         ({"name": 5}, "name is what the model's keys begin with"),
-        ({"existing": "perhaps"}, "existing is 'refuse', 'overwrite' or 'resume', not 'perhaps'"),
+        ({"existing": "perhaps"}, "existing is 'refuse', 'overwrite', 'resume' or 'continue', not 'perhaps'"),
         ({"paging": {"prefetch": "off"}}, "paging is a zero.Paging, not a dict"),
         ({"policy": "bfloat16"}, "policy is a zero.Policy, not 'bfloat16'"),
         ({"paging": zero.Paging(largest_unit=4096, slice_weights=True), "existing": "resume"}, "as it was committed"),

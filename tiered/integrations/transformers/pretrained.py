@@ -39,7 +39,7 @@ from tiered.packing.quantised import QUANTIZE, Loss, Quantize
 from tiered.store import TieredStore
 from tiered.types import Access
 from tiered.zero.construction.deferred import CODES, Deferred, Files
-from tiered.zero.page import page_filling
+from tiered.zero.page import page_filling, start
 from tiered.zero.paging.pager import pager_of
 from tiered.zero.paging.storage import model_named
 
@@ -86,14 +86,16 @@ def from_pretrained(
     ``prepare``: called with the model before it is paged; returns what is paged: ``lambda model: peft.get_peft_model(model,
     config)``. The place to resize embeddings, too.
     ``dtype``, ``config``, ``attn_implementation`` and other ``options``: as in ``cls.from_pretrained``. ``name``, ``existing``,
-    ``micro_batch``, ``policy``, ``paging`` and the rest: as in ``zero.page``. With ``existing="resume"`` the values come
-    from the last ``zero.commit`` in the store, and only the configuration is read from the folder.
+    ``micro_batch``, ``policy``, ``paging`` and the rest: as in ``zero.page``. With ``existing="resume"``, or
+    "continue" where the store has a checkpoint, the values come from the last commit in the store, and only the configuration
+    is read from the folder.
 
     Raises MisuseError (no such folder, no safetensors files, an adapter, a quantised model, an option that cannot be), what
     ``cls.from_pretrained`` raises, and what ``zero.init`` and ``zero.page`` raise.
     """
-    path = _checked(folder, store, "config" if existing == "resume" else "model")
-    with _read(cls, path, store, dtype, existing, prepare, options) as (model, paging):
+    begins = start(store, name, options.get("source")) if existing == "continue" else existing
+    path = _checked(folder, store, "config" if begins == "resume" else "model")
+    with _read(cls, path, store, dtype, begins, prepare, options) as (model, paging):
         return around_experts(zero.page(model, store, name=name, existing=existing, **paging))
 
 

@@ -3,18 +3,22 @@ it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol
+from weakref import ref
 
 import torch
 from torch import nn
 
-from tiered.errors import ManifestError, MisuseError
+from tiered.errors import InterruptedStep, ManifestError, MisuseError, UncommittedWarning
 from tiered.store import TieredStore
 from tiered.types import TensorSpec
 from tiered.zero.checkpoint import beside, loaders
 from tiered.zero.checkpoint.loaders import Loader, Stateful, random_states
+from tiered.zero.digests import digest_of
 from tiered.zero.optimizers.optimizer import Optimizer
 from tiered.zero.paging.pager import Pager, buffer_places, name_of, pager_of, pager_of_parameter, pagers_in
 from tiered.zero.paging.saved_tensors import without_grad
@@ -41,8 +45,10 @@ from tiered.zero.rules.rule import UpdateRule, settings_of
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["Training", "commit", "commit_async", "load_record", "resume", "rollback"]
+__all__ = ["Training", "commit", "commit_async", "ends", "load_record", "record", "resume", "rollback"]
 
+TRAINING = ("optimizer", "scheduler", "scaler", "data")
+"""Fields of ``Training``."""
 Alike = Literal["none", "floats"]
 """Which types of a buffer count as the same: see ``other_buffer``."""
 
@@ -119,8 +125,10 @@ def commit(
     """
     pager = pager_of(model)
 
+    training = Training(optimizer, scheduler, scaler, data)
+
     def prepare() -> None:
-        _prepare(model, Training(optimizer, scheduler, scaler, data), extra)
+        _prepare(model, training, extra)
 
     others = ("optimizer=", optimizer), ("scheduler=", scheduler), ("scaler=", scaler)
     with pager.partition.agreeing("commit") as agree:
@@ -129,7 +137,9 @@ def commit(
         if isinstance(optimizer, Optimizer):
             agree(optimizer.terms(pager))
     _update_together(pager)
-    return pager.partition.commit(pager.store, meta, prepare, pager.checkpoint.invalidate)
+    made = pager.partition.commit(pager.store, meta, prepare, pager.checkpoint.invalidate)
+    ends(pager, training, extra)
+    return made
 
 
 def commit_async(
@@ -143,11 +153,14 @@ def commit_async(
     meta: Mapping[str, object] | None = None,
 ) -> Future[int]:
     """``commit`` all as it is now, while training goes on: see ``TieredStore.commit_async``."""
-    partition = pager_of(model).partition
+    pager, training = pager_of(model), Training(optimizer, scheduler, scaler, data)
+    partition = pager.partition
     if partition.shares > 1:
         raise MisuseError("ranks acknowledge a commit together, which commit_async does not: call zero.commit")
-    store = _prepare(model, Training(optimizer, scheduler, scaler, data), extra)
-    return store.commit_async(partition.noted(store, meta))
+    store = _prepare(model, training, extra)
+    made = store.commit_async(partition.noted(store, meta))
+    ends(pager, training, extra)
+    return made
 
 
 def resume(
@@ -160,15 +173,21 @@ def resume(
 ) -> Any:
     """Go on from the commit that the store was opened at; returns its ``extra`` (None where it had none).
 
-    ``model`` was paged with ``existing="resume"``, ``optimizer`` and the others were made anew as they were made then. The next
-    step is bit for bit what it would have been. What had been added to the model, or replaced, after ``zero.page`` is added
-    again before this call, which loads its values. Raises MisuseError where they differ from what was committed, ManifestError
-    for a record that is damaged.
+    ``model`` was paged with ``existing="resume"`` or "continue", ``optimizer`` and the others were made anew as they were made
+    then. The next step is bit for bit what it would have been. What had been added to the model, or replaced, after
+    ``zero.page`` is added again before this call, which loads its values. A model that begins here (``existing="overwrite"``,
+    or a store that had none of its name) has nothing to load: then nothing happens, and the result is None, so that one program
+    serves every start. The commit at the end of the store's ``with`` block has what is given here, or to a later
+    ``zero.commit``. Raises MisuseError where they differ from what was committed, ManifestError for a record that is damaged.
     """
-    pager = pager_of(model)
+    pager, training = pager_of(model), Training(optimizer, scheduler, scaler, data)
+    if pager.checkpoint.begun:
+        ends(pager, training)
+        return None
     with pager.partition.agreeing("go on from this commit"):  # also where one rank cannot
-        training = Training(optimizer, scheduler, scaler, data)
-        return load_record(model, pager, read_record(pager.store, pager.name, pager.checkpoint.before), training)
+        extra = load_record(model, pager, read_record(pager.store, pager.name, pager.checkpoint.before), training)
+    ends(pager, training, extra)
+    return extra
 
 
 def rollback(
@@ -210,6 +229,8 @@ def rollback(
     pager.replace_others()
     pager.checkpoint.unchanged()
     pager.intent.forget()
+    pager.is_recorded()
+    ends(pager, training, extra)
     return extra
 
 
@@ -232,6 +253,74 @@ def load_optimizer(optimizer: Optimizer, record: Mapping[str, Any]) -> None:
     loaders.load_all([loaders.of_optimizer(optimizer, here, named, record)])
 
 
+def record(pager: Pager) -> None:
+    """Put into the store what makes the next commit a checkpoint of a model that nothing has been trained of."""
+    _prepare(pager.model, Training(), None)
+
+
+def ends(pager: Pager, training: Training, extra: object = None) -> None:
+    """Have the commit at the end of the store's ``with`` block be one of the model, as ``commit`` makes it, with ``training``:
+    where the model has changed by then. ``extra``: what the last one had, which only the program knows as of then."""
+    pager.at_end = partial(_end, ref(pager), training, extra is not None)
+
+
+def _end(pager: Callable[[], Pager | None], training: Training, extra: bool) -> None:
+    found = pager()
+    if found is None:
+        return
+    store, name, optimizer = found.store, found.name, found.optimizer()
+    if isinstance(optimizer, Optimizer):
+        training = replace(training, optimizer=optimizer)
+    lacks: str | None = None
+    try:
+        if found.checkpoint.before is not None:  # updates that were pending were applied, and nobody has resumed
+            recorded = read_record(store, name, found.checkpoint.before)
+            write_record(store, name, {**recorded, "units": [_of_unit(unit) for unit in found.units]})
+            return
+        if found.checkpoint.current and _is_recorded(found, training):
+            return
+        if found.partition.noted(store, None) is not None:  # ranks committed here before: the next number is this one's
+            commit(found.model, training.optimizer, scheduler=training.scheduler, scaler=training.scaler, data=training.data)
+        else:
+            if len({id(mark) for unit in found.units for mark in unit.counted_by.values()}) > 1:
+                raise MisuseError("several optimizers update it, and zero.commit takes one")
+            for unit in found.units:  # updates that can be kept stay pending
+                if unit.pending is not None and not all(_can_be_kept(update.rule) for update in unit.pending.updates.values()):
+                    unit.apply_update()
+            _prepare(found.model, training, None)
+    except (MisuseError, InterruptedStep) as error:
+        lacks = f"is no checkpoint of model {name!r}: {error}"
+    else:
+        if extra:
+            lacks = f"has no extra=, and the one before had: call zero.commit for model {name!r} after the last step"
+        elif training.scheduler is None and any("initial_lr" in group for group in getattr(optimizer, "param_groups", ())):
+            lacks = f"has no scheduler of model {name!r}: give scheduler= to zero.resume, or to zero.commit after the last step"
+    if lacks is not None:
+        warnings.warn(f"the commit at the end of the with block of {store} {lacks}", UncommittedWarning, stacklevel=6)
+
+
+def _is_recorded(pager: Pager, training: Training) -> bool:
+    """Return whether the record, which is of the tensors in the store, is of what the model has in memory, too. One that has
+    more of the training than is at hand stays."""
+    recorded = read_record(pager.store, pager.name)
+    now = _record(pager.model, pager, training, None)
+    if any(now[what] is None and recorded[what] is not None for what in TRAINING):
+        return True
+    return _written(now) == _written(recorded)
+
+
+def _written(record: Mapping[str, Any]) -> tuple[bytes, list[str]]:
+    """Return what is written of a record, without what changes while nothing of the model does, and digests of its tensors."""
+    larger: list[str] = []
+
+    def keep(tensor: torch.Tensor) -> str:
+        larger.append(digest_of(tensor))
+        return str(len(larger))
+
+    kept = {what: found for what, found in record.items() if what not in ("random", "extra")}
+    return dumps(kept, "the checkpoint", keep), larger
+
+
 # Writing
 
 
@@ -247,7 +336,16 @@ def _update_together(pager: Pager) -> None:
 def _prepare(model: nn.Module, training: Training, extra: Mapping[str, Any] | None) -> TieredStore:
     """Put everything that a commit of ``model`` needs beside the model's tensors into the store."""
     pager = pager_of(model)
-    store, name = pager.store, pager.name
+    write_record(pager.store, pager.name, _record(model, pager, training, extra))
+    pager.checkpoint.begun = False
+    pager.is_recorded()
+    return pager.store
+
+
+def _record(model: nn.Module, pager: Pager, training: Training, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return what a commit of ``model`` needs beside the model's tensors. Raises MisuseError and InterruptedStep where there
+    can be no such commit."""
+    pager.refuse_unresumed()
     stage = getattr(training.scaler, "_per_optimizer_states", {}).get(id(training.optimizer), {}).get("stage")
     if getattr(stage, "name", None) == "UNSCALED":  # which torch's state_dict does not tell
         raise MisuseError("the gradients are unscaled and not used yet: commit before scaler.unscale_ or after scaler.step")
@@ -263,7 +361,7 @@ def _prepare(model: nn.Module, training: Training, extra: Mapping[str, Any] | No
         if unit.held:
             raise MisuseError(f"the parameters of {unit.plan.name!r} are in use: commit outside forward and backward")
         unit.gradients.close()
-    record = {
+    return {
         "version": VERSION,
         "layout": layout_of([unit.plan for unit in pager.units], pager.limits, pager.partition),
         "units": [_of_unit(unit) for unit in pager.units],
@@ -274,8 +372,6 @@ def _prepare(model: nn.Module, training: Training, extra: Mapping[str, Any] | No
         "random": random_states(),
         "extra": None if extra is None else dict(extra),
     }
-    write_record(store, name, record)
-    return store
 
 
 def write_record(store: TieredStore, name: str, record: Mapping[str, Any]) -> None:
@@ -335,10 +431,15 @@ def _of_missed(step: int, missed: Missed) -> list[tuple[Any, int]]:
     return found
 
 
+def _can_be_kept(rule: UpdateRule) -> bool:
+    """Return whether a record can hold a pending update by ``rule``."""
+    return is_unnamed(rule) or RULES.get(type(rule).__name__) is type(rule)
+
+
 def _of_rule(rule: UpdateRule) -> Any:
     if is_unnamed(rule):
         return tuple(settings_of(rule).values())
-    if RULES.get(type(rule).__name__) is not type(rule):
+    if not _can_be_kept(rule):
         raise MisuseError(f"an update by {type(rule).__name__} is pending, which a checkpoint cannot hold: flush() first")
     return {"name": type(rule).__name__, "values": settings_of(rule)}
 
@@ -453,7 +554,7 @@ def pending_of(found: Mapping[str, Any], named: Mapping[str, Placement]) -> Pend
 def load_record(model: nn.Module, pager: Pager, record: Mapping[str, Any], training: Training) -> Any:
     """Load what a model has beside its paged parameters, what a training has, and random states from a record: all of them,
     or, where it raises, none."""
-    for what in ("optimizer", "scheduler", "scaler", "data"):
+    for what in TRAINING:
         given = getattr(training, what)
         if (record[what] is None) is not (given is None):
             has = "has none" if record[what] is None else "has one"
@@ -472,6 +573,7 @@ def load_record(model: nn.Module, pager: Pager, record: Mapping[str, Any], train
         loading.append(loaders.of_data(training.data, record["data"]))
     loaders.load_all([*loading, loaders.of_random(record["random"])])
     pager.checkpoint.resumed()
+    pager.must_resume = False
     return record["extra"]
 
 

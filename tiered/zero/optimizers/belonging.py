@@ -42,16 +42,17 @@ class Belonging:
     def begin(self) -> None:
         """Take the name, once the optimizer is made."""
         noted = self._noted
-        before = self._store.before_commits(self._name, lambda: _call(noted))
+        before = self._store.before_commits(self._name, lambda _: _call(noted))
         if self._found and before is not None and self.key not in self._store:
-            before()  # of the optimizer in this process whose states these are, where it made a step since the last commit
+            before(False)  # of the optimizer in this process whose states these are, where it made a step since the last commit
 
     def change(self) -> None:
         """Note that the states change from here on, with the values that the parameters have."""
         if self.key in self._store:
             self._store.delete(self.key, owner=self._owner)
         self._known, self._found = None, False
-        self._store.before_commits(self._name, self._noted())
+        noted = self._noted()
+        self._store.before_commits(self._name, None if noted is None else lambda _: noted())
 
     def note(self, parameters: Sequence[LocalShard]) -> None:
         """Write the digests for a commit. States that were found, or rolled back, stay with those that they belong to."""

@@ -61,6 +61,8 @@ REFUSED = {
     "differentiable": "differentiable=True: a graph of the update would keep all parameters: leave differentiable= out",
 }
 """Why there is no such update as these arguments of ``torch.optim.AdamW`` ask for."""
+STARTS = ("refuse", "overwrite", "resume", "continue")
+"""Values of ``existing``: what a start of a program means where an earlier one left a model, or states."""
 PARAMS = "an optimizer is given an iterable of parameters, or of param groups"
 
 
@@ -77,7 +79,7 @@ class _Places:
 
     def __post_init__(self) -> None:
         one_of("update", self.update, ("on_fetch", "in_backward"))
-        one_of("existing", self.existing, ("refuse", "overwrite", "resume"))
+        one_of("existing", self.existing, STARTS)
         if self.store is not None and self.update == "in_backward":
             raise MisuseError("update='in_backward' is for paged parameters: leave it or store= out")
         if self.store is None and (self.name, self.existing, self.stage) != ("optimizer", "refuse", None):
@@ -513,7 +515,8 @@ class AdamW(Optimizer):
 
     - ``name``: keys in the store begin with it and a slash. ``existing``: what to do when there are some: "refuse",
       "overwrite", or "resume": go on bit for bit with the states and step counts that were committed there, for parameters
-      of the same groups, shapes and types; their values, and what a scheduler sets, are the caller's to bring back.
+      of the same groups, shapes and types; their values, and what a scheduler sets, are the caller's to bring back; or
+      "continue": "resume" where there are some, and begin where there are none.
     - ``stage=zero.Stage1()``: the parameters and gradients are the same on all ranks, each of which has the states of its share
       of the elements and updates that; all call ``step``, ``state_dict`` and ``add_param_group`` together.
 

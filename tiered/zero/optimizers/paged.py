@@ -116,9 +116,10 @@ class PagedUpdates(Updates):
             refuse_masters(placement.name, placement.stored, rule)
             _refuse_cut_blocks(placement, unit.plan, rule)
             _refuse_cut_matrix(pager, unit, placement, rule, self.in_backward)
-        for _, unit, placement in found:
+        for pager, unit, placement in found:
             self._group_of[placement] = index
             unit.claim(placement, self.update_now if self.in_backward else None)
+            pager.optimizer = ref(self.optimizer)
 
     def keep(self, group: Group, rule: UpdateRule) -> None:
         for parameter in group["params"]:
@@ -132,6 +133,7 @@ class PagedUpdates(Updates):
 
     def step(self) -> Sequence[int]:
         for pager in self.pagers():
+            pager.refuse_unresumed()
             pager.reset()
             pager.gradient_sync.synchronise()
             pager.gradient_sync.refresh()
@@ -176,6 +178,7 @@ class PagedUpdates(Updates):
         deeds += [unit.defer_update(changed) for unit, changed in updates.items()]
         deeds += [unit.defer_missed(slices) for unit, slices in missed.items()]
         deeds += [pager.intent.all_updated for pager in self.pagers()]
+        deeds += [partial(pager.stepped_by, self.optimizer) for pager in self.pagers()]
         self._decide(deeds)
         for trace in dict.fromkeys(pager.step_trace for pager in self.pagers()):
             trace.step_ended()
@@ -300,7 +303,8 @@ class PagedUpdates(Updates):
 
     def update_now(self, placement: Placement) -> tuple[Update, Callable[[], None]]:
         """Return the next step of a parameter whose gradient is complete within backward, and what counts it."""
-        _, unit, _ = placement_of(placement.parameter)
+        pager, unit, _ = placement_of(placement.parameter)
+        pager.refuse_unresumed()
         step = self._next_step(unit, placement)
 
         def count() -> None:

@@ -253,6 +253,10 @@ class ResidentUpdates(Updates):
         self, optimizer: Optimizing, store: TieredStore, name: str, existing: str, ranks: Ranks | None
     ) -> None:
         super().__init__(optimizer)
+        self.owner = Owner("optimizer", name)
+        self._held = store.owned(self.owner)
+        if existing == "continue":
+            existing = "resume" if self._held else "refuse"
         self.store, self.name, self.ranks, self._resume = store, name, ranks, existing == "resume"
         going_on = "'resume'" if self._resume else "'refuse' or 'overwrite'"
         self.existing = f"{going_on}, as {name!r}"
@@ -262,17 +266,15 @@ class ResidentUpdates(Updates):
         self._rules: list[UpdateRule] = []
         self._written = False
         self._forward = True
-        self.owner = Owner("optimizer", name)
         self._belonging = Belonging(store, self.owner, self._note, found=existing)
         pool = store.statistics().tier("dram").capacity
         if ranks is not None:
             pool = int(ranks.all_gather(torch.tensor([pool], dtype=torch.int64, device="cpu"), "the smallest pool").amin())
         self._limit = min(Limits.of(pool).chunk, max(1, ROUND // self._size // STEP) * STEP)
-        self._held = store.owned(self.owner)
         if self._held and existing == "refuse":
             raise MisuseError(
                 f"the store already holds {len(self._held)} tensors under {name!r}: give another name=, existing='overwrite', "
-                "or existing='resume' to go on with the states that an optimizer left there"
+                "or existing='continue' to go on with the states that an optimizer left there"
             )
         if self._resume and not self._held:
             raise MisuseError(f"{store} has no states under {name!r} to go on with: leave existing='resume' out")

@@ -379,7 +379,45 @@ class Pager:
             self._forwards[module].append(module.__dict__.get("forward"))
         _pagers.add(self)
         store.held_by(self)
-        store.before_commits(f"model {name}", partial(_remember, weakref.ref(self)))
+        self.optimizer: Callable[[], object | None] = lambda: None
+        """Returns the optimizer that was made for parameters of the model last, or has made a step since; the model refers to
+        the latter."""
+        self.at_end: Callable[[], None] | None = None
+        """Puts what makes a commit a checkpoint of the model into the store, at the end of the store's ``with`` block."""
+        self.must_resume = False
+        """Whether ``zero.resume`` has to be called before the next step (``existing="continue"``)."""
+        self._is_trained = self._is_kept = False
+        self._before_commits(weakref.ref(self))
+        self.checkpoint.changing = self._be_kept
+
+    def stepped_by(self, optimizer: object) -> None:
+        """Note that ``optimizer`` has made a step of the model, which is trained from here on: until a commit has a checkpoint
+        of it the store refers to it, where its ``with`` block ends with a commit. That one has it then, also of a model that
+        nobody else refers to any more."""
+        self.optimizer, self._is_trained = (lambda: optimizer), True
+        self._be_kept()
+
+    def _be_kept(self) -> None:
+        if self._is_trained and not self.checkpoint.current and self.store.ends_with_commit and not self._is_kept:
+            self._is_kept = True
+            self._before_commits(lambda: self)
+
+    def is_recorded(self) -> None:
+        """Note that the store has a checkpoint of the model as it is."""
+        self.checkpoint.current, self._is_kept = True, False
+        self._before_commits(weakref.ref(self))
+
+    def _before_commits(self, itself: Callable[[], Pager | None]) -> None:
+        self.store.before_commits(f"model {self.name}", partial(_before_commit, itself))
+
+    def refuse_unresumed(self) -> None:
+        """Raise MisuseError where what the model goes on from was not loaded."""
+        if self.must_resume:
+            raise MisuseError(
+                f"model {self.name!r} goes on from commit {self.store.generation} (existing='continue'), and its optimizer not "
+                "yet: call zero.resume(model, optimizer) before the first step, with all that zero.commit was given (with a "
+                "Trainer: resume_from_checkpoint=True), or begin anew with existing='overwrite'"
+            )
 
     # -- installing --------------------------------------------------------------------------------------------------------
 
@@ -1065,6 +1103,7 @@ class Pager:
         backward = self._backward
         if backward is not None and backward.goes_on:
             return backward
+        self.refuse_unresumed()  # before a gradient is in the store
         if backward is not None or (self._frames and not is_called_within({f.module for f in self._frames})):
             self.reset()  # what was before was interrupted
         self.intent.ready()
@@ -1515,12 +1554,17 @@ def _refuse_updated(unit: Unit, version: int) -> None:
         )
 
 
-def _remember(pager: Callable[[], Pager | None]) -> None:
-    """Note what is in memory of the units that are held, because a commit begins."""
+def _before_commit(pager: Callable[[], Pager | None], leaving: bool) -> None:
+    """Note what is in memory of the units that are held, because a commit begins; ``leaving``: at the end of a block, whose
+    commit is a checkpoint."""
     found = pager()
-    for unit in () if found is None else found.units:
+    if found is None:
+        return
+    for unit in found.units:
         if unit.held:
             unit.remember()
+    if leaving and found.at_end is not None:
+        found.at_end()
 
 
 def pagers_in(store: TieredStore) -> list[Pager]:

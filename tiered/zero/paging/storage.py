@@ -10,7 +10,7 @@ first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, cast, overload
@@ -160,6 +160,11 @@ class CheckpointRecord:
     def __init__(self, store: TieredStore, owner: Owner) -> None:
         self.key, self.owner = f"{owner.name}/checkpoint", owner
         self._store = store
+        self.current = self.begun = False
+        """Whether the record is in the store, and of what there is now; whether the model began in this process, and nothing of
+        it has changed since."""
+        self.changing: Callable[[], None] | None = None
+        """Called when the record stops being ``current``."""
         self._changed_in: int | None = None
         self._remembered: _Remembered | None = None
         self._awaited = self._applying = False
@@ -169,7 +174,11 @@ class CheckpointRecord:
 
     def note(self) -> None:
         """Note that something outside of the tensors is about to change."""
-        self._changed_in = self._store.begun
+        self._changed_in, self.begun = self._store.begun, False
+        if self.current:
+            self.current = False
+            if self.changing is not None:
+                self.changing()
 
     def unchanged(self) -> None:
         """Note that everything is as in the last commit, or in one to which the store went back."""

@@ -1,0 +1,273 @@
+"""What a start of a program means where an earlier one left a model (``existing=``), and what the end of a ``with`` block
+commits: each run goes on bit for bit where the last one left the store, whether or not it called ``zero.commit``."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+from tests.quick import quick
+from tests.zero.models import Tied
+from tiered import InterruptedStep, MisuseError, TieredStore, UncommittedWarning, zero
+from tiered.store.at_rest import StoreAtRest
+from tiered.zero.checkpoint.safetensors import export_at_rest
+
+DRAM = "1MiB"
+UPDATES = quick(["on_fetch", "in_backward"], ["on_fetch", "in_backward"])
+
+
+def run(folder: Path, steps: int, *, existing: str = "continue", update: str = "on_fetch", seed: int = 0) -> list[float]:
+    """One life of a program, which never calls ``zero.commit``."""
+    with TieredStore.open(folder, dram=DRAM) as store:
+        torch.manual_seed(seed)
+        model = zero.page(Tied(), store, existing=existing)
+        optimizer = zero.AdamW(model.parameters(), lr=1e-2, update=update)
+        scheduler, data = StepLR(optimizer, 2, 0.5), torch.Generator().manual_seed(3)
+        assert zero.resume(model, optimizer, scheduler=scheduler, data=data) is None
+        return [step(model, optimizer, scheduler, data) for _ in range(steps)]
+
+
+def step(model: Any, optimizer: Any, scheduler: Any = None, data: torch.Generator | None = None) -> float:
+    optimizer.zero_grad()
+    loss = model.loss(0 if data is None else int(torch.randint(0, 1000, (), generator=data)))
+    loss.backward()
+    optimizer.step()
+    if scheduler is not None:
+        scheduler.step()
+    return loss.item()
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_one_program_begins_and_goes_on(tmp_path: Path, update: str) -> None:
+    whole = run(tmp_path / "whole", 6, update=update)
+    parts = [run(tmp_path / "parts", 2, update=update, seed=seed) for seed in range(3)]
+    assert [loss for part in parts for loss in part] == whole
+    assert run(tmp_path / "parts", 2, existing="overwrite", update=update) == whole[:2]
+    with pytest.raises(MisuseError, match="existing='overwrite' to begin anew, or existing='continue' to go on"):
+        run(tmp_path / "parts", 2, existing="refuse", update=update)
+    assert run(tmp_path / "parts", 2, update=update, seed=9) == whole[2:4]
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_whoever_goes_on_without_resume_is_told_before_a_step(tmp_path: Path, update: str) -> None:
+    whole = run(tmp_path / "state", 2, update=update)
+    with TieredStore.open(tmp_path / "state", dram=DRAM) as store:
+        model = zero.page(Tied(), store, existing="continue")
+        optimizer = zero.AdamW(model.parameters(), lr=1e-2, update=update)
+        for what in (model.loss(0).backward, optimizer.step, lambda: zero.commit(model, optimizer)):
+            with pytest.raises(MisuseError, match=r"call zero\.resume\(model, optimizer\) before the first step"):
+                what()
+    assert run(tmp_path / "state", 2, update=update) == run(tmp_path / "whole", 4, update=update)[2:] != whole
+
+
+def test_tensors_without_a_checkpoint_are_not_taken_for_one(tmp_path: Path) -> None:
+    with TieredStore.open(tmp_path, dram=DRAM) as store:
+        zero.page(Tied(), store)
+        store.commit()
+        store.close()
+    with TieredStore.open(tmp_path, dram=DRAM) as store, pytest.raises(MisuseError, match="no checkpoint to go on from"):
+        zero.page(Tied(), store, existing="continue")
+
+
+def test_a_model_that_nobody_refers_to_any_more_is_in_the_commit_at_the_end(tmp_path: Path) -> None:
+    def train(store: TieredStore, name: str) -> list[float]:
+        torch.manual_seed(1)
+        model = zero.page(Tied(), store, name=name, existing="continue")
+        optimizer = zero.AdamW(model.parameters(), lr=1e-2)
+        zero.resume(model, optimizer)
+        return [step(model, optimizer) for _ in range(2)]
+
+    def only_evaluate(store: TieredStore, name: str) -> float:
+        with torch.no_grad():
+            return zero.page(Tied(), store, name=name, existing="continue").loss(0).item()
+
+    found: dict[str, list[float]] = {"one": [], "other": []}
+    for life in range(2):
+        with TieredStore.open(tmp_path, dram=DRAM) as store:
+            for name, losses in found.items():
+                losses += train(store, name)
+            still = only_evaluate(store, "still")
+            gc.collect()
+        found.setdefault("still", []) if life else None
+    assert found.pop("still") == []
+    assert found["one"] == found["other"]
+    assert len(set(found["one"])) == 4
+    assert still > 0
+    with TieredStore.open(tmp_path, dram=DRAM) as store:  # never trained, and there nevertheless
+        assert only_evaluate(store, "still") == still
+
+
+def test_the_commit_at_the_end_can_be_exported(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Tied()
+    with TieredStore.open(tmp_path / "state", dram=DRAM) as store:
+        zero.page(model, store)
+        step(model, zero.AdamW(model.parameters()))
+        expected = {name: value.clone() for name, value in model.state_dict().items()}
+    with StoreAtRest(tmp_path / "state") as at_rest:
+        export_at_rest(at_rest, tmp_path / "out")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(written[name], value) for name, value in expected.items() if name in written)
+    assert written
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(x))
+
+
+def test_what_changed_in_memory_alone_is_in_the_commit_and_nothing_is_not_one(tmp_path: Path) -> None:
+    x = torch.arange(12.0).view(3, 4)
+    with TieredStore.open(tmp_path, dram=DRAM) as store:
+        model = zero.page(Normed(), store)
+        optimizer = zero.AdamW(model.parameters())
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.flush()
+        made = zero.commit(model, optimizer, extra={"step": 1})
+    for training, evaluates in ((True, True), (False, False), (True, False)):
+        with TieredStore.open(tmp_path, dram=DRAM) as store:
+            assert store.generation == made
+            model = zero.page(Normed(), store, existing="resume")
+            if training:
+                assert zero.resume(model, zero.AdamW(model.parameters())) == {"step": 1}
+            model.train(not evaluates)
+            with torch.no_grad():
+                model(x)
+            tracked = int(model.norm.num_batches_tracked)
+            if training and not evaluates:
+                with pytest.warns(UncommittedWarning, match="has no extra=, and the one before had"):
+                    store.__exit__(None, None, None)
+                store = TieredStore.open(tmp_path, dram=DRAM)
+                assert store.generation == made + 1
+                store.close()
+                break
+    with TieredStore.open(tmp_path, dram=DRAM) as store:
+        model = zero.page(Normed(), store, existing="resume")
+        assert zero.resume(model, zero.AdamW(model.parameters())) is None
+        assert int(model.norm.num_batches_tracked) == tracked == 2
+
+
+def test_what_the_commit_at_the_end_lacks_is_told(tmp_path: Path) -> None:
+    def life(name: str, what: str) -> None:
+        with TieredStore.open(tmp_path, dram=DRAM) as store:
+            model = zero.page(Tied(), store, name=name)
+            optimizer = zero.AdamW(model.parameters())
+            if what == "several optimizers":
+                half = list(model.parameters())
+                first, second = zero.AdamW(half[:3]), zero.AdamW(half[3:])
+                model.loss(0).backward()
+                first.step()
+                second.step()
+            elif what == "a scheduler":
+                StepLR(optimizer, 2)
+                step(model, optimizer)
+            elif what == "an exception":
+                model.loss(0).backward()
+                model.position.register_hook(lambda _: 1 / 0)  # type: ignore[union-attr, operator]
+                with pytest.raises(ZeroDivisionError):
+                    model.loss(0).backward()
+                model.position.requires_grad_(False)  # type: ignore[union-attr, operator]
+            else:
+                step(model, optimizer)
+
+    for name, what, told in (
+        ("a", "several optimizers", "is no checkpoint of model 'a': several optimizers"),
+        ("b", "a scheduler", "has no scheduler of model 'b'"),
+    ):
+        with pytest.warns(UncommittedWarning, match=told):
+            life(name, what)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        life("c", "nothing")
+
+
+def test_whoever_only_evaluates_leaves_the_checkpoint(tmp_path: Path) -> None:
+    """Updates that were pending in it are applied meanwhile."""
+    run(tmp_path / "state", 2)
+    for existing in ("resume", "continue"):
+        with TieredStore.open(tmp_path / "state", dram=DRAM) as store, torch.no_grad():
+            zero.page(Tied(), store, existing=existing).loss(0)
+    assert run(tmp_path / "state", 2) == run(tmp_path / "whole", 4)[2:]
+
+
+def test_an_exception_commits_nothing(tmp_path: Path) -> None:
+    run(tmp_path, 2)
+
+    def broken() -> None:
+        with TieredStore.open(tmp_path, dram=DRAM) as store:
+            model = zero.page(Tied(), store, existing="continue")
+            optimizer = zero.AdamW(model.parameters())
+            data = torch.Generator()
+            zero.resume(model, optimizer, scheduler=StepLR(optimizer, 2, 0.5), data=data)
+            step(model, optimizer)
+            raise InterruptedStep("in the loop")
+
+    with pytest.raises(InterruptedStep, match="in the loop"):
+        broken()
+    assert run(tmp_path, 2) == run(tmp_path / "whole", 4)[2:]
+
+
+def test_values_are_read_from_files_only_to_begin(tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    (tmp_path / "weights").mkdir()
+    save_file(nn.Linear(8, 8).state_dict(), tmp_path / "weights" / "model.safetensors")
+    losses = []
+    for _ in range(3):
+        with TieredStore.open(tmp_path / "state", dram=DRAM) as store:
+            model = zero.page(nn.Linear(8, 8), store, existing="continue", weights=tmp_path / "weights")
+            optimizer = zero.SGD(model.parameters(), lr=0.1)
+            zero.resume(model, optimizer)
+            loss = model(torch.ones(1, 8)).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[0] > losses[1] > losses[2]
+
+
+@dataclass(frozen=True)
+class Own(zero.SGDRule):
+    """A rule that no record names."""
+
+
+def test_an_update_that_no_checkpoint_can_hold_is_applied_at_the_end(tmp_path: Path) -> None:
+    losses = []
+    for _ in range(2):
+        with TieredStore.open(tmp_path, dram=DRAM) as store:
+            torch.manual_seed(0)
+            model = zero.page(Tied(), store, existing="continue")
+            optimizer = zero.Optimizer(model.parameters(), Own(lr=0.1))
+            zero.resume(model, optimizer)
+            losses.append(step(model, optimizer))
+    assert losses[0] != losses[1]
+
+
+def test_states_of_parameters_in_memory_begin_and_go_on(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(64, 64), torch.randn(4, 64)
+    other = nn.Linear(64, 64)
+    other.load_state_dict(model.state_dict())
+    expected = torch.optim.AdamW(other.parameters(), fused=True)
+    for life in range(3):
+        with TieredStore.open(tmp_path, dram=DRAM) as store:
+            optimizer = zero.AdamW(model.parameters(), store=store, existing="continue")
+            for one, its in ((model, optimizer), (other, expected)):
+                one.zero_grad()
+                one(x).square().sum().backward()
+                its.step()
+            assert optimizer.state_dict()["state"][0]["step"] == life + 1
+    assert torch.equal(model.weight, other.weight)
