@@ -64,6 +64,11 @@ TREE: dict[str, tuple[str, ...]] = {
     "zero.construction": ("staging", "construct", "deferred", "shown"),
     "zero.checkpoint": ("weights", "loaders", "beside", "checkpoint", "reshard", "safetensors", "foreign", "exports", "dcp"),
     "integrations": ("saves", "kept", "hub", "importing", "deepspeed", "transformers", "axolotl", "accelerate", "lightning"),
+    "zero.checkpoint": (
+        *("weights", "loaders", "beside", "checkpoint", "ending"),
+        *("reshard", "safetensors", "foreign", "exports", "dcp"),
+    ),
+    "integrations": ("saves", "kept", "importing", "deepspeed", "transformers", "axolotl", "accelerate", "lightning"),
     "integrations.deepspeed": (
         *("table", "config", "questions", "schedules", "loss_scale", "optimizers", "monitors", "tags", "saved", "importing"),
         *("engine", "initialize"),
@@ -152,6 +157,7 @@ LONG_OR_SHORT: dict[str, str] = {
     "store.commit": "generations of an open store: commit, rollback, recovery",
     "store.activations": "what autograd saved, from pack to unpack",
     "zero.page": "the public calls on a whole model, beside training it",
+    "zero.checkpoint.checkpoint": "one record of a training: written, read, and what a model has to be for it",
     "zero.record": "the record of a checkpoint: its form, and what is refused of it",
     "integrations.deepspeed.engine": "the calls of a training loop, by DeepSpeed's names",
     "integrations.deepspeed.questions": "what an engine answers by the name of a method alone",

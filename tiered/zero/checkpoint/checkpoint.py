@@ -3,22 +3,18 @@ it."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
-from weakref import ref
 
 import torch
 from torch import nn
 
-from tiered.errors import InterruptedStep, ManifestError, MisuseError, UncommittedWarning
+from tiered.errors import ManifestError, MisuseError
 from tiered.store import TieredStore
 from tiered.types import TensorSpec
 from tiered.zero.checkpoint import beside, loaders
 from tiered.zero.checkpoint.loaders import Loader, Stateful, random_states
-from tiered.zero.digests import digest_of
 from tiered.zero.optimizers.optimizer import Optimizer
 from tiered.zero.paging.pager import Pager, buffer_places, name_of, pager_of, pager_of_parameter, pagers_in
 from tiered.zero.paging.saved_tensors import without_grad
@@ -45,7 +41,7 @@ from tiered.zero.rules.rule import UpdateRule, settings_of
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["Training", "commit", "commit_async", "ends", "load_record", "record", "resume", "rollback"]
+__all__ = ["Training", "commit", "commit_async", "load_record", "resume", "rollback"]
 
 TRAINING = ("optimizer", "scheduler", "scaler", "data")
 """Fields of ``Training``."""
@@ -128,7 +124,7 @@ def commit(
     training = Training(optimizer, scheduler, scaler, data)
 
     def prepare() -> None:
-        _prepare(model, training, extra)
+        prepare_commit(model, training, extra)
 
     others = ("optimizer=", optimizer), ("scheduler=", scheduler), ("scaler=", scaler)
     with pager.partition.agreeing("commit") as agree:
@@ -138,7 +134,7 @@ def commit(
             agree(optimizer.terms(pager))
     _update_together(pager)
     made = pager.partition.commit(pager.store, meta, prepare, pager.checkpoint.invalidate)
-    ends(pager, training, extra)
+    pager.given = training, extra is not None
     return made
 
 
@@ -157,9 +153,9 @@ def commit_async(
     partition = pager.partition
     if partition.shares > 1:
         raise MisuseError("ranks acknowledge a commit together, which commit_async does not: call zero.commit")
-    store = _prepare(model, training, extra)
+    store = prepare_commit(model, training, extra)
     made = store.commit_async(partition.noted(store, meta))
-    ends(pager, training, extra)
+    pager.given = training, extra is not None
     return made
 
 
@@ -182,11 +178,11 @@ def resume(
     """
     pager, training = pager_of(model), Training(optimizer, scheduler, scaler, data)
     if pager.checkpoint.begun:
-        ends(pager, training)
+        pager.given = training, False
         return None
     with pager.partition.agreeing("go on from this commit"):  # also where one rank cannot
         extra = load_record(model, pager, read_record(pager.store, pager.name, pager.checkpoint.before), training)
-    ends(pager, training, extra)
+    pager.given = training, extra is not None
     return extra
 
 
@@ -205,7 +201,7 @@ def rollback(
     Whatever an exception left of forward, backward or ``step()``, and wherever it struck: all that models in the store hold by
     themselves (leases, gradients, updates that are pending, hooks) is thrown away. Where this call is interrupted, too, call it
     again. Moves no tensor of the model: see ``TieredStore.rollback``. Graphs of before cannot run backward any more. It is the
-    whole store that goes back: call it for each model that is in it; until then the others raise InterruptedStep, but for those
+    whole store that goes back: call it for each model that is in it; until then the others raise but for those
     whose tensors stay as they are (tensors that were written since the last commit are read, to find that out). Raises as
     that, with nothing changed where the last commit has no record of the model, and as ``resume``.
     """
@@ -230,7 +226,7 @@ def rollback(
     pager.checkpoint.unchanged()
     pager.intent.forget()
     pager.is_recorded()
-    ends(pager, training, extra)
+    pager.given = training, extra is not None
     return extra
 
 
@@ -253,74 +249,6 @@ def load_optimizer(optimizer: Optimizer, record: Mapping[str, Any]) -> None:
     loaders.load_all([loaders.of_optimizer(optimizer, here, named, record)])
 
 
-def record(pager: Pager) -> None:
-    """Put into the store what makes the next commit a checkpoint of a model that nothing has been trained of."""
-    _prepare(pager.model, Training(), None)
-
-
-def ends(pager: Pager, training: Training, extra: object = None) -> None:
-    """Have the commit at the end of the store's ``with`` block be one of the model, as ``commit`` makes it, with ``training``:
-    where the model has changed by then. ``extra``: what the last one had, which only the program knows as of then."""
-    pager.at_end = partial(_end, ref(pager), training, extra is not None)
-
-
-def _end(pager: Callable[[], Pager | None], training: Training, extra: bool) -> None:
-    found = pager()
-    if found is None:
-        return
-    store, name, optimizer = found.store, found.name, found.optimizer()
-    if isinstance(optimizer, Optimizer):
-        training = replace(training, optimizer=optimizer)
-    lacks: str | None = None
-    try:
-        if found.checkpoint.before is not None:  # updates that were pending were applied, and nobody has resumed
-            recorded = read_record(store, name, found.checkpoint.before)
-            write_record(store, name, {**recorded, "units": [_of_unit(unit) for unit in found.units]})
-            return
-        if found.checkpoint.current and _is_recorded(found, training):
-            return
-        if found.partition.noted(store, None) is not None:  # ranks committed here before: the next number is this one's
-            commit(found.model, training.optimizer, scheduler=training.scheduler, scaler=training.scaler, data=training.data)
-        else:
-            if len({id(mark) for unit in found.units for mark in unit.counted_by.values()}) > 1:
-                raise MisuseError("several optimizers update it, and zero.commit takes one")
-            for unit in found.units:  # updates that can be kept stay pending
-                if unit.pending is not None and not all(_can_be_kept(update.rule) for update in unit.pending.updates.values()):
-                    unit.apply_update()
-            _prepare(found.model, training, None)
-    except (MisuseError, InterruptedStep) as error:
-        lacks = f"is no checkpoint of model {name!r}: {error}"
-    else:
-        if extra:
-            lacks = f"has no extra=, and the one before had: call zero.commit for model {name!r} after the last step"
-        elif training.scheduler is None and any("initial_lr" in group for group in getattr(optimizer, "param_groups", ())):
-            lacks = f"has no scheduler of model {name!r}: give scheduler= to zero.resume, or to zero.commit after the last step"
-    if lacks is not None:
-        warnings.warn(f"the commit at the end of the with block of {store} {lacks}", UncommittedWarning, stacklevel=6)
-
-
-def _is_recorded(pager: Pager, training: Training) -> bool:
-    """Return whether the record, which is of the tensors in the store, is of what the model has in memory, too. One that has
-    more of the training than is at hand stays."""
-    recorded = read_record(pager.store, pager.name)
-    now = _record(pager.model, pager, training, None)
-    if any(now[what] is None and recorded[what] is not None for what in TRAINING):
-        return True
-    return _written(now) == _written(recorded)
-
-
-def _written(record: Mapping[str, Any]) -> tuple[bytes, list[str]]:
-    """Return what is written of a record, without what changes while nothing of the model does, and digests of its tensors."""
-    larger: list[str] = []
-
-    def keep(tensor: torch.Tensor) -> str:
-        larger.append(digest_of(tensor))
-        return str(len(larger))
-
-    kept = {what: found for what, found in record.items() if what not in ("random", "extra")}
-    return dumps(kept, "the checkpoint", keep), larger
-
-
 # Writing
 
 
@@ -333,17 +261,17 @@ def _update_together(pager: Pager) -> None:
         unit.apply_update()
 
 
-def _prepare(model: nn.Module, training: Training, extra: Mapping[str, Any] | None) -> TieredStore:
+def prepare_commit(model: nn.Module, training: Training, extra: Mapping[str, Any] | None) -> TieredStore:
     """Put everything that a commit of ``model`` needs beside the model's tensors into the store."""
     pager = pager_of(model)
-    write_record(pager.store, pager.name, _record(model, pager, training, extra))
+    write_record(pager.store, pager.name, record_of(pager, training, extra))
     pager.checkpoint.begun = False
     pager.is_recorded()
     return pager.store
 
 
-def _record(model: nn.Module, pager: Pager, training: Training, extra: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return what a commit of ``model`` needs beside the model's tensors. Raises MisuseError and InterruptedStep where there
+def record_of(pager: Pager, training: Training, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return what a commit needs of a model beside its tensors. Raises MisuseError and InterruptedStep where there
     can be no such commit."""
     pager.refuse_unresumed()
     stage = getattr(training.scaler, "_per_optimizer_states", {}).get(id(training.optimizer), {}).get("stage")
@@ -352,6 +280,7 @@ def _record(model: nn.Module, pager: Pager, training: Training, extra: Mapping[s
     pager.intent.refuse()
     pager.intent.refuse_half_updated()
     beside.refuse_forgotten(pager, "a commit")
+    model = pager.model
     here = beside.beside(model, pager), beside.gone(model, pager), beside.transient(model, pager)
     if not pager.computing:
         pager.reset()  # what an exception left held
@@ -364,7 +293,7 @@ def _record(model: nn.Module, pager: Pager, training: Training, extra: Mapping[s
     return {
         "version": VERSION,
         "layout": layout_of([unit.plan for unit in pager.units], pager.limits, pager.partition),
-        "units": [_of_unit(unit) for unit in pager.units],
+        "units": [of_unit(unit) for unit in pager.units],
         "buffers": pager.buffers(),
         "persistent": persistent(pager.buffer_places),
         **{name: found for name, found in zip(("beside", "gone", "transient"), here, strict=True) if found},
@@ -395,7 +324,7 @@ def write_record(store: TieredStore, name: str, record: Mapping[str, Any]) -> No
     store.put(before.key, torch.frombuffer(bytearray(written), dtype=torch.uint8), owner=owner)
 
 
-def _of_unit(unit: Unit) -> dict[str, Any]:
+def of_unit(unit: Unit) -> dict[str, Any]:
     return {
         "gradients": unit.gradients.record(),
         "stale_masters": sorted(placement.name for placement in unit.states.stale_masters),
@@ -431,7 +360,7 @@ def _of_missed(step: int, missed: Missed) -> list[tuple[Any, int]]:
     return found
 
 
-def _can_be_kept(rule: UpdateRule) -> bool:
+def can_be_kept(rule: UpdateRule) -> bool:
     """Return whether a record can hold a pending update by ``rule``."""
     return is_unnamed(rule) or RULES.get(type(rule).__name__) is type(rule)
 
@@ -439,7 +368,7 @@ def _can_be_kept(rule: UpdateRule) -> bool:
 def _of_rule(rule: UpdateRule) -> Any:
     if is_unnamed(rule):
         return tuple(settings_of(rule).values())
-    if not _can_be_kept(rule):
+    if not can_be_kept(rule):
         raise MisuseError(f"an update by {type(rule).__name__} is pending, which a checkpoint cannot hold: flush() first")
     return {"name": type(rule).__name__, "values": settings_of(rule)}
 

@@ -1,0 +1,101 @@
+"""The commit at the end of a store's ``with`` block is a checkpoint of each model that is paged there, as ``zero.commit`` makes
+it: of what it has changed since the last one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+
+from tiered.errors import InterruptedStep, MisuseError, UncommittedWarning
+from tiered.zero.checkpoint.checkpoint import (
+    TRAINING,
+    Training,
+    can_be_kept,
+    commit,
+    of_unit,
+    prepare_commit,
+    read_record,
+    record_of,
+    write_record,
+)
+from tiered.zero.digests import digest_of
+from tiered.zero.optimizers.optimizer import Optimizer
+from tiered.zero.paging.pager import Pager
+from tiered.zero.record import dumps
+
+__all__ = ["end_with_checkpoint", "record"]
+
+
+def record(pager: Pager) -> None:
+    """Put into the store what makes the next commit a checkpoint of a model that nothing has been trained of."""
+    prepare_commit(pager.model, Training(), None)
+
+
+def end_with_checkpoint(pager: Pager) -> None:
+    """Have the commit at the end of the store's ``with`` block be one of the model, with what ``zero.commit`` or ``resume`` was
+    given last."""
+    pager.at_end = partial(_end, ref(pager))
+
+
+def _end(pager: Callable[[], Pager | None]) -> None:
+    found = pager()
+    if found is None:
+        return
+    training, extra = found.given or (Training(), False)
+    store, name, optimizer = found.store, found.name, found.optimizer()
+    if isinstance(optimizer, Optimizer):
+        training = replace(training, optimizer=optimizer)
+    lacks: str | None = None
+    try:
+        if found.checkpoint.before is not None:  # updates that were pending were applied, and nobody has resumed
+            recorded = read_record(store, name, found.checkpoint.before)
+            write_record(store, name, {**recorded, "units": [of_unit(unit) for unit in found.units]})
+            return
+        if found.checkpoint.current and _is_recorded(found, training):
+            return
+        if found.partition.noted(store, None) is not None:  # ranks committed here before: the next number is this one's
+            commit(found.model, training.optimizer, scheduler=training.scheduler, scaler=training.scaler, data=training.data)
+        else:
+            if len({id(mark) for unit in found.units for mark in unit.counted_by.values()}) > 1:
+                raise MisuseError("several optimizers update it, and zero.commit takes one")
+            for unit in found.units:  # updates that can be kept stay pending
+                if unit.pending is not None and not all(can_be_kept(update.rule) for update in unit.pending.updates.values()):
+                    unit.apply_update()
+            prepare_commit(found.model, training, None)
+    except (MisuseError, InterruptedStep) as error:
+        lacks = f"is no checkpoint of model {name!r}: {error}"
+    else:
+        if extra:
+            lacks = f"has no extra=, and the one before had: call zero.commit for model {name!r} after the last step"
+        elif training.scheduler is None and any("initial_lr" in group for group in getattr(optimizer, "param_groups", ())):
+            lacks = f"has no scheduler of model {name!r}: give scheduler= to zero.resume, or to zero.commit after the last step"
+    if lacks is not None:
+        warnings.warn(f"the commit at the end of the with block of {store} {lacks}", UncommittedWarning, stacklevel=6)
+
+
+def _is_recorded(pager: Pager, training: Training) -> bool:
+    """Return whether the record, which is of the tensors in the store, is of what the model has in memory, too. One that has
+    more of the training than is at hand stays."""
+    recorded = read_record(pager.store, pager.name)
+    now = record_of(pager, training, None)
+    if any(now[what] is None and recorded[what] is not None for what in TRAINING):
+        return True
+    return _written(now) == _written(recorded)
+
+
+def _written(record: Mapping[str, Any]) -> tuple[bytes, list[str]]:
+    """Return what is written of a record, without what changes while nothing of the model does, and digests of its tensors."""
+    larger: list[str] = []
+
+    def keep(tensor: torch.Tensor) -> str:
+        larger.append(digest_of(tensor))
+        return str(len(larger))
+
+    kept = {what: found for what, found in record.items() if what not in ("random", "extra")}
+    return dumps(kept, "the checkpoint", keep), larger
