@@ -134,7 +134,7 @@ def commit(
             agree(optimizer.terms(pager))
     _update_together(pager)
     made = pager.partition.commit(pager.store, meta, prepare, pager.checkpoint.invalidate)
-    pager.given = training, extra is not None
+    pager.given = model, training, extra is not None
     return made
 
 
@@ -155,7 +155,7 @@ def commit_async(
         raise MisuseError("ranks acknowledge a commit together, which commit_async does not: call zero.commit")
     store = prepare_commit(model, training, extra)
     made = store.commit_async(partition.noted(store, meta))
-    pager.given = training, extra is not None
+    pager.given = model, training, extra is not None
     return made
 
 
@@ -178,11 +178,11 @@ def resume(
     """
     pager, training = pager_of(model), Training(optimizer, scheduler, scaler, data)
     if pager.checkpoint.begun:
-        pager.given = training, False
+        pager.given = model, training, False
         return None
     with pager.partition.agreeing("go on from this commit"):  # also where one rank cannot
         extra = load_record(model, pager, read_record(pager.store, pager.name, pager.checkpoint.before), training)
-    pager.given = training, extra is not None
+    pager.given = model, training, extra is not None
     return extra
 
 
@@ -226,7 +226,7 @@ def rollback(
     pager.checkpoint.unchanged()
     pager.intent.forget()
     pager.is_recorded()
-    pager.given = training, extra is not None
+    pager.given = model, training, extra is not None
     return extra
 
 
@@ -264,13 +264,13 @@ def _update_together(pager: Pager) -> None:
 def prepare_commit(model: nn.Module, training: Training, extra: Mapping[str, Any] | None) -> TieredStore:
     """Put everything that a commit of ``model`` needs beside the model's tensors into the store."""
     pager = pager_of(model)
-    write_record(pager.store, pager.name, record_of(pager, training, extra))
+    write_record(pager.store, pager.name, record_of(model, pager, training, extra))
     pager.checkpoint.begun = False
     pager.is_recorded()
     return pager.store
 
 
-def record_of(pager: Pager, training: Training, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+def record_of(model: nn.Module, pager: Pager, training: Training, extra: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return what a commit needs of a model beside its tensors. Raises MisuseError and InterruptedStep where there
     can be no such commit."""
     pager.refuse_unresumed()
@@ -280,7 +280,6 @@ def record_of(pager: Pager, training: Training, extra: Mapping[str, Any] | None)
     pager.intent.refuse()
     pager.intent.refuse_half_updated()
     beside.refuse_forgotten(pager, "a commit")
-    model = pager.model
     here = beside.beside(model, pager), beside.gone(model, pager), beside.transient(model, pager)
     if not pager.computing:
         pager.reset()  # what an exception left held

@@ -11,6 +11,7 @@ from typing import Any
 from weakref import ref
 
 import torch
+from torch import nn
 
 from tiered.errors import InterruptedStep, MisuseError, UncommittedWarning
 from tiered.zero.checkpoint.checkpoint import (
@@ -47,7 +48,7 @@ def _end(pager: Callable[[], Pager | None]) -> None:
     found = pager()
     if found is None:
         return
-    training, extra = found.given or (Training(), False)
+    model, training, extra = found.given or (found.model, Training(), False)
     store, name, optimizer = found.store, found.name, found.optimizer()
     if isinstance(optimizer, Optimizer):
         training = replace(training, optimizer=optimizer)
@@ -57,17 +58,17 @@ def _end(pager: Callable[[], Pager | None]) -> None:
             recorded = read_record(store, name, found.checkpoint.before)
             write_record(store, name, {**recorded, "units": [of_unit(unit) for unit in found.units]})
             return
-        if found.checkpoint.current and _is_recorded(found, training):
+        if found.checkpoint.current and _is_recorded(model, found, training):
             return
         if found.partition.noted(store, None) is not None:  # ranks committed here before: the next number is this one's
-            commit(found.model, training.optimizer, scheduler=training.scheduler, scaler=training.scaler, data=training.data)
+            commit(model, training.optimizer, scheduler=training.scheduler, scaler=training.scaler, data=training.data)
         else:
             if len({id(mark) for unit in found.units for mark in unit.counted_by.values()}) > 1:
                 raise MisuseError("several optimizers update it, and zero.commit takes one")
             for unit in found.units:  # updates that can be kept stay pending
                 if unit.pending is not None and not all(can_be_kept(update.rule) for update in unit.pending.updates.values()):
                     unit.apply_update()
-            prepare_commit(found.model, training, None)
+            prepare_commit(model, training, None)
     except (MisuseError, InterruptedStep) as error:
         lacks = f"is no checkpoint of model {name!r}: {error}"
     else:
@@ -79,11 +80,11 @@ def _end(pager: Callable[[], Pager | None]) -> None:
         warnings.warn(f"the commit at the end of the with block of {store} {lacks}", UncommittedWarning, stacklevel=6)
 
 
-def _is_recorded(pager: Pager, training: Training) -> bool:
+def _is_recorded(model: nn.Module, pager: Pager, training: Training) -> bool:
     """Return whether the record, which is of the tensors in the store, is of what the model has in memory, too. One that has
     more of the training than is at hand stays."""
     recorded = read_record(pager.store, pager.name)
-    now = record_of(pager, training, None)
+    now = record_of(model, pager, training, None)
     if any(now[what] is None and recorded[what] is not None for what in TRAINING):
         return True
     return _written(now) == _written(recorded)

@@ -384,9 +384,9 @@ class Pager:
         the latter."""
         self.at_end: Callable[[], None] | None = None
         """Puts what makes a commit a checkpoint of the model into the store, at the end of the store's ``with`` block."""
-        self.given: tuple[Any, bool] | None = None
-        """What ``zero.commit``, ``resume`` or ``rollback`` was given last of a training, and whether it has an ``extra``, which
-        only the program knows later."""
+        self.given: tuple[nn.Module, Any, bool] | None = None
+        """What ``zero.commit``, ``resume`` or ``rollback`` was given last: the model, which may be one around this one, what
+        else a training has, and whether it has an ``extra``, which only the program knows later."""
         self.must_resume = False
         """Whether ``zero.resume`` has to be called before the next step (``existing="continue"``)."""
         self._is_trained = self._is_kept = False
