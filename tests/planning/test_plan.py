@@ -125,6 +125,27 @@ def test_the_smallest_budget_of_what_computes_again_is_larger(tmp_path: Path) ->
     assert tiered.plan(model(), dram="1KiB", workload=Workload(inputs=torch.zeros(1, 64, 9))).smallest < found.smallest
 
 
+def test_a_budget_that_divides_fewer_parameters_than_a_smaller_one_may_not_do(tmp_path: Path) -> None:
+    """A third of the budget holds the largest weight, so it is not divided; three of them, beside what the store saves, do not
+    fit. Other modes do, and are planned."""
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512))
+
+    dram, workload = 3_500_000, Workload(inputs=torch.zeros(1, 512))
+    planner = Planner(subject_of(model(), workload), None, AdamWRule(), Policy(), 1)
+    ways = [Choice(activations="memory", dram=dram), Choice(activations="store", dram=dram)]
+    assert [planner.fits(way) for way in ways] == [True, False]
+    wanted = planner.smallest(ways[1], dram)
+    assert planner.smallest(ways[1]) < dram < wanted
+    found = tiered.plan(model(), workload=workload, dram=dram)
+    assert found.chosen is not None
+    assert {one.choice.activations for one in (found.chosen, *found.others)} == {"memory"}
+    with TieredStore.open(tmp_path / "s", dram=dram, durability="none") as store:
+        with pytest.raises(tiered.CapacityError, match=f"the smallest that works is {wanted:,} bytes"):
+            zero.page(model(), store, activations="store")
+        zero.page(model(), store)
+
+
 def test_what_updates_whole_parameters_is_planned_where_none_is_divided() -> None:
     model, asked = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 8)), {"workload": Workload(inputs=torch.zeros(1, 512))}
     assert tiered.plan(model, dram="2MiB", **asked).fits

@@ -245,9 +245,15 @@ class Planner:
         """Return the model's units for a budget."""
         return divide(self.subject.model, Limits.of(dram, ranks), {}, self._policy, ranks)
 
-    def smallest(self, way: Choice | None = None) -> int:
-        """Return the bytes of the smallest budget with which ``zero.page``, and the optimizer, take the model."""
-        dram = SMALLEST_DRAM
+    def fits(self, choice: Choice) -> bool:
+        """Return whether ``zero.page``, and the optimizer, take the model with the budget of ``choice``."""
+        return self.smallest(choice, choice.dram) == choice.dram
+
+    def smallest(self, way: Choice | None = None, least: int = SMALLEST_DRAM) -> int:
+        """Return the bytes of the smallest budget, from ``least`` on, with which ``zero.page``, and the optimizer, take the
+        model. One that is smaller may do as well: a parameter that a small budget divides is whole with a larger one.
+        """
+        dram = max(least, SMALLEST_DRAM)
         while True:
             needed = self._needed(self.divided(dram), way is not None and way.saves)
             if needed <= dram:
@@ -314,10 +320,10 @@ class Planner:
 
     def _predict(self, choice: Choice, warm_up: int, counted: int) -> Prediction:
         plan = self.divided(choice.dram)
-        if self._needed(plan, choice.saves) > choice.dram:
+        if not self.fits(choice):
             raise CapacityError(
                 f"a budget of {choice.dram:,} bytes of DRAM is too small for this model: the smallest that works is "
-                f"{self.smallest(choice):,} bytes"
+                f"{self.smallest(choice, choice.dram):,} bytes"
             )
         step, sizes, together = self.step(choice), sizes_of(plan, NAME, self._rule), self._together(plan)
         keys = _touched(step)[0]
@@ -519,7 +525,7 @@ def plan(
         for number in parts
         for way in (whole if number == 1 else divided)
     ]
-    smallest_of = {way: planner.smallest(way) for way in ways}
+    smallest_of = {way: planner.smallest(way, budget) for way in ways}
     smallest = min(smallest_of.values())
     parameters = subject.parameters
     if budget < smallest:
@@ -595,16 +601,16 @@ def _curve(
     planner: Planner, choice: Choice, budgets: Sequence[int | str], updates: Sequence[Update]
 ) -> tuple[Prediction, ...]:
     """Return predictions for each update mode and each of the budgets that work, and say which do not."""
-    smallest = planner.smallest(choice) if budgets else 0
-    sizes = sorted(parse_size(one) for one in budgets)
-    for dram in sizes:
+    fitting = []
+    for dram in sorted(parse_size(one) for one in budgets):
+        smallest = planner.smallest(choice, dram)
         if dram < smallest:
             planner.notes[
                 f"a budget of {format_size(dram)} is left out: the smallest that works is {format_size(smallest)}"
             ] = None
-    return tuple(
-        planner.predict(replace(choice, update=update, dram=dram)) for update in updates for dram in sizes if dram >= smallest
-    )
+        else:
+            fitting.append(dram)
+    return tuple(planner.predict(replace(choice, update=update, dram=dram)) for update in updates for dram in fitting)
 
 
 def _rows(planner: Planner, choice: Choice, ranks: Sequence[int], tokens: int) -> tuple[PlannedRanks, ...]:
@@ -679,15 +685,15 @@ def _faster(
             if way == chosen.choice.activations or (way == "memory" and chosen.choice.saves)  # the others are not faster
         ]
         for mode in modes if chosen.waiting > 0.1 * chosen.seconds or chosen.choice.saves else ():
-            if mode == chosen.choice or planner.smallest(mode) > chosen.choice.dram:
+            if mode == chosen.choice or not planner.fits(mode):
                 continue
             other = planner.predict(mode)
             fits = room is None or other.memory.process <= room
             if fits and other.seconds < 0.95 * chosen.seconds:
                 found.append(f"{mode}: {other.seconds:.2f} s a step instead of {chosen.seconds:.2f}")
     if chosen.waiting > 0.1 * chosen.seconds:
-        more = planner.predict(replace(chosen.choice, dram=2 * chosen.choice.dram))
-        if more.seconds < 0.95 * chosen.seconds:
+        twice = replace(chosen.choice, dram=2 * chosen.choice.dram)
+        if planner.fits(twice) and (more := planner.predict(twice)).seconds < 0.95 * chosen.seconds:
             found.append(f"twice the budget: {more.seconds:.2f} s a step instead of {chosen.seconds:.2f}")
         found.append("more tokens in a step: the drive moves as many bytes for a larger batch")
     return tuple(found)
@@ -707,8 +713,7 @@ def _to_fit(planner: Planner, chosen: Prediction, room: int, batch: int) -> tupl
     for way, told in ways:
         if way.micro_batch > 1 and any(other for _, other in found):
             break  # a smaller number of parts is enough, or another way
-        smallest = planner.smallest(way)
-        if smallest > choice.dram:
+        if not planner.fits(way):
             continue
         try:
             if planner.least_process(way) > room:
@@ -719,8 +724,7 @@ def _to_fit(planner: Planner, chosen: Prediction, room: int, batch: int) -> tupl
         over = other.memory.process - room
         if over <= 0:
             found.append((other.seconds, told))
-        elif other.memory.pool - over >= smallest:
-            fewer_bytes = (other.memory.pool - over) // 4096 * 4096
+        elif planner.fits(replace(way, dram=(fewer_bytes := max(0, other.memory.pool - over) // 4096 * 4096))):
             words = f"a budget of {format_size(fewer_bytes)} (dram={fewer_bytes})"
             found.append((other.seconds, f"{told}{', with ' if told else ''}{words}"))
     changes = [told for _, told in sorted(found, key=lambda one: one[0])]
