@@ -88,7 +88,7 @@ TREE: dict[str, tuple[str, ...]] = {
         *("deepspeed_config",),
     ),
     "cli.plan": ("plot", "run", "command", "report"),
-    "cli.generate": ("text", "live", "answers", "summary", "models", "conversation", "chat", "command"),
+    "cli.generate": ("text", "live", "answers", "summary", "models", "trained", "conversation", "chat", "command"),
     "cli.bench": ("reports", "series", "plot", "io", "sweep", "sustained", "store", "step", "trainer", "train", "command"),
 }
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MADE_BY",
+    "UNPRINTABLE",
     "Progress",
     "Silent",
     "counted",
@@ -48,6 +49,8 @@ __all__ = [
 
 MADE_BY = "tiered"
 """The first key of reports, and the first word of the Software field of pictures."""
+UNPRINTABLE = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+"""Control characters, with which the text of a model could command the terminal."""
 # The beginnings of files that tiered writes:
 _REPORT = re.compile(rf'\{{\s*"{MADE_BY}": "'.encode())
 _PICTURE = re.compile(rb"\x89PNG.*" + f"{MADE_BY} (bench|train|plan)".encode(), re.DOTALL)

@@ -66,6 +66,17 @@ def test_it_ends_with_what_to_do_next(ranks: int, exported: str) -> None:
     ]
 
 
+def test_it_shows_what_the_model_writes() -> None:
+    assert "as the model writes it" not in describe(summary(7), None, "again")
+    shown = describe(summary(7, sample="To be,\n\n" + "or not " * 20), None, "again")
+    lines = shown[shown.index("text      as the model writes it now:\n") :].splitlines()
+    assert lines[1:3] == ["          To be,", ""]
+    assert " ".join(lines[3:6]).split() == ["or", "not"] * 20
+    assert max(map(len, lines[:6])) <= 78
+    command = "tiered generate '/data/my store' --prompt ROMEO: --temperature 0.8 --dram 256MiB"
+    assert f"\nmore of its text: {command}\n" in shown
+
+
 def test_it_says_where_activations_were() -> None:
     assert "\nbackward" not in describe(summary(7), None, "")
     found = ActivationStatistics(

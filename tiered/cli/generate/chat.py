@@ -17,7 +17,7 @@ from tiered.cli.stop import StopNoted, Stopped, StopRequest
 
 if TYPE_CHECKING:
     from tiered.cli.generate.conversation import Conversation
-    from tiered.cli.generate.models import ImportedModel, Sampling
+    from tiered.cli.generate.models import Sampling, StoredModel
 
 __all__ = ["chat"]
 
@@ -25,7 +25,7 @@ ASKS = "> "
 
 
 def chat(
-    model: ImportedModel, conversation: Conversation, sampling: Sampling, stops: Sequence[str], again: Sequence[str]
+    model: StoredModel, conversation: Conversation, sampling: Sampling, stops: Sequence[str], again: Sequence[str]
 ) -> int:
     """Answer one line after the other, until there is none; returns the exit code.
 
@@ -63,7 +63,7 @@ def _greeting(conversation: Conversation) -> str:
 
 
 def _answer(
-    model: ImportedModel,
+    model: StoredModel,
     conversation: Conversation,
     said: str,
     ids: list[int],

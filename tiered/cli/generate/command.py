@@ -16,7 +16,7 @@ from tiered.cli.spelling import Spelling
 if TYPE_CHECKING:
     from tiered.cli.arguments import Commands
     from tiered.cli.generate.conversation import Conversation
-    from tiered.cli.generate.models import ImportedModel, Sampling
+    from tiered.cli.generate.models import Sampling, StoredModel
     from tiered.cli.generate.summary import GenerationSummary
     from tiered.cli.stop import StopRequest
 
@@ -129,25 +129,23 @@ def _prompts(parsed: argparse.Namespace) -> list[str]:
 
 def _done(parsed: argparse.Namespace) -> GenerationSummary | int:
     """Generate, or have the conversation of --chat; returns the summary, or the exit code of the conversation."""
-    from tiered import TieredStore
     from tiered.cli.generate.chat import chat
-    from tiered.cli.generate.models import ImportedModel, Sampling
+    from tiered.cli.generate.models import Sampling
+    from tiered.cli.generate.trained import UpdatesPending
     from tiered.cli.stop import StopRequest
-    from tiered.integrations.kept import only_model
 
     with StopRequest() as stop, ExitStack() as stack:
-        _refuse_without_transformers()
         prompts = [] if parsed.chat else _prompts(parsed)
         stop.check()
         began = time.perf_counter()
         access = "read" if parsed.keep is None else "write"
         _refuse_folder_of_a_model(parsed.folder)
-        store = TieredStore.open(parsed.folder, dram=parsed.dram, paths=parsed.paths, access=access)
-        stack.enter_context(closing(store))
-        model = ImportedModel(store, parsed.model or only_model(store))
+        try:
+            model = _opened(parsed, access, stack)
+        except UpdatesPending:  # of a training that was stopped; nothing is committed here
+            stack.close()
+            model = _opened(parsed, "write", stack)
         stop.check()
-        if not model.tokenizer:
-            print("tiered: note: the store keeps no tokenizer.json of this model: each byte is a token", file=sys.stderr)
         conversation = _conversation(parsed, model)
         tokens = parsed.tokens or (TOKENS_OF_CHAT if parsed.chat else TOKENS)
         sampling = Sampling(tokens, parsed.temperature, parsed.top_p or 1.0, parsed.seed or 0)
@@ -157,12 +155,35 @@ def _done(parsed: argparse.Namespace) -> GenerationSummary | int:
         return chat(model, conversation, sampling, parsed.stop, again)
 
 
-def _conversation(parsed: argparse.Namespace, model: ImportedModel) -> Conversation:
+def _opened(parsed: argparse.Namespace, access: str, stack: ExitStack) -> StoredModel:
+    """Open the store, to be closed with ``stack``, and its model. Raises MisuseError for a store without one, and as models do.
+    """
+    from tiered import MisuseError, TieredStore
+    from tiered.cli.generate.trained import TrainedModel, is_trained
+    from tiered.integrations.kept import only_model
+
+    store = TieredStore.open(parsed.folder, dram=parsed.dram, paths=parsed.paths, access=access)
+    stack.enter_context(closing(store))
+    if is_trained(store, parsed.model):
+        if parsed.keep is not None:
+            raise MisuseError("--keep: what the model of tiered train has computed is not kept: leave it out")
+        return TrainedModel(store)
+    _refuse_without_transformers()
+    from tiered.cli.generate.models import ImportedModel
+
+    model = ImportedModel(store, parsed.model or only_model(store))
+    if not model.tokenizer:
+        print("tiered: note: the store keeps no tokenizer.json of this model: each byte is a token", file=sys.stderr)
+    return model
+
+
+def _conversation(parsed: argparse.Namespace, model: StoredModel) -> Conversation:
     """Return the conversation that prompts are of, and say how the model is given them."""
     from tiered.cli.generate.conversation import Conversation
+    from tiered.cli.generate.models import ImportedModel
 
     template = None if parsed.raw else model.template()
-    if parsed.keep is not None:
+    if parsed.keep is not None and isinstance(model, ImportedModel):
         found = Conversation.kept(model, template, parsed.keep)
     else:
         found = Conversation.in_memory(model, template)
@@ -175,7 +196,7 @@ def _conversation(parsed: argparse.Namespace, model: ImportedModel) -> Conversat
 
 
 def _generated(
-    parsed: argparse.Namespace, prompts: list[str], model: ImportedModel, conversation: Conversation, sampling: Sampling,
+    parsed: argparse.Namespace, prompts: list[str], model: StoredModel, conversation: Conversation, sampling: Sampling,
     stop: StopRequest, began: float,
 ) -> GenerationSummary:  # fmt: skip
     from tiered import MisuseError

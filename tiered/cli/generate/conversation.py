@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tiered import ManifestError, MisuseError
 
@@ -11,22 +11,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from tiered.cli.generate.answers import Answer
-    from tiered.cli.generate.models import ChatTemplate, ImportedModel, Message
+    from tiered.cli.generate.models import ChatTemplate, Computed, ImportedModel, Message, StoredModel
 
 __all__ = ["Conversation"]
-
-
-class Computed(Protocol):
-    """What a model has computed of a conversation."""
-
-    def resumed(self, ids: list[int]) -> dict[str, Any]:
-        """Return the arguments of ``generate`` that go on from what is computed of ``ids``."""
-
-    def keep(self, given: Mapping[str, Any], ids: list[int]) -> None:
-        """Keep what was computed with the arguments ``given``; ``ids``: all tokens so far."""
-
-    def keep_stopped(self, given: Mapping[str, Any], ids: list[int]) -> None:
-        """Keep it of a generation that somebody stopped."""
 
 
 class Conversation:
@@ -36,18 +23,16 @@ class Conversation:
     object. Raises MisuseError for one that was begun with a template, without one."""
 
     def __init__(
-        self, model: ImportedModel, computed: Computed, template: ChatTemplate | None, name: str | None = None
+        self, model: StoredModel, computed: Computed, template: ChatTemplate | None, name: str | None = None
     ) -> None:
         self._model, self._computed, self._template, self.name = model, computed, template, name
         self.messages: list[Message] = []
         self.tokens: list[int] = []
 
     @classmethod
-    def in_memory(cls, model: ImportedModel, template: ChatTemplate | None) -> Conversation:
+    def in_memory(cls, model: StoredModel, template: ChatTemplate | None) -> Conversation:
         """Begin a conversation that nobody goes on with later."""
-        from tiered.integrations.transformers.kv_model import RecentCache
-
-        return cls(model, RecentCache(model.model), template)
+        return cls(model, model.computed(), template)
 
     @classmethod
     def kept(cls, model: ImportedModel, template: ChatTemplate | None, name: str) -> Conversation:

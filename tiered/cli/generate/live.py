@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, TextIO
 
-from tiered.cli.generate.text import UNPRINTABLE
-from tiered.cli.output import Progress
+from tiered.cli.output import UNPRINTABLE, Progress
 
 if TYPE_CHECKING:
     from rich.console import Console

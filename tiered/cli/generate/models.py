@@ -1,10 +1,12 @@
-"""A model of ``transformers`` in a store, as ``tiered generate`` uses it, and its chat template."""
+"""Models in a store, as ``tiered generate`` uses them; those of ``transformers``, and their chat templates."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from tiered.cli.generate.answers import Answers
     from tiered.integrations.transformers.experts import ExpertStatistics
 
-__all__ = ["ChatTemplate", "ImportedModel", "Message", "Sampling"]
+__all__ = ["ChatTemplate", "Computed", "ImportedModel", "Message", "Sampling", "StoredModel"]
 
 Message = dict[str, str]
 """A message of a conversation: its ``role`` and its ``content``."""
@@ -64,26 +66,46 @@ class ChatTemplate:
         return tokens
 
 
-class ImportedModel:
-    """The model that ``tiered import`` has put into a store under ``name``. ``tokenizer``: whether the store has its own."""
+class Computed(Protocol):
+    """What a model has computed of a conversation."""
 
-    def __init__(self, store: TieredStore, name: str) -> None:
-        from tiered.integrations.transformers import open_model
+    def resumed(self, ids: list[int]) -> dict[str, Any]:
+        """Return the arguments of ``generate`` that go on from what is computed of ``ids``."""
 
-        self.store, self.name = store, name
-        self.model: Any = open_model(store, name=name)
-        refuse_forgotten(pager_of(self.model), "an answer")
-        config = self.model.config.get_text_config()
-        self.vocabulary = int(config.vocab_size)
-        self.positions: int | None = getattr(config, "max_position_embeddings", None)
-        contents = kept_file(store, name, TOKENIZER)
-        self.tokenizer = contents is not None
-        self.text: GeneratedText = text_of(contents, self.vocabulary)
-        ends = self.model.generation_config.eos_token_id
-        self.ends: Collection[int] = () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
-        self._checked: Answers | None = None
-        for layer in next((one for one in self.model.modules() if isinstance(one, torch.nn.ModuleList)), ()):
-            layer.register_forward_pre_hook(self._check, prepend=True)
+    def keep(self, given: Mapping[str, Any], ids: list[int]) -> None:
+        """Keep what was computed with the arguments ``given``; ``ids``: all tokens so far."""
+
+    def keep_stopped(self, given: Mapping[str, Any], ids: list[int]) -> None:
+        """Keep it of a generation that somebody stopped."""
+
+
+class StoredModel(ABC):
+    """A model in a store that goes on with tokens. ``positions``: the most tokens that it can be given (None: any number);
+    ``ends``: those that end a text."""
+
+    name: str
+    store: TieredStore
+    model: Any
+    vocabulary: int
+    positions: int | None
+    text: GeneratedText
+    ends: Collection[int]
+
+    @abstractmethod
+    def generate(self, prompts: Sequence[Sequence[int]], answers: Answers, sampling: Sampling, **more: Any) -> None:
+        """Give ``answers`` the tokens that go on with ``prompts``. ``more``: what ``Computed.resumed`` returned."""
+
+    @abstractmethod
+    def computed(self) -> Computed:
+        """Return what keeps in memory what the model has computed, from one prompt to the next."""
+
+    def template(self) -> ChatTemplate | None:
+        """Return the chat template that the store keeps of the model; None where there is none."""
+        return None
+
+    def experts(self) -> ExpertStatistics | None:
+        """Return what was counted of experts; None for a model without them."""
+        return None
 
     def room(self, prompt: Sequence[int], which: str = "the prompt", kept: int = 0) -> int:
         """Return how many tokens the model can make after ``prompt``. Raises MisuseError where it can make none; ``which``
@@ -104,8 +126,58 @@ class ImportedModel:
         told = f", {kept} of them kept by --keep" if kept else ""
         return f"the model has {self.positions} positions, and {which} is {len(prompt)} tokens long{told}"
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Return the bytes of the model's parameters in the store, and of those that belong to experts."""
+        units = [unit.plan for unit in pager_of(self.model).units]
+        return sum(unit.stored_nbytes for unit in units), sum(unit.stored_nbytes for unit in units if unit.of_expert)
+
+    def stops_between(self, layers: Iterable[torch.nn.Module]) -> None:
+        """Have ``generate`` notice between two of these layers, where nothing is under way, that somebody asked to stop."""
+        for layer in layers:
+            layer.register_forward_pre_hook(self._check, prepend=True)
+
+    _answers: Answers | None = None
+
+    @contextmanager
+    def _making(self, answers: Answers) -> Iterator[None]:
+        """Make ``answers`` within the block."""
+        self._answers = answers
+        try:
+            yield
+        finally:
+            self._answers = None
+
+    def _check(self, layer: Any, inputs: Any) -> None:
+        if self._answers is not None:
+            self._answers.check()
+
+
+class ImportedModel(StoredModel):
+    """The model that ``tiered import`` has put into a store under ``name``. ``tokenizer``: whether the store has its own."""
+
+    def __init__(self, store: TieredStore, name: str) -> None:
+        from tiered.integrations.transformers import open_model
+
+        self.store, self.name = store, name
+        self.model: Any = open_model(store, name=name)
+        refuse_forgotten(pager_of(self.model), "an answer")
+        config = self.model.config.get_text_config()
+        self.vocabulary = int(config.vocab_size)
+        self.positions: int | None = getattr(config, "max_position_embeddings", None)
+        contents = kept_file(store, name, TOKENIZER)
+        self.tokenizer = contents is not None
+        self.text: GeneratedText = text_of(contents, self.vocabulary)
+        ends = self.model.generation_config.eos_token_id
+        self.ends: Collection[int] = () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
+        self.stops_between(next((one for one in self.model.modules() if isinstance(one, torch.nn.ModuleList)), ()))
+
+    def computed(self) -> Computed:
+        from tiered.integrations.transformers.kv_model import RecentCache
+
+        return RecentCache(self.model)
+
     def template(self) -> ChatTemplate | None:
-        """Return the chat template that the store keeps of the model; None where there is none."""
         config = kept_file(self.store, self.name, TOKENIZER_CONFIG) or b""
         if b'"chat_template"' not in config and all(kept_file(self.store, self.name, one) is None for one in CHAT_TEMPLATES):
             return None
@@ -114,20 +186,12 @@ class ImportedModel:
         tokenizer = open_tokenizer(self.store, name=self.name)
         return ChatTemplate(tokenizer) if tokenizer.chat_template else None
 
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Return the bytes of the model's parameters in the store, and of those that belong to experts."""
-        units = [unit.plan for unit in pager_of(self.model).units]
-        return sum(unit.stored_nbytes for unit in units), sum(unit.stored_nbytes for unit in units if unit.of_expert)
-
     def experts(self) -> ExpertStatistics | None:
-        """Return what was counted of experts; None for a model without them."""
         from tiered.integrations.transformers.experts import expert_statistics
 
         return expert_statistics(self.model)
 
     def generate(self, prompts: Sequence[Sequence[int]], answers: Answers, sampling: Sampling, **more: Any) -> None:
-        """Give ``answers`` the tokens that go on with ``prompts``. ``more``: of ``generate()``, such as a cache."""
         def ended(ids: torch.Tensor, scores: Any, **options: Any) -> torch.Tensor:
             return torch.tensor(answers.take(ids[:, -1].tolist()), dtype=torch.bool, device=ids.device)
 
@@ -141,8 +205,7 @@ class ImportedModel:
         mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0} if sampling.temperature else {}
         torch.manual_seed(sampling.seed)
-        self._checked = answers
-        try:
+        with self._making(answers):
             self.model.generate(
                 torch.tensor(rows, dtype=torch.int64, device=self.store.device),
                 attention_mask=torch.tensor(mask, dtype=torch.int64, device=self.store.device),
@@ -154,10 +217,3 @@ class ImportedModel:
                 **drawn,
                 **more,
             )
-        finally:
-            self._checked = None
-
-    def _check(self, layer: Any, inputs: Any) -> None:
-        """Stop before a layer, where nothing is under way, rather than anywhere in it."""
-        if self._checked is not None:
-            self._checked.check()

@@ -10,11 +10,9 @@ from typing import Any, Protocol
 from tiered import MisuseError
 from tiered.integrations.kept import TOKENIZER
 
-__all__ = ["UNPRINTABLE", "ByteText", "GeneratedText", "StopStrings", "TokenizerText", "text_of"]
+__all__ = ["ByteText", "GeneratedText", "StopStrings", "TokenizerText", "text_of"]
 
 BYTES = 256
-UNPRINTABLE = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
-"""Control characters, with which a model could command the terminal."""
 
 
 class GeneratedText(Protocol):

@@ -6,9 +6,9 @@ from __future__ import annotations
 import math
 import os
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import as_file, files
 from typing import Any
 
@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from tiered import MisuseError
 
 __all__ = [
-    *("GPT", "GRADIENT_BYTES", "STATE_BYTES", "Block", "Shape", "Text", "build", "in_parts", "initialiser", "open_text"),
-    "seeded_initialiser",
+    *("BYTES", "GPT", "GRADIENT_BYTES", "STATE_BYTES", "Block", "Shape", "Text", "build", "go_on", "in_parts", "initialiser"),
+    *("open_text", "seeded_initialiser"),
 ]
 
 BYTES = 256
@@ -61,8 +61,26 @@ class Positions(nn.Embedding):
     """The embedding of positions; its initial values are small, so that the bytes themselves are learnt first."""
 
 
+@dataclass
+class Past:
+    """The ``length`` bytes of a text that a model was given before, and by block their keys and values, of shape (batch, heads,
+    time, width / heads)."""
+
+    length: int = 0
+    kept: dict[nn.Module, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def extended(self, block: nn.Module, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep the keys and values of more bytes; returns those of all."""
+        if block in self.kept:
+            keys, values = self.kept[block]
+            key, value = torch.cat([keys, key], dim=2), torch.cat([values, value], dim=2)
+        self.kept[block] = key, value
+        return key, value
+
+
 class Block(nn.Module):
-    """Pre-LN attention and MLP (Radford et al., 2019). (batch, time, width) -> the same."""
+    """Pre-LN attention and MLP (Radford et al., 2019). (batch, time, width) -> the same. With a ``past`` that is not empty,
+    time is 1."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -75,18 +93,21 @@ class Block(nn.Module):
         self.expand = nn.Linear(width, 4 * width)
         self.contract = Residual(4 * width, width)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, past: Past | None = None) -> torch.Tensor:
         batch, time, width = x.shape
         split = self.qkv(self.norm_attention(x)).view(batch, time, 3, self.heads, width // self.heads)
         query, key, value = split.permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        if past is not None:
+            key, value = past.extended(self, key, value)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=time == key.shape[2])
         x = x + self.project(attended.transpose(1, 2).reshape(batch, time, width))
         hidden: torch.Tensor = self.contract(F.gelu(self.expand(self.norm_mlp(x))))
         return x + hidden
 
 
 class GPT(nn.Module):
-    """Bytes, shape (batch, time), int64 -> logits of the byte that follows each, shape (batch, time, 256)."""
+    """Bytes, shape (batch, time), int64 -> logits of the byte that follows each, shape (batch, time, 256). The bytes follow
+    those that ``past`` has, to which they are added."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -98,12 +119,47 @@ class GPT(nn.Module):
         self.head = nn.Linear(shape.width, BYTES, bias=False)
         self.head.weight = self.embed.weight
 
-    def forward(self, text: torch.Tensor) -> torch.Tensor:
-        x = self.embed(text) + self.position(torch.arange(text.shape[1], dtype=torch.int64, device=text.device))
+    def forward(self, text: torch.Tensor, past: Past | None = None) -> torch.Tensor:
+        begin = 0 if past is None else past.length
+        end = begin + text.shape[1]
+        x = self.embed(text) + self.position(torch.arange(begin, end, dtype=torch.int64, device=text.device))
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False) if self.recompute else block(x)
+            if past is not None:
+                x = block(x, past)
+            else:
+                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False) if self.recompute else block(x)
+        if past is not None:
+            past.length = end
         logits: torch.Tensor = self.head(self.norm(x))
         return logits
+
+
+@torch.no_grad()
+def go_on(model: GPT, text: Sequence[int], temperature: float, top_p: float, seed: int) -> Iterator[int]:
+    """Yield the bytes with which ``model`` goes on with ``text``, one after the other, without an end.
+
+    With a ``temperature`` of 0 that is the most likely one, else one that is drawn from the likeliest of the share ``top_p``.
+    A model knows as many positions as its context has: when they are used up, it reads the second half of them again."""
+    context, device = model.position.num_embeddings, model.embed.weight.device
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    everything, past = [*text], Past()
+    new = everything[-context:]
+    while True:
+        ids = torch.tensor([new], dtype=torch.int64, device=device)
+        everything.append(_chosen(model(ids, past)[0, -1].float().cpu(), temperature, top_p, generator))
+        yield everything[-1]
+        new = everything[-1:]
+        if past.length == context:
+            past, new = Past(), everything[-max(1, context // 2) :]
+
+
+def _chosen(logits: torch.Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
+    """Return the byte that follows, by the logits of each."""
+    if not temperature:
+        return int(logits.argmax())
+    likely, bytes_ = torch.softmax(logits / temperature, dim=0).sort(descending=True)
+    likely[likely.cumsum(0) - likely > top_p] = 0
+    return int(bytes_[torch.multinomial(likely, 1, generator=generator)])
 
 
 def in_parts(model: nn.Module, names: Iterable[str], parts: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shlex
+import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -24,7 +25,7 @@ from tiered.cli.train.timeline import describe_timeline, plot_timeline, write_ti
 from tiered.measuring.meters import Rates, Usage
 from tiered.planning.dry_run import Activations
 from tiered.telemetry import StoreStatistics
-from tiered.types import format_size
+from tiered.types import exact_size, format_size
 
 if TYPE_CHECKING:
     from tiered.cli.train.loop import Result
@@ -37,7 +38,8 @@ class Summary:
     ``seen``, the store's statistics, then the ``rates`` of the disk.
 
     In a resumed training, only ``earlier_losses`` are of the steps before. With several ``ranks`` the losses are means,
-    ``tokens`` are those of all ranks, and everything else is rank 0's. ``paging``: what became of activations, and what
+    ``tokens`` are those of all ranks, and everything else is rank 0's. ``sample``: text that
+    the model of one process writes at the end. ``paging``: what became of activations, and what
     ``--auto`` chose.
     """
 
@@ -56,6 +58,7 @@ class Summary:
     generation: int
     folder: str
     ranks: int = 1
+    sample: str | None = None
 
     @property
     def last_loss(self) -> float:
@@ -144,6 +147,7 @@ class Summary:
             "direct": self.seen.direct,
             "prefetch": self.options.prefetch,
             **({} if self.ranks == 1 else {"ranks": self.ranks, "stage": self.options.stage}),
+            "sample": self.sample,
             "generation": self.generation,
             "folder": self.folder,
         }
@@ -221,8 +225,10 @@ def describe(summary: Summary, other_way: str | None, again: str) -> str:
             spent("together", moved.seconds),
             _overlap(summary),
             f"saved     {summary.folder}, generation {summary.generation}",
+            *_written(summary),
             "",
             *([f"{'without' if summary.options.prefetch == 'on' else 'with'} prefetching: {other_way}"] if other_way else []),
+            *([f"more of its text: {_generate(summary)}"] if summary.sample is not None else []),
             f"more steps: {again} --steps {2 * (len(summary.earlier_losses) + steps)}",
             f"weights as safetensors: {shlex.join(['tiered', 'export', _exported(summary), '--out', 'weights'])}",
             "text of your own: tiered train STORE --text FILE",
@@ -251,6 +257,20 @@ def predicted(summary: Summary) -> dict[str, Any] | None:
     found = plan.of_step()
     by = "tiered.plan, with the rates of the drive that were measured when the training ended, and operations timed then."
     return None if found is None else found | {"by": by}
+
+
+def _written(summary: Summary) -> list[str]:
+    """Describe the text that the model writes."""
+    if summary.sample is None:
+        return []
+    lines = [part for line in summary.sample.split("\n") for part in textwrap.wrap(line, WIDTH) or [""]]
+    return ["text      as the model writes it now:", *(f"          {line}".rstrip() for line in lines)]
+
+
+def _generate(summary: Summary) -> str:
+    """Return the command that has the model go on with a text."""
+    prompt = ["--prompt", "ROMEO:", "--temperature", "0.8", "--dram", exact_size(summary.options.dram)]
+    return shlex.join(["tiered", "generate", summary.folder, *prompt])
 
 
 def _exported(summary: Summary) -> str:
@@ -289,6 +309,8 @@ def _amount(nbytes: float) -> str:
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"
 
 
+WIDTH = 68
+"""Characters of a line of the text that the model writes."""
 WARM_UP = 5
 """Steps before the recording: they make the moments, and the store learns the order of a step."""
 

@@ -15,7 +15,7 @@ import torch
 
 from tiered import ManifestError, MisuseError
 from tiered.cli.arguments import Launched
-from tiered.cli.train.model import Text
+from tiered.cli.train.model import Shape, Text
 from tiered.cli.train.options import Options, StoreOptions, default_of, names_of
 from tiered.cli.train.ranks import Peers
 from tiered.errors import shown
@@ -35,6 +35,7 @@ __all__ = [
     "refuse_other_stage",
     "refuse_other_text",
     "refuse_others",
+    "shape_of",
 ]
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -98,6 +99,23 @@ def keep(every: int | None, ranks: int) -> int:
     return 1 if every is None and ranks == 1 else 2
 
 
+def shape_of(store: Readable, name: str) -> Shape:
+    """Return the shape of the model that ``tiered train`` has committed to ``store``. Raises ManifestError where its record is
+    damaged."""
+    options = read_record(store, name)["extra"].get("options")
+    try:
+        return msgspec.convert({one.name: options[one.name] for one in fields(Shape) if one.name in options}, Shape)
+    except (TypeError, KeyError, ValueError) as error:
+        raise _damaged(store, error) from error
+
+
+def _damaged(store: Readable, error: Exception) -> ManifestError:
+    return ManifestError(
+        f"{store}: the record of the training in it is damaged, or of a version that this release does not read "
+        f"({shown(str(error), 300)})"
+    )
+
+
 def earlier(store: Readable, folder: str, name: str, wishes: Mapping[str, Any]) -> Earlier:
     """Read the record of the training in ``store``, which is in ``folder``, and merge the options of the command line into it.
 
@@ -109,10 +127,7 @@ def earlier(store: Readable, folder: str, name: str, wishes: Mapping[str, Any]) 
         kept = msgspec.convert(extra, _ProgressRecord, strict=True, dec_hook=_losses)
         options, losses, step, seconds = _merged(kept.options, wishes), kept.losses.tolist(), kept.step, kept.seconds
     except (TypeError, KeyError, ValueError, OverflowError, AttributeError) as error:
-        raise ManifestError(
-            f"{store}: the record of the training in it is damaged, or of a version that this release does not read "
-            f"({shown(str(error), 300)})"
-        ) from error
+        raise _damaged(store, error) from error
     if options.steps is not None and step >= options.steps:
         raise Over(
             f"the training in {folder} has completed {step} of its {options.steps} steps: for more give --steps, counted from "

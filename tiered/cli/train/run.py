@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -17,11 +19,11 @@ from torch import nn
 
 from tiered import CapacityError, MemoryWatch, MisuseError, Owner, RankError, TieredStore, __version__, zero
 from tiered.cli.arguments import Launched, launched
-from tiered.cli.output import MADE_BY, Progress, Silent, counted, refuse_unwritable, write_report
+from tiered.cli.output import MADE_BY, UNPRINTABLE, Progress, Silent, counted, refuse_unwritable, write_report
 from tiered.cli.stop import StopNoted, Stopped, StopRequest
 from tiered.cli.train import resume as resuming
 from tiered.cli.train.loop import Checkpointer, Schedule, TrainingLoop
-from tiered.cli.train.model import GPT, Shape, Text, build, initialiser, open_text
+from tiered.cli.train.model import GPT, Shape, Text, build, go_on, initialiser, open_text
 from tiered.cli.train.optimizers import OptimizerKind, kind_of
 from tiered.cli.train.options import DEFAULT_FOLDER, NAME, Options, StoreOptions
 from tiered.cli.train.ranks import Peers, joined
@@ -49,6 +51,9 @@ MODEL = Owner("model", NAME)
 """Whose tensors those of the model are."""
 LAYER_BYTES = 24 << 10
 """Bytes of host memory for the modules of a layer without its parameters; measured over thousands of layers."""
+SAMPLE, SHARE, LEAST_SECONDS, TEMPERATURE = 240, 0.05, 2.0, 0.8
+"""A training ends with so many bytes that its model writes, drawn at this temperature, or fewer: those that it writes in this
+share of the training's time, and in so many seconds at least."""
 RESERVE = 1.05
 """Factor on the disk space that the model needs, for padding."""
 
@@ -415,6 +420,7 @@ def _train(session: _Session, model: GPT, stop: StopRequest) -> Summary:
         peers.check_together()
     except StopNoted as noted:
         raise Stopped(noted.signum) from None
+    sample = None if peers.launched.ranks > 1 else _sample(model, options.seed, max(LEAST_SECONDS, SHARE * moved.seconds), stop)
     return Summary(
         options=options,
         steps=len(losses) - begun,
@@ -429,9 +435,20 @@ def _train(session: _Session, model: GPT, stop: StopRequest) -> Summary:
         peak_rss=peak,
         baseline_rss=session.baseline,
         generation=generation,
+        sample=sample,
         folder=store.folder,
         ranks=peers.launched.ranks,
     )
+
+
+def _sample(model: GPT, seed: int, seconds: float, stop: StopRequest) -> str:
+    """Return text that the model writes after a line has ended, until ``seconds`` have passed or somebody asks to stop."""
+    text, ends = bytearray(), time.monotonic() + seconds
+    for byte in itertools.islice(go_on(model.eval(), b"\n", TEMPERATURE, 1.0, seed), SAMPLE):
+        text.append(byte)
+        if stop.signum or time.monotonic() >= ends:
+            break
+    return text.decode(errors="replace").translate(UNPRINTABLE)
 
 
 def _of_first(options: Options, peers: Peers) -> Options:
