@@ -104,7 +104,7 @@ def test_several_prompts_are_one_batch(
     shown = capsys.readouterr()
     for number, (prompt, other) in enumerate(zip(prompts, others, strict=True), 1):
         assert f"[{number}] {prompt}\n{other}\n" in shown.out
-    assert f"({sum(map(len, ids))} tokens of 3 prompts)" in shown.err
+    assert f": {sum(map(len, ids))} tokens of 3 prompts, " in shown.err
 
 
 def test_prompts_that_cannot_be(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from tests.cli.train.trainings import TINY
 from tiered.cli.main import main
 from tiered.cli.output import UNPRINTABLE, Progress
 from tiered.cli.train.model import GPT, Shape, build, go_on
+from tiered.cli.train.report import TEMPERATURE, TOP_P
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
@@ -71,7 +72,8 @@ def test_bytes_are_those_of_the_model_in_memory(prompt: str, tmp_path: Path, cap
     assert drawn["tokens"] == list(itertools.islice(go_on(model, prompt.encode(), 0.8, 0.9, 3), TOKENS))
     assert drawn["tokens"] != told["tokens"]
 
-    sample = bytes(itertools.islice(go_on(model, b"\n", 0.8, 1.0, 0), 240)).decode(errors="replace").translate(UNPRINTABLE)
+    written = bytes(itertools.islice(go_on(model, b"\n", TEMPERATURE, TOP_P, 0), 240))
+    sample = written.decode(errors="replace").translate(UNPRINTABLE)
     assert isinstance(report["sample"], str)
     assert len(report["sample"]) > 10
     assert sample.startswith(report["sample"].rstrip("\N{REPLACEMENT CHARACTER}"))

@@ -230,11 +230,11 @@ class Progress:
 
     def working(self, what: str, share: float) -> None:
         """Show that ``what`` is under way and that ``share`` of the whole is done; a share of 1 is always shown."""
-        self._show(what, "", share, last=share >= 1)
+        self._show(what, [], share, last=share >= 1)
 
     def preparing(self, done: int, total: int) -> None:
         """Show that ``done`` of ``total`` parameters have their initial values and are in the store."""
-        self._show(f"writing initial values {done / total:4.0%}", "", done / total, last=done == total)
+        self._show(f"writing initial values {done / total:4.0%}", [], done / total, last=done == total)
 
     def note(self, what: str) -> None:
         """Show a line that stays."""
@@ -267,32 +267,32 @@ class Progress:
         what = f"step {step}/{steps}" if steps else f"step {step}"
         read, written = moved.disk_read / moved.seconds, moved.disk_written / moved.seconds
         unit, factor = rate_unit(read, written)
-        rates = (
-            f"loss {loss:.3f}  {tokens / moved.seconds:.0f} tokens/s  "
-            f"read {read * factor:.2f} write {written * factor:.2f} {unit}  "
-            f"stalled {moved.stalled / moved.seconds:.0%}  pool {pool:.0%}"
-        )
-        if memory is not None:
-            rates += (
-                f" of {format_size(memory.budget)}  beyond {format_size(memory.beyond)}  "
-                f"{'left' if memory.limit is None else 'left in cgroup'} {format_size(memory.headroom)}"
-            )
+        disk = f"disk: reads {read * factor:.2f}, writes {written * factor:.2f} {unit}"
         if activations is not None:
             nbytes, self._offloaded = activations.offloaded - self._offloaded, activations.offloaded
-            rates += f"  activations {nbytes / 1e6:.0f} MB"
-        left = f"{_clock(gone / (share - self._from) * (1 - share))} left" if share < 1 else f"{_clock(gone)} in all"
+            disk += f"; {nbytes / 1e6:.0f} MB of activations into the store in this step"
+        held = f"memory: store {pool:.0%}"
+        if memory is not None:
+            where = "" if memory.limit is None else " (cgroup)"
+            held += (
+                f" of {format_size(memory.budget)}, rest of process {format_size(memory.beyond)}, "
+                f"free {format_size(memory.headroom)}{where}"
+            )
+        waiting = f"waiting for the disk {moved.stalled / moved.seconds:.0%} of the time"
+        rates = [f"loss {loss:.3f}, {tokens / moved.seconds:.0f} tokens/s, {waiting}", disk, held]
+        left = f"{_clock(gone / (share - self._from) * (1 - share))} to go" if share < 1 else f"{_clock(gone)} in all"
         self._show(what, rates, share, left, last=share >= 1)
 
-    def _show(self, what: str, rates: str, share: float, left: str = "", *, last: bool) -> None:
+    def _show(self, what: str, rates: Sequence[str], share: float, left: str = "", *, last: bool) -> None:
         if self._live is not None:
             self._live.update(_display(what, rates, share, left))
             return
         if last or time.monotonic() - self._printed >= INTERVAL:
             self._printed = time.monotonic()
-            print("  ".join(part for part in (what, rates, left) if part), file=self._stream, flush=True)
+            print("  ".join(part for part in (what, *rates, left) if part), file=self._stream, flush=True)
 
 
-def _display(what: str, rates: str, share: float, left: str) -> Table:
+def _display(what: str, rates: Sequence[str], share: float, left: str) -> Table:
     from rich.progress_bar import ProgressBar
     from rich.table import Table
 
@@ -300,8 +300,8 @@ def _display(what: str, rates: str, share: float, left: str) -> Table:
     first.add_row(what, ProgressBar(total=1.0, completed=share, width=30), left)
     both = Table.grid()
     both.add_row(first)
-    if rates:
-        both.add_row(rates)
+    for line in rates:
+        both.add_row(line)
     return both
 
 

@@ -38,20 +38,27 @@ def summary(
 
 def test_memory_is_divided_into_torch_the_pool_and_the_rest() -> None:
     shown = describe(summary(7), None, "tiered train it --existing resume")
-    assert "100.0 MiB at the peak: 60.0 MiB Python and torch, 3.0 MiB the store's pool,\n" in shown
+    assert "100.0 MiB at the peak: 60.0 MiB Python and torch, 3.0 MiB the store,\n" in shown
     assert "\n          37.0 MiB activations and everything else" in shown
-    assert "state     12.0 MiB, 3.0 times the budget of 4.0 MiB (3.0 MiB used at the peak)" in shown
+    assert "state     12.0 MiB of parameters and states of adamw, 3.0 times --dram\n" in shown
+    assert "\n          (4.0 MiB, of which 3.0 MiB were used)\n" in shown
     assert "states of adamw alone would take 16.0 MiB" in shown
 
 
 def test_a_state_that_fitted_is_said_to_have_fitted() -> None:
-    assert "state     12.0 MiB; everything fitted in the budget of 4.0 MiB" in describe(summary(0), None, "again")
+    shown = describe(summary(0), None, "again")
+    assert "state     12.0 MiB of parameters and states of adamw, all in the memory of --dram\n" in shown
+    assert "\n          (4.0 MiB, of which 3.0 MiB were used): nothing was evicted, and less may work, too\n" in shown
 
 
 def test_one_step_and_a_slow_disk() -> None:
     shown = describe(summary(7), None, "again")
     assert "in 1 step of 8 tokens, 2 s" in shown
-    assert "(just now: read 4.0, write 2.0 MB/s) needs" in shown
+    assert "waited    0.75 s per step for the disk; alone it needs 2.62 s for these bytes\n" in shown
+    assert "\n          (just now: read 4.0, write 2.0 MB/s): 71% of its work was hidden behind computing\n" in shown
+    slow = describe(summary(7, moved=Usage(9.0, 1.0, 10 * MIB, 0, None, None, 5.0, 0.25)), None, "again")
+    assert "waited    5.25 s per step for the disk; alone it needs 2.62 s" in slow
+    assert "write 2.0 MB/s): none of its work was hidden\n" in slow
 
 
 @pytest.mark.parametrize(("ranks", "exported"), [(1, "'/data/my store'"), (2, "/data")])
@@ -69,11 +76,11 @@ def test_it_ends_with_what_to_do_next(ranks: int, exported: str) -> None:
 def test_it_shows_what_the_model_writes() -> None:
     assert "as the model writes it" not in describe(summary(7), None, "again")
     shown = describe(summary(7, sample="To be,\n\n" + "or not " * 20), None, "again")
-    lines = shown[shown.index("text      as the model writes it now:\n") :].splitlines()
+    lines = shown[shown.index("text      as the model writes it after 1 step:\n") :].splitlines()
     assert lines[1:3] == ["          To be,", ""]
     assert " ".join(lines[3:6]).split() == ["or", "not"] * 20
     assert max(map(len, lines[:6])) <= 78
-    command = "tiered generate '/data/my store' --prompt ROMEO: --temperature 0.8 --dram 256MiB"
+    command = "tiered generate '/data/my store' --prompt ROMEO: --temperature 0.7 --top-p 0.8 --dram 256MiB"
     assert f"\nmore of its text: {command}\n" in shown
 
 

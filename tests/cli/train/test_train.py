@@ -101,8 +101,9 @@ class TestTraining:
 
     def test_progress_and_summary_are_for_people(self, trained: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
         shown = trained[1].stderr
-        first = r"^step 1/12  loss \d\.\d+  \d+ tokens/s  read .* stalled +\d+%  pool \d+% of \d+\.0 MiB"
-        assert re.search(first + r"  beyond \d.* MiB  left (in cgroup )?\d.* [MG]iB  0:\d\d left$", shown, re.M)
+        first = r"^step 1/12  loss \d\.\d+, \d+ tokens/s, waiting for the disk \d+% of the time  disk: reads .*, writes .*B/s"
+        second = r"  memory: store \d+% of \d+\.0 MiB, rest of process \d.* MiB, free \d.* [MG]iB( \(cgroup\))?  0:\d\d to go$"
+        assert re.search(first + second, shown, re.M)
         assert re.search(r"^step 12/12 ", shown, re.M)
         for line in (
             "loss ",
@@ -110,7 +111,8 @@ class TestTraining:
             "memory ",
             "disk ",
             "time ",
-            "overlap ",
+            "waited ",
+            "text  ",
             "saved ",
             "without prefetching: tiered train",
             "weights as safetensors: tiered export",
@@ -398,5 +400,10 @@ def test_live_display(monkeypatch: pytest.MonkeyPatch) -> None:
         progress.stepped(7, 40, 7 / 40, 4.321, 512, Usage(4.0, 0.0, 4 * 10**9, 2 * 10**9, None, None, 0.5, 0.5), 0.98)
     shown = terminal.getvalue()
     assert "step 7/40" in shown
-    assert "loss 4.321  128 tokens/s  read 1.00 write 0.50 GB/s  stalled 25%  pool 98%" in shown
+    for line in (
+        "loss 4.321, 128 tokens/s, waiting for the disk 25% of the time",
+        "disk: reads 1.00, writes 0.50 GB/s",
+        "memory: store 98%",
+    ):
+        assert line in shown
     assert shown.endswith("\x1b[?25h")  # the cursor is back

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from tiered import TieredStore
 from tiered.cli.generate.text import StopStrings
-from tiered.cli.output import rate_unit
+from tiered.cli.output import counted, rate_unit
 
 if TYPE_CHECKING:
     from tiered.cli.generate.live import Display
@@ -110,11 +110,8 @@ def live_line(pace: Pace, tokens: int, wanted: int) -> str:
     read = pace.read / pace.seconds
     unit, factor = rate_unit(read)
     each = pace.tokens / pace.seconds
-    return (
-        f"token {tokens}/{wanted}  {each:.2f} tokens/s  read {read * factor:.2f} {unit}  hits {pace.hit_share:.0%}"
-        if pace.tokens
-        else f"reading the prompt  read {read * factor:.2f} {unit}"
-    )
+    waiting = f"waiting for the disk {pace.stalled / pace.seconds:.0%} of the time"
+    return f"token {tokens}/{wanted}  {each:.2f} tokens/s, disk reads {read * factor:.2f} {unit}, {waiting}"
 
 
 class Answers:
@@ -126,6 +123,7 @@ class Answers:
         self.all, self._wanted, self._display, self._stop = answers, wanted, display, stop
         self._pacer = Pacer(store)
         self._began = self._shown = self._first = self._last = self._pacer.now(0)
+        display.numbers(f"reading {counted(sum(answer.prompt for answer in answers), 'token')} of prompt", 0.0)
 
     @classmethod
     def of(

@@ -106,54 +106,52 @@ def describe(summary: GenerationSummary) -> str:
     prompts += " of prompt" if several == 1 else f" of {several} prompts"
     lines = [
         f"model     {format_size(summary.weights)} of weights"
-        + (f", {format_size(summary.routed)} of them experts" if summary.routed else "")
-        + f"; {format_size(summary.memory)} of memory",
-        f"first     token after {duration(first.seconds)} ({prompts}), "
-        f"{_amount(first.read)} read; the store was opened in {duration(summary.opened)}",
+        + (f" ({format_size(summary.routed)} experts)" if summary.routed else "")
+        + f", {format_size(summary.memory)} of memory; opened in {duration(summary.opened)}",
+        f"first     token after {duration(first.seconds)}: {prompts}, {_amount(first.read)} read",
     ]
     if summary.seconds is not None and summary.read is not None and summary.compute is not None:
         lines += [
-            f"then      {duration(summary.seconds)} a token ({several / summary.seconds:.2f} tokens/s, "
-            f"{counted(rest.tokens, 'token')}{' of each answer' if several > 1 else ''}), {_amount(summary.read)} read a token",
-            f"          computing {duration(summary.compute)}, waiting for the store "
-            f"{duration(rest.stalled / rest.tokens)} a token; {rest.hit_share:.0%} of leases waited for nothing",
+            f"then      {duration(summary.seconds)} a token{' of each answer' if several > 1 else ''} "
+            f"({several / summary.seconds:.2f} tokens/s): computing {duration(summary.compute)}, waiting "
+            f"{duration(rest.stalled / rest.tokens)}",
+            f"disk      {_amount(summary.read)} read for a token; {rest.hit_share:.0%} of what it needs was in memory in time",
         ]
     if (experts := summary.experts) is not None:
         lines.append(
-            f"experts   {experts.hit_share:.0%} of those that the routers chose were in memory, {experts.hits:,} of "
-            f"{experts.hits + experts.misses:,}, with the prompt's"
+            f"experts   {experts.hit_share:.0%} of those chosen were in memory ({experts.hits:,} of "
+            f"{experts.hits + experts.misses:,}, with the prompt's)"
         )
-    if summary.window is not None:
-        lines.append(
-            f"          weights less memory are {_amount(summary.weights - summary.memory)}; what was read beyond that, "
-            f"{_amount(summary.window)}, is the window"
-        )
-    elif summary.kept:
-        lines.append("          keys and values of the conversation are in the same memory, and what was read has them, too")
-    elif summary.read is not None and not summary.routed and summary.weights > summary.memory:
-        lines.append(
-            f"          weights less memory are {_amount(summary.weights - summary.memory)}; a token read less, because rows "
-            "of the embedding that no token uses stay on the disk"
-        )
+    lines += _beside(summary)
     if told := _more(summary):
         lines.append(f"memory    {told}")
     return "\n".join(lines)
 
 
+def _beside(summary: GenerationSummary) -> list[str]:
+    """Say why a token reads more or less than the weights for which there is no memory."""
+    without = f"          {_amount(summary.weights - summary.memory)} of the weights do not fit in memory; "
+    if summary.window is not None:
+        return [f"{without}{_amount(summary.window)} more are", "          read, because what is read ahead takes memory, too"]
+    if summary.kept:
+        return ["          keys and values of the conversation are in the same memory, and what was read has them, too"]
+    if summary.read is not None and not summary.routed and summary.weights > summary.memory:
+        return [f"{without}less is read, because", "          rows of the embedding that no token uses stay on the disk"]
+    return []
+
+
 def _more(summary: GenerationSummary) -> str | None:
     """Say what one more GiB of memory would bring."""
     then = summary.with_more(GIB)
-    if summary.seconds is None or summary.read is None:
+    if summary.seconds is None or summary.read is None or summary.compute is None:
         return None
     if then is None:
         return "nothing was read after the first token: more would bring nothing"
-    best = "at best " if summary.routed else ""
-    left = _amount(max(0.0, summary.read - GIB))
-    return (
-        f"one more GiB (--dram {format_size(summary.memory + GIB).replace(' ', '')}) would bring {best}{duration(then)} a "
-        f"token, from {duration(summary.seconds)}:\n"
-        f"          the greater of computing, and reading {left} at {rate(summary.rest.read_rate)}"
-    )
+    about = "at best" if summary.routed else "about"
+    left = max(0.0, summary.read - GIB)
+    why = "computing alone" if then == summary.compute else f"to read {_amount(left)} at {rate(summary.rest.read_rate)}"
+    budget = format_size(summary.memory + GIB).replace(" ", "")
+    return f"one more GiB (--dram {budget}): {about} {duration(then)} a token, {why}"
 
 
 def _amount(nbytes: float) -> str:

@@ -30,7 +30,7 @@ from tiered.types import exact_size, format_size
 if TYPE_CHECKING:
     from tiered.cli.train.loop import Result
 
-__all__ = ["StepRecording", "Summary", "describe", "predicted"]
+__all__ = ["TEMPERATURE", "TOP_P", "StepRecording", "Summary", "describe", "predicted"]
 
 @dataclass(frozen=True)
 class Summary:
@@ -210,9 +210,9 @@ def describe(summary: Summary, other_way: str | None, again: str) -> str:
                 if tier.name == "hbm"
             ),
             f"memory    {format_size(summary.peak_rss)} at the peak: {format_size(summary.baseline_rss)} Python and torch, "
-            f"{format_size(dram.peak)} the store's pool,",
-            f"          {format_size(rest)} activations and everything else; in memory, parameters, gradients and",
-            f"          states of {summary.options.optimizer} alone would take "
+            f"{format_size(dram.peak)} the store,",
+            f"          {format_size(rest)} activations and everything else; without a store,",
+            f"          parameters, gradients and states of {summary.options.optimizer} alone would take "
             f"{format_size(summary.in_memory_bytes)}",
             f"disk      {flow('read', moved.disk_read)}",
             f"          {flow('wrote', moved.disk_written)}; {how}",
@@ -223,7 +223,7 @@ def describe(summary: Summary, other_way: str | None, again: str) -> str:
             spent("waiting for reads", moved.stalled_for_reads),
             spent("waiting for writes", moved.stalled_for_room),
             spent("together", moved.seconds),
-            _overlap(summary),
+            *_waited(summary),
             f"saved     {summary.folder}, generation {summary.generation}",
             *_written(summary),
             "",
@@ -264,13 +264,14 @@ def _written(summary: Summary) -> list[str]:
     if summary.sample is None:
         return []
     lines = [part for line in summary.sample.split("\n") for part in textwrap.wrap(line, WIDTH) or [""]]
-    return ["text      as the model writes it now:", *(f"          {line}".rstrip() for line in lines)]
+    done = counted(len(summary.earlier_losses) + summary.steps, "step")
+    return [f"text      as the model writes it after {done}:", *(f"          {line}".rstrip() for line in lines)]
 
 
 def _generate(summary: Summary) -> str:
     """Return the command that has the model go on with a text."""
-    prompt = ["--prompt", "ROMEO:", "--temperature", "0.8", "--dram", exact_size(summary.options.dram)]
-    return shlex.join(["tiered", "generate", summary.folder, *prompt])
+    words = ["tiered", "generate", summary.folder, "--prompt", "ROMEO:", "--temperature", f"{TEMPERATURE:g}"]
+    return shlex.join([*words, "--top-p", f"{TOP_P:g}", "--dram", exact_size(summary.options.dram)])
 
 
 def _exported(summary: Summary) -> str:
@@ -280,37 +281,33 @@ def _exported(summary: Summary) -> str:
 
 def _state(summary: Summary) -> list[str]:
     state, dram = summary.state_bytes, summary.seen.tier("dram")
+    told = f"state     {format_size(state)} of parameters and states of {summary.options.optimizer}"
+    budget = f"          ({format_size(dram.capacity)}, of which {format_size(dram.peak)} were used)"
     if summary.fitted:
-        return [
-            f"state     {format_size(state)}; everything fitted in the budget of {format_size(dram.capacity)} "
-            f"({format_size(dram.peak)} used at the peak): nothing",
-            "          was evicted, and a smaller --dram may work as well",
-        ]
-    return [
-        f"state     {format_size(state)}, {state / dram.capacity:.1f} times the budget of {format_size(dram.capacity)} "
-        f"({format_size(dram.peak)} used at the peak)"
-    ]
+        return [f"{told}, all in the memory of --dram", f"{budget}: nothing was evicted, and less may work, too"]
+    return [f"{told}, {state / dram.capacity:.1f} times --dram", budget]
 
 
-def _overlap(summary: Summary) -> str:
-    waited = summary.moved.stalled / summary.steps
+def _waited(summary: Summary) -> list[str]:
+    told = f"waited    {summary.moved.stalled / summary.steps:.2f} s per step for the disk"
     if not summary.serial_seconds or summary.rates is None:
-        return f"overlap   training waited {waited:.2f} s per step for the disk; the disk alone was not measured"
+        return [f"{told}; what it needs alone was not measured"]
     unit, factor = rate_unit(summary.rates.read, summary.rates.write)
     read, write = summary.rates.read * factor, summary.rates.write * factor
-    return (
-        f"overlap   for these bytes the disk alone (just now: read {read:.1f}, write {write:.1f} {unit}) needs\n"
-        f"          {summary.serial_seconds / summary.steps:.2f} s per step; training waited {waited:.2f} s, "
-        f"{summary.waited_share:.0%} of that"
-    )
+    share = max(0.0, 1 - summary.moved.stalled / summary.serial_seconds)
+    hidden = f"{share:.0%} of its work was hidden behind computing" if share else "none of its work was hidden"
+    return [
+        f"{told}; alone it needs {summary.serial_seconds / summary.steps:.2f} s for these bytes",
+        f"          (just now: read {read:.1f}, write {write:.1f} {unit}): {hidden}",
+    ]
 
 
 def _amount(nbytes: float) -> str:
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"
 
 
-WIDTH = 68
-"""Characters of a line of the text that the model writes."""
+TEMPERATURE, TOP_P, WIDTH = 0.7, 0.8, 68
+"""How the text that the model writes is drawn, and characters of a line of it."""
 WARM_UP = 5
 """Steps before the recording: they make the moments, and the store learns the order of a step."""
 

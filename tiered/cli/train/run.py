@@ -27,7 +27,7 @@ from tiered.cli.train.model import GPT, Shape, Text, build, go_on, initialiser, 
 from tiered.cli.train.optimizers import OptimizerKind, kind_of
 from tiered.cli.train.options import DEFAULT_FOLDER, NAME, Options, StoreOptions
 from tiered.cli.train.ranks import Peers, joined
-from tiered.cli.train.report import StepRecording, Summary, describe, predicted
+from tiered.cli.train.report import TEMPERATURE, TOP_P, StepRecording, Summary, describe, predicted
 from tiered.cli.train.resume import Earlier, ResumePlace
 from tiered.measuring.meters import Meter, measure, peak_memory
 from tiered.reporting.page import page as page_of
@@ -51,9 +51,9 @@ MODEL = Owner("model", NAME)
 """Whose tensors those of the model are."""
 LAYER_BYTES = 24 << 10
 """Bytes of host memory for the modules of a layer without its parameters; measured over thousands of layers."""
-SAMPLE, SHARE, LEAST_SECONDS, TEMPERATURE = 240, 0.05, 2.0, 0.8
-"""A training ends with so many bytes that its model writes, drawn at this temperature, or fewer: those that it writes in this
-share of the training's time, and in so many seconds at least."""
+SAMPLE, SHARE, LEAST_SECONDS = 240, 0.05, 3.0
+"""A training ends with so many bytes that its model writes, or fewer: those that it writes in this share of the training's
+time, and in so many seconds at least."""
 RESERVE = 1.05
 """Factor on the disk space that the model needs, for padding."""
 
@@ -444,7 +444,7 @@ def _train(session: _Session, model: GPT, stop: StopRequest) -> Summary:
 def _sample(model: GPT, seed: int, seconds: float, stop: StopRequest) -> str:
     """Return text that the model writes after a line has ended, until ``seconds`` have passed or somebody asks to stop."""
     text, ends = bytearray(), time.monotonic() + seconds
-    for byte in itertools.islice(go_on(model.eval(), b"\n", TEMPERATURE, 1.0, seed), SAMPLE):
+    for byte in itertools.islice(go_on(model.eval(), b"\n", TEMPERATURE, TOP_P, seed), SAMPLE):
         text.append(byte)
         if stop.signum or time.monotonic() >= ends:
             break
