@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -102,6 +104,41 @@ def test_what_does_not_fit_is_an_answer(tmp_path: Path, capsys: pytest.CaptureFi
 def test_what_is_no_usage(given: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, *given]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_the_model_and_the_drive_are_looked_at_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A measurement would say so first."""
+    monkeypatch.setattr("tiered.cli.output.INTERVAL", 0.0)
+    assert "has no config.json" in failure(capsys, "plan", tmp_path)
+    told = failure(capsys, *SMALL, "--drive", tmp_path / "no")
+    assert "does not exist; name one on the drive to measure with --drive" in told
+
+
+def test_long_work_says_how_far_it_is(
+    machine: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiered.cli.plan.run.INTERVAL", 1e9)
+    assert main([*SMALL, *ONE, "--machine", machine]) == 0
+    assert not capsys.readouterr().err  # it was over before
+    monkeypatch.setattr("tiered.cli.plan.run.INTERVAL", 0.0)
+    assert main([*SMALL, *ONE, "--machine", machine]) == 0
+    assert capsys.readouterr().err.startswith("playing steps with update='on_fetch', activations='memory', 1.0 MiB\n")
+
+
+def test_a_machine_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As the help says, which names each number."""
+    assert main(["plan", "--help"]) == 0
+    told = capsys.readouterr().out.partition("a machine file by hand:\n")[2]
+    example = told.partition("\n\n")[0]
+    named = set(re.findall(r"\w+", told.partition("\n\n")[2].partition("examples:")[0]))
+    assert {field.name for field in fields(Machine)} <= named
+    path = tmp_path / "by_hand.json"
+    path.write_text(example)
+    assert Machine.of(path).dram == 16 << 30
+    assert main([*SMALL, *ONE, "--machine", str(path)]) == 0
+    assert "drive 3.50 GB/s read, 3.00 written" in capsys.readouterr().out
 
 
 def test_errors_name_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from tiered.measuring.meters import Usage
 
 __all__ = [
+    "INTERVAL",
     "MADE_BY",
     "UNPRINTABLE",
     "Progress",
@@ -201,14 +202,16 @@ class Silent(io.StringIO):
 
 
 class Progress:
-    """Shows on ``stream`` how far a command is: a live display in a terminal, plain lines elsewhere. A context manager."""
+    """Shows on ``stream`` how far a command is: a live display in a terminal, plain lines elsewhere. A context manager.
 
-    def __init__(self, stream: TextIO) -> None:
+    ``quiet``: seconds before the first plain line, for what is often over before."""
+
+    def __init__(self, stream: TextIO, quiet: float = float("-inf")) -> None:
         self._stream = stream
         self._console: Console | None = None
         self._live: Live | None = None
-        self._printed = float("-inf")
         self._began, self._from = time.monotonic(), 0.0
+        self._printed = self._began + quiet - INTERVAL
         self._offloaded = 0
         if stream.isatty():
             from rich.console import Console

@@ -15,7 +15,7 @@ from torch import nn
 
 from tiered import zero
 from tiered.errors import MisuseError
-from tiered.measuring.meters import measure, scratch_store
+from tiered.measuring.meters import measure, scratch_folder, scratch_store
 from tiered.planning.machine import Machine
 from tiered.store import TieredStore
 from tiered.types import PIECE_BYTES
@@ -45,36 +45,39 @@ RESIDENT = 96 << 20
 """Bytes of a pool that has such a model with its states."""
 
 
-def measured_machine(folder: str, *, check: Callable[[], object] = lambda: None) -> Machine:
-    """Measure this machine with a scratch store in ``folder``; ``check`` is called between the parts and may raise.
+def measured_machine(folder: str, *, progress: Callable[[str, float], object] = lambda what, share: None) -> Machine:
+    """Measure this machine with a scratch store in ``folder``; ``progress`` is called with what is measured next, and the share
+    of all that was, and may raise, to stop.
 
     Raises MisuseError where the folder cannot have a store, or its filesystem has no room.
     """
+    with scratch_folder(folder):
+        progress("measuring what a process takes", 0.0)
     import_module("torch._dynamo")  # torch imports it with its first optimizer, so it is part of what a process takes
     ones = torch.ones(512, 512, dtype=torch.float32, device="cpu")
     (ones @ ones).sum()  # and the buffers of its libraries
     base = psutil.Process().memory_info().rss
+    progress("measuring the drive", 0.1)
     with scratch_store(folder, dram=POOL) as store:
         rates = measure(store)
         if rates is None:
             raise MisuseError(f"{folder} has no room for a measurement: free some, or name another folder with --drive")
-        check()
+        progress("measuring the drive with small tensors", 0.3)
         transfer = _transfer(store, rates.read)
-    check()
+    progress("measuring the processor", 0.35)
     flops = {dtype: _product(dtype) for dtype in (torch.float32, torch.bfloat16)}
-    check()
+    progress("measuring the memory", 0.45)
     a, b = (torch.ones(MOVED // 4, dtype=torch.float32, device="cpu") for _ in range(2))
     memory = 3 * MOVED / _least(lambda: a + b, 15)
     one = torch.ones(4, dtype=torch.float32, device="cpu", requires_grad=True)
     operation = statistics.median(_seconds(lambda: one + 1) for _ in range(500))
-    check()
     hashing = _hashing()
     updates, leases = [], []
-    for _ in range(TURNS):
+    for turn in range(TURNS):
+        progress("measuring updates", 0.5 + turn / 2 / TURNS)
         updates.append(_update(folder, hashing))
-        check()
+        progress("measuring leases", 0.5 + (turn + 0.5) / 2 / TURNS)
         leases.append(_lease(folder))
-        check()
     update, handling = (statistics.median(one) for one in zip(*updates, strict=True))
     lease = statistics.median(leases)
     return Machine(

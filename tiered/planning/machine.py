@@ -93,8 +93,8 @@ class Machine:
             found = json_of(what, MOST_BYTES)
         except MisuseError as error:
             raise MisuseError(f"{error}; {MEASURE}") from None
-        if not isinstance(found, dict) or found.pop("tiered", None) != FORMAT:
-            raise MisuseError(f"{told} is no machine: {MEASURE}")
+        if not isinstance(found, dict) or found.pop("tiered", FORMAT) != FORMAT:
+            raise MisuseError(f"{told} is no machine: {MEASURE}, or write one by hand (tiered plan --help)")
         return cls._from(found, told)
 
     @classmethod

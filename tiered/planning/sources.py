@@ -134,6 +134,11 @@ class Subject:
     def parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameters."""
+        return sum(parameter.nbytes for parameter in self.model.parameters())
+
     def train(self, training: TrainingSetup) -> StepNotes:
         """Return what a step of a training asks of its store. Raises as ``dry_run``."""
         return dry_run(self.model, self.args, self.kwargs, self.loss, self.target, training)

@@ -40,11 +40,12 @@ def add_parser(commands: Commands) -> None:
 
 def _run(parsed: argparse.Namespace, given: list[str]) -> int:
     if parsed.machine is not None:
-        from tiered.cli.output import refuse_unwritable
+        from tiered.cli.output import INTERVAL, Progress, refuse_unwritable
         from tiered.measuring.probes import measured_machine
 
         refuse_unwritable(parsed.machine, "--machine")
-        measured_machine(parsed.folder).save(parsed.machine)
+        with Progress(sys.stderr, quiet=INTERVAL) as progress:
+            measured_machine(parsed.folder, progress=progress.working).save(parsed.machine)
         print(f"machine     {parsed.machine}: read it with tiered plan --machine {parsed.machine}", file=sys.stderr)
     from tiered.cli.info.machine import info
 

@@ -33,9 +33,31 @@ examples:
 EARLIER = Spelling({"--model": "MODEL", "--dir": "--drive"})
 
 
+MACHINE = """\
+a machine file by hand:
+  {"read": "3.5GB", "write": "3GB", "dram": "16GiB", "flops": 4e11, "memory": "40GB"}
+
+  read, write     the drive, bytes a second, one way at a time: the only ones that are needed; of several drives the sum
+  transfer        seconds of a tensor beside its bytes (1e-4)
+  dram            host memory (what is not known does not limit)
+  flops           operations a second of fp32 products (1e11); flops_half: of bf16 ones (as fp32)
+  memory          bytes a second that the processor reads (1e10); operation: seconds of its smallest operation (5e-6)
+  lease, gradient seconds of a lease (1.5e-4), and of storing a gradient beside its bytes (1e-4)
+  update          elements a second that Adam updates (5e8)
+  hashing         bytes a second of checksums (8e9); handling: seconds of a transfer in the store's thread (2.5e-4)
+  cores, threads  of the machine (2), and those that torch computes with (1)
+  base            bytes of a process after its imports (240MiB)
+  network         bytes a second between nodes (1.25e9); latency: seconds (5e-5); ranks_per_node (1) share drive and network
+  rated_life      bytes that the drive may be written (not known); name: what the plan calls it
+Sizes are numbers, or texts such as "16GiB". tiered info --machine FILE measures all but the last two lines.
+
+"""
+
+
 def add_parser(commands: Commands) -> None:
     """Add ``plan`` to the commands."""
-    parser = command(commands, "plan", "what fits, how many bytes, how long, before a run", DESCRIPTION, EXAMPLES, EARLIER)
+    summary = "what fits, how many bytes, how long, before a run"
+    parser = command(commands, "plan", summary, DESCRIPTION, MACHINE + EXAMPLES, EARLIER)
     model = parser.add_argument_group("model")
     model.add_argument(
         "model",
@@ -60,7 +82,9 @@ def add_parser(commands: Commands) -> None:
     )
     how.add_argument("--accumulate", type=count, metavar="N", default=1, help=f"{MODEL_HELP['accumulate']} (default: 1)")
     machine = parser.add_argument_group("machine")
-    machine.add_argument("--machine", metavar="FILE", help="file of tiered info --machine (default: measured here)")
+    machine.add_argument(
+        "--machine", metavar="FILE", help="of tiered info --machine, or by hand, see below (default: measured here)"
+    )
     add_drive(machine)
     machine.add_argument("--no-measure", dest="measure", action="store_false", help="measure nothing: bytes, and no seconds")
     machine.add_argument("--rated-life", type=size, metavar="SIZE", help="what the drive may be written, like 600TB")

@@ -14,7 +14,7 @@ from torch import nn
 
 import tiered
 from tiered.cli.arguments import Parser
-from tiered.cli.output import counted, refuse_unplottable, refuse_unwritable, table, write_report
+from tiered.cli.output import INTERVAL, Progress, counted, refuse_unplottable, refuse_unwritable, table, write_report
 from tiered.cli.plan.plot import plot
 from tiered.cli.stop import Stopped, StopRequest
 from tiered.cli.train.model import Shape, build
@@ -22,7 +22,7 @@ from tiered.cli.train.options import default_of
 from tiered.measuring.meters import environment
 from tiered.measuring.probes import measured_machine
 from tiered.planning.machine import Machine
-from tiered.planning.plan import Plan, Prediction
+from tiered.planning.plan import Plan, Prediction, Told
 from tiered.planning.sources import Numbers, model_of_folder
 from tiered.types import format_size
 
@@ -38,20 +38,36 @@ def planned(parsed: argparse.Namespace) -> int:
     refuse_unplottable(parsed.plot, (".svg", ".png"))
     refuse_unwritable(parsed.json)
     model = _model(parsed, parser)
-    try:
-        with StopRequest() as stop:
-            machine = _machine(parsed, stop)
-    except Stopped as stopped:
-        print("tiered: stopped while measuring; the scratch store is removed", file=sys.stderr)
-        return stopped.exit_code
-    if parsed.ranks and machine is None:
+    if parsed.ranks and parsed.machine is None and not parsed.measure:
         parser.error("--ranks needs a machine: leave out --no-measure, or give --machine")
+    try:
+        with StopRequest() as stop, Progress(sys.stderr, quiet=INTERVAL) as progress:
+
+            def told(what: str, share: float) -> None:
+                stop.check()
+                progress.working(what, share)
+
+            plan = _planned(parsed, model, told)
+    except Stopped as stopped:
+        print("tiered: stopped; a scratch store is removed", file=sys.stderr)
+        return stopped.exit_code
+    if parsed.json != "-":
+        print(describe(plan))
+    if parsed.plot is not None and plan.chosen is not None:
+        plot(parsed.plot, plan)
+        print(f"\npicture   {parsed.plot}", file=sys.stderr if parsed.json == "-" else sys.stdout)
+    write_report(parsed.json, environment() | plan.as_json())
+    return 0
+
+
+def _planned(parsed: argparse.Namespace, model: nn.Module | Numbers, told: Told) -> Plan:
+    machine = _machine(parsed, told)
     here = parsed.machine is None and machine is not None
     batch, context = parsed.batch or default_of("batch"), parsed.context or default_of("context")
     asked: dict[str, Any] = {
         "workload": tiered.Workload(batch, context, accumulate=parsed.accumulate), "machine": machine, "dram": parsed.dram,
         "optimizer": parsed.optimizer, "update": parsed.update, "activations": parsed.activations,
-        "micro_batch": parsed.micro_batch, "measure": here,
+        "micro_batch": parsed.micro_batch, "measure": here, "progress": told,
     }
     plan = tiered.plan(model, **asked, sweep=tiered.Sweep(ranks=parsed.ranks), optimum=parsed.optimum)
     if parsed.plot is not None and plan.chosen is not None:
@@ -61,13 +77,7 @@ def planned(parsed: argparse.Namespace) -> int:
         plan = replace(plan, curve=curve)
     if parsed.model is not None:
         plan = replace(plan, model=os.path.basename(os.path.abspath(parsed.model)))
-    if parsed.json != "-":
-        print(describe(plan))
-    if parsed.plot is not None and plan.chosen is not None:
-        plot(parsed.plot, plan)
-        print(f"\npicture   {parsed.plot}", file=sys.stderr if parsed.json == "-" else sys.stdout)
-    write_report(parsed.json, environment() | plan.as_json())
-    return 0
+    return plan
 
 
 def _model(parsed: argparse.Namespace, parser: Parser) -> nn.Module | Numbers:
@@ -88,11 +98,11 @@ def _model(parsed: argparse.Namespace, parser: Parser) -> nn.Module | Numbers:
     return build(Shape(**shape, context=parsed.context or default_of("context")))
 
 
-def _machine(parsed: argparse.Namespace, stop: StopRequest) -> Machine | None:
+def _machine(parsed: argparse.Namespace, told: Told) -> Machine | None:
     if parsed.machine is not None:
         machine = Machine.of(parsed.machine)
     elif parsed.measure:
-        machine = measured_machine(parsed.folder, check=stop.check)
+        machine = measured_machine(parsed.folder, progress=told)
     else:
         return None
     if parsed.rated_life is not None:
@@ -125,9 +135,10 @@ def describe(plan: Plan) -> str:
         lines.append(f"fits      no: {plan.refused}")
         return "\n".join([*lines, *_listed("would fit", plan.changes)])
     if plan.refused is None:
-        lines.append(
-            f"fits      with {format_size(found.choice.dram)} of DRAM; the smallest budget is {format_size(plan.smallest)}"
-        )
+        least = f"; the smallest budget is {format_size(plan.smallest)}"
+        if plan.smallest < plan.enough < found.choice.dram:
+            least = f"; {format_size(plan.enough)} are enough, and {format_size(plan.smallest)} the least that works, slowly"
+        lines.append(f"fits      with {format_size(found.choice.dram)} of DRAM{least}")
     else:
         lines += [f"fits      no: {plan.refused}", *_listed("would fit", plan.changes)]
     lines += [*_memory(found, plan), *_step(found, plan), *_offloading(found)]
