@@ -102,6 +102,26 @@ def test_programs_run(page: Path, tmp_path: Path) -> None:
             assert all(row in page.read_text().splitlines() for row in rows), f"{page.name}:{block.line} prints another table"
 
 
+FIRST = ("README.md", "quickstart.md", "training.md")
+"""The pages that a newcomer reads first, in this order."""
+
+
+@pytest.mark.parametrize("which", quick(["first screens", "all"], ["first screens"]))
+def test_programs_can_be_run_again_and_after_each_other(which: str, tmp_path: Path) -> None:
+    """In one folder, as somebody does who tries one after the other; each says what its second start means."""
+    pages = [next(page for page in PAGES if page.name == name) for name in FIRST]
+    pages += [page for page in PAGES if page not in pages] if which == "all" else []
+    ran = 0
+    for _ in range(2):
+        for page in pages:
+            runs = [block for block in blocks_of(page.read_text()) if not block.why_not]
+            for block in runs if which == "all" else [block for block in runs if not block.libraries][:2]:
+                if all(find_spec(name) for name in block.libraries):
+                    run(block, page, tmp_path)
+                    ran += 1
+    assert ran >= (80 if which == "all" else 10)
+
+
 @pytest.mark.soak
 def test_a_program_that_starts_torchrun_runs_as_it_is(tmp_path: Path) -> None:
     pages = [page for page in PAGES if TORCHRUN in page.read_text()]

@@ -25,14 +25,13 @@ addresses = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), 
 dist.init_process_group("gloo", store=addresses, rank=rank, world_size=ranks)
 torch.manual_seed(0)
 with zero.open_store(options.store, dram=options.dram) as store:  # rank R of N: ranks-store/rank-R-of-N
-    resuming = "model/checkpoint" in store
     layers = [torch.nn.Sequential(torch.nn.Linear(options.width, options.width), torch.nn.GELU()) for _ in range(6)]
     model = torch.nn.Sequential(*layers, torch.nn.Linear(options.width, options.width))
-    zero.page(model, store, stage=zero.Stage3(), existing="resume" if resuming else "refuse")
+    zero.page(model, store, stage=zero.Stage3(), existing="continue")
     optimizer = zero.AdamW(model.parameters(), lr=1e-3)
     data = torch.Generator().manual_seed(1)  # all draw the same batch ...
-    done = zero.resume(model, optimizer, data=data)["done"] if resuming else 0
-    for step in range(done, options.steps):
+    begun = zero.resume(model, optimizer, data=data) or {"done": 0}  # None in the first run
+    for step in range(begun["done"], options.steps):
         optimizer.zero_grad()
         x = torch.randn(8 * ranks, options.width, generator=data)[8 * rank : 8 * (rank + 1)]  # ... each learns from its part
         loss = (model(x) - x).square().mean()

@@ -35,13 +35,12 @@ torch.manual_seed(0)
 target = torch.randn(512, 512) / 512**0.5  # what the model shall learn
 data = torch.Generator().manual_seed(1)
 with TieredStore.open(options.store, dram=options.dram) as store:
-    resuming = "model/checkpoint" in store
     with zero.init(store):  # the model is never whole in memory
         model = torch.nn.Sequential(*[Block() for _ in range(options.layers)])
-    zero.page(model, store, existing="resume" if resuming else "refuse")
+    zero.page(model, store, existing="continue")
     optimizer = zero.AdamW(model.parameters(), lr=1e-3)
-    done = zero.resume(model, optimizer, data=data)["done"] if resuming else 0
-    for step in range(done, options.steps):
+    begun = zero.resume(model, optimizer, data=data) or {"done": 0}  # None in the first run
+    for step in range(begun["done"], options.steps):
         x = torch.randn(64, 512, generator=data)
         optimizer.zero_grad()
         loss = (model(x) - x @ target).square().mean()
