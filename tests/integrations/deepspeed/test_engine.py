@@ -377,7 +377,7 @@ def test_configurations_that_people_have_train(tmp_path: Path, name: str, capsys
     config = {**SHAPES[name], "tiered": {"path": str(tmp_path / "store"), "dram": "1MiB"}}
     engine, *_ = zero.initialize(SimpleNamespace(**numbers), made(), config=config)
     printed = capsys.readouterr().out
-    assert "zero_optimization.stage" in printed or "OneCycle" in printed or "zero_optimization" in printed
+    assert "keys honoured" in printed
     assert f"{engine.train_batch_size()} samples a step" in printed
     for number in range(4):
         loss = engine(*batch(number, engine.train_micro_batch_size_per_gpu()))

@@ -6,6 +6,7 @@ import csv
 import re
 import sys
 import types
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 import torch
 
 from tests.integrations.deepspeed.training import Net, batch, engine_of, train
-from tiered import MisuseError, zero
+from tiered import MisuseError, UncommittedWarning, zero
+from tiered.integrations.deepspeed.engine import _tell_dropped
 
 
 def lines_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -31,6 +33,25 @@ def test_the_table_is_printed_once_at_start(tmp_path: Path, capsys: pytest.Captu
     train(engine)
     assert lines_of(capsys) == []  # steps_per_print was left out
     engine.destroy()
+
+
+def test_what_is_printed_at_start_is_two_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    engine_of(tmp_path, zero_optimization={"stage": 3, "sub_group_size": 1e9}).destroy()
+    first, second = lines_of(capsys)
+    assert re.match(r"\d+ keys honoured, 1 not needed \(zero_optimization\.sub_group_size\); tiered deepspeed-config ", first)
+    assert "samples a step" in second
+
+
+def test_what_no_checkpoint_has_is_told_at_the_first_destroy(tmp_path: Path) -> None:
+    _tell_dropped.cache_clear()
+    for number in range(2):
+        engine = engine_of(tmp_path / str(number))
+        train(engine)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            engine.destroy()
+        assert [one.category for one in found] == [UncommittedWarning] * (1 - number)
+        assert all("last save_checkpoint" in str(one.message) and one.filename == __file__ for one in found)
 
 
 def test_lines_between_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

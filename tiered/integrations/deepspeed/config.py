@@ -523,6 +523,13 @@ def told(rows: Sequence[Judged]) -> str:
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells)
 
 
+def summed(rows: Sequence[Judged]) -> str:
+    """Return how many keys are honoured, and which are not needed, in one line."""
+    unneeded = [row.path for row in rows if row.verdict is Verdict.UNNEEDED]
+    others = f", {len(unneeded)} not needed ({', '.join(map(shown, unneeded))})" if unneeded else ""
+    return f"{len(rows) - len(unneeded)} keys honoured{others}; tiered deepspeed-config says why of each"
+
+
 def _written(value: Any) -> str:
     """Return a value as a configuration has it; a section is shortened."""
     text = f"{value:g}" if isinstance(value, float) else json.dumps(value, default=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
-from tiered.errors import MisuseError, RankError, expect_type, shown
+from tiered.errors import MisuseError, RankError, UncommittedWarning, expect_type, shown
 from tiered.integrations.deepspeed import tags
 from tiered.integrations.deepspeed.config import Config
 from tiered.integrations.deepspeed.importing import load_imported, load_saved
@@ -593,10 +594,22 @@ class Engine(nn.Module):
         onload(self.module)
 
     def destroy(self) -> None:
-        """Close what the engine opened: its store (what no checkpoint committed is gone) and its logs. Idempotent."""
+        """Close what the engine opened: its logs and its store. What no checkpoint committed is gone, which the first one
+        says. Idempotent."""
         self._monitors.close()
         if self._owned:
-            self.store.close()
+            with warnings.catch_warnings(record=True) as dropped:
+                warnings.simplefilter("always", UncommittedWarning)
+                self.store.close()
+            if dropped:
+                _tell_dropped()
+
+
+@functools.cache
+def _tell_dropped() -> None:
+    """Warn once in a process: a script that destroys many engines knows it from the first."""
+    said = "destroy() drops what was trained after the last save_checkpoint, as DeepSpeed does"
+    warnings.warn(said, UncommittedWarning, stacklevel=3)
 
 
 def _packed(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from tiered.errors import ManifestError, MisuseError, expect_type
 from tiered.integrations.deepspeed import optimizers
-from tiered.integrations.deepspeed.config import Config, Place, place_of, told
+from tiered.integrations.deepspeed.config import Config, Place, place_of, summed, told
 from tiered.integrations.deepspeed.engine import Engine, several
 from tiered.integrations.deepspeed.saved import NARROW
 from tiered.integrations.deepspeed.schedules import scheduler_of
@@ -71,9 +71,10 @@ def initialize(
 ) -> tuple[Engine, Optimizer | None, DataLoader[Any] | None, Any]:
     """Return an engine, its optimizer, data loader and scheduler, as ``deepspeed.initialize`` does.
 
-    ``config``: DeepSpeed's configuration, a dict or the path of a JSON file (or ``args.deepspeed_config``). What becomes of
-    each of its keys is printed, and docs/from_deepspeed.md has all of them; ``args``, Hugging Face's ``TrainingArguments``,
-    fills values that are "auto". ``model``: in memory, on the meta device, built under ``Init`` or ``zero.init``, or paged.
+    ``config``: DeepSpeed's configuration, a dict or the path of a JSON file (or ``args.deepspeed_config``). Which of its keys
+    are not needed is printed, with "dump_state" what becomes of each, and docs/from_deepspeed.md has all of them; ``args``,
+    Hugging Face's ``TrainingArguments``, fills values that are "auto". ``model``: in memory, on the meta
+    device, built under ``Init`` or ``zero.init``, or paged.
     ``optimizer``: one of torch.optim, with its param groups and states, or a function that makes one of
     ``model_parameters`` (parameters, param groups; default: all that are trained); without it, that of the configuration.
     ``lr_scheduler``: one of torch's for that optimizer, or a function that makes one of an optimizer. Where nothing else names
@@ -137,10 +138,9 @@ def initialize(
         engine = Engine(model, read, store, made, scheduler, loader, owned=owned)
         stack.pop_all()
     if rank == 0:
-        print(told(read.rows))
-        print(f"tiered: {store}, {_budgets(store)}; {_sizes(read, ranks)}", flush=True)
+        print(f"tiered: {summed(read.rows)}\ntiered: {store}, {_budgets(store)}; {_sizes(read, ranks)}", flush=True)
         if read.reports.dump:
-            print(json.dumps(read.values, indent=2, default=str), flush=True)
+            print(f"{told(read.rows)}\n{json.dumps(read.values, indent=2, default=str)}", flush=True)
     return engine, made, loader, scheduler
 
 
