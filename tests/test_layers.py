@@ -62,7 +62,10 @@ TREE: dict[str, tuple[str, ...]] = {
         *("loaded", "updates", "paged", "resident_shard", "belonging", "resident", "optimizer", "named", "elementwise"),
     ),
     "zero.construction": ("staging", "construct", "deferred", "shown"),
-    "integrations": ("saves", "kept", "hub", "importing", "deepspeed", "transformers", "axolotl", "accelerate", "lightning"),
+    "integrations": (
+        *("saves", "stop_strings", "kept", "hub", "importing", "deepspeed", "transformers", "axolotl", "accelerate"),
+        "lightning",
+    ),
     "zero.checkpoint": (
         *("weights", "loaders", "beside", "checkpoint", "ending"),
         *("reshard", "safetensors", "foreign", "exports", "dcp"),
@@ -151,6 +154,7 @@ LONG_OR_SHORT: dict[str, str] = {
     "planning.sizes": "the tensors of a model and its optimizer, as far as units say",
     "planning.plan": "what a plan says: predictions of choices, and which changes are better or fit",
     "io.probe": "whether libaio works here, asked without importing it",
+    "integrations.stop_strings": "the end of a text before a stop string, which is found in pieces",
     "store.store": "the public calls of a store, which threads and coroutines share",
     "store.commit": "generations of an open store: commit, rollback, recovery",
     "store.activations": "what autograd saved, from pack to unpack",
@@ -200,6 +204,7 @@ CLASSES_TWICE = {"Engine": ["engine.engine", "integrations.deepspeed.engine"]}
 # + 1,500: tiered train ends with text that its model writes, and tiered generate goes on with a store that it made.
 # + 350: a plan and a measurement tell how far they are, and a plan names a budget with which one would want to run.
 # + 100: a DeepSpeed script is told what its configuration does in a line, and once what it drops.
+# + 1,900: tiered train ends with text that its model writes, and tiered generate goes on with a store that it made.
 TOTALS = {"tiered": 477_050, "bench": 118_950, "libaio_ext": 6_900}
 
 # Compiled, without a Python file.

@@ -17,8 +17,9 @@ pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
 from tests.cli.test_generate import DRAM, PROMPT, UNIT, in_memory, llama, quiet
-from tiered.cli.generate.text import ByteText, StopStrings
+from tiered.cli.generate.text import ByteText
 from tiered.cli.main import main
+from tiered.integrations.stop_strings import StopStrings
 
 __all__ = ["quiet"]
 

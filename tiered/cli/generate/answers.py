@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from tiered import TieredStore
-from tiered.cli.generate.text import StopStrings
 from tiered.cli.output import counted, rate_unit
+from tiered.integrations.stop_strings import StopStrings
 
 if TYPE_CHECKING:
     from tiered.cli.generate.live import Display

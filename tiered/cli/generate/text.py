@@ -1,16 +1,14 @@
-"""Turn prompts into tokens, and tokens into text as they come: by the tokenizer that a store keeps, or a byte a token; and end
-that text at a stop string."""
+"""Turn prompts into tokens, and tokens into text as they come: by the tokenizer that a store keeps, or a byte a token."""
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 from tiered import MisuseError
 from tiered.integrations.kept import TOKENIZER
 
-__all__ = ["ByteText", "GeneratedText", "StopStrings", "TokenizerText", "text_of"]
+__all__ = ["ByteText", "GeneratedText", "TokenizerText", "text_of"]
 
 BYTES = 256
 
@@ -128,34 +126,3 @@ def text_of(contents: bytes | None, vocabulary: int) -> GeneratedText:
             "from a folder with its tokenizer"
         )
     return ByteText()
-
-
-class StopStrings:
-    """Ends a text before the first of some strings. What may be the beginning of one waits until it is known not to be."""
-
-    def __init__(self, strings: Sequence[str]) -> None:
-        self._strings = strings
-        self._held = ""
-        self.found = False
-
-    def add(self, text: str) -> str:
-        """Return what of the text may be shown with ``text``, the next piece."""
-        if self.found:
-            return ""
-        self._held += text
-        places = [place for place in map(self._held.find, self._strings) if place >= 0]
-        self.found = bool(places)
-        end = min(places) if places else len(self._held) - self._waiting()
-        shown, self._held = self._held[:end], "" if self.found else self._held[end:]
-        return shown
-
-    def end(self) -> str:
-        """Return what has waited, after the last piece."""
-        held, self._held = self._held, ""
-        return held
-
-    def _waiting(self) -> int:
-        """Return how many characters at the end begin a stop string."""
-        longest = max(map(len, self._strings), default=0) - 1
-        lengths = range(min(longest, len(self._held)), 0, -1)
-        return next((n for n in lengths if any(one.startswith(self._held[-n:]) for one in self._strings)), 0)
