@@ -37,7 +37,7 @@ from tiered.telemetry import ActivationStatistics
 from tiered.tuning.adaptive import AutoPlan, AutoPlanStatistics
 from tiered.types import Access, Owner
 from tiered.zero.checkpoint import checkpoint
-from tiered.zero.checkpoint.ending import end_with_checkpoint, record
+from tiered.zero.checkpoint.ending import include_in_commits, record
 from tiered.zero.checkpoint.reshard import CheckpointSource, opened, reshard
 from tiered.zero.checkpoint.safetensors import Pretrained
 from tiered.zero.collectives import Ranks, Term
@@ -540,7 +540,7 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
             show()
         pager.must_resume = continues
         pager.is_recorded()
-        end_with_checkpoint(pager)
+        include_in_commits(pager)
         return model
     if options.param_init_fn is None and options.weights is None:
         _refuse_without_reset(model)
@@ -588,7 +588,7 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
     pager.replace_others()
     for show in shown:
         show()
-    end_with_checkpoint(pager)
+    include_in_commits(pager)
     if continues:
         record(pager)  # the next start finds it, whatever becomes of the model until then
     pager.checkpoint.begun = True

@@ -271,3 +271,53 @@ def test_states_of_parameters_in_memory_begin_and_go_on(tmp_path: Path) -> None:
                 its.step()
             assert optimizer.state_dict()["state"][0]["step"] == life + 1
     assert torch.equal(model.weight, other.weight)
+
+
+def test_one_commit_is_a_checkpoint_of_all_models(tmp_path: Path) -> None:
+    """Of the last moment that all have: a crash comes before the calls for the others."""
+
+    def open_all(store: TieredStore) -> tuple[list[Any], list[Any]]:
+        torch.manual_seed(2)
+        models = [zero.page(Tied(), store, name=name, existing="continue") for name in ("one", "other", "average")]
+        optimizers = [zero.AdamW(model.parameters(), lr=1e-2) for model in models[:2]]
+        for model, optimizer in zip(models, [*optimizers, None], strict=True):
+            zero.resume(model, optimizer)
+        return models, optimizers
+
+    def round_of(models: list[Any], optimizers: list[Any]) -> list[float]:
+        losses = [step(model, optimizer) for model, optimizer in zip(models, optimizers, strict=False)]
+        with torch.no_grad():
+            for average, parameter in zip(models[2].parameters(), models[0].parameters(), strict=True):
+                average.lerp_(parameter, 0.5)
+            return [*losses, models[2].loss(0).item()]
+
+    with TieredStore.open(tmp_path, dram=DRAM) as store:
+        models, optimizers = open_all(store)
+        round_of(models, optimizers)
+        zero.commit(models[0], optimizers[0])
+        expected = [round_of(models, optimizers) for _ in range(2)]
+        zero.rollback(models[0], optimizers[0])
+        for model, optimizer in ((models[1], optimizers[1]), (models[2], None)):
+            zero.rollback(model, optimizer)
+        assert [round_of(models, optimizers) for _ in range(2)] == expected
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UncommittedWarning)
+            store.close()
+    with TieredStore.open(tmp_path, dram=DRAM) as store:
+        models, optimizers = open_all(store)
+        assert [round_of(models, optimizers) for _ in range(2)] == expected
+
+
+def test_a_commit_of_one_model_leaves_that_of_another_with_an_extra_to_its_own_call(tmp_path: Path) -> None:
+    with TieredStore.open(tmp_path, dram=DRAM) as store:
+        one, other = (zero.page(Tied(), store, name=name) for name in ("one", "other"))
+        optimizers = [zero.AdamW(model.parameters()) for model in (one, other)]
+        step(other, optimizers[1])
+        zero.commit(other, optimizers[1], extra={"step": 1})
+        step(one, optimizers[0])
+        step(other, optimizers[1])
+        zero.commit(one, optimizers[0])
+        assert "one/checkpoint" in store
+        assert "other/checkpoint" not in store
+        zero.commit(other, optimizers[1], extra={"step": 2})
+        assert "one/checkpoint" in store

@@ -109,10 +109,12 @@ def commit(
 
     That is: all that ``model.state_dict()`` has (what was added or replaced after ``zero.page``, too), buffers, moments,
     masters, gradients and updates that are pending (none is applied for this, but those of parameters that several ranks
-    gather), step counts and param groups, ``scheduler``, ``scaler``, the random states of Python, NumPy and torch, the
-    position of ``data`` (a ``torch.Generator``, or what has ``state_dict``), and ``extra``: JSON values, tuples, tensors. Costs
-    what is still dirty in memory. Between steps, or between backward and ``step()``; not within forward or backward. After an
-    exception in one of these call ``optimizer.zero_grad()`` first (with ``update="in_backward"``, ``rollback``).
+    gather), step counts and param groups, ``scheduler``, ``scaler``, the random states of Python, NumPy and torch, the position
+    of ``data`` (a ``torch.Generator``, or what has ``state_dict``), and ``extra``: JSON values, tuples, tensors. So are all
+    other tensors of the store, and in one process its other models, with what was given for these last; those that have an
+    ``extra`` have a call of their own. Costs what is still dirty in memory. Between steps, or between backward and ``step()``;
+    not within forward or backward. After an exception in one of these call ``optimizer.zero_grad()`` first (with
+    ``update="in_backward"``, ``rollback``).
 
     Several ranks call it together, each with the store that ``zero.open_store`` gave it; it is acknowledged once all have
     committed. ``meta`` is the store's, for people to read (default: as before). An optimizer of torch, for parameters that are
@@ -125,6 +127,7 @@ def commit(
 
     def prepare() -> None:
         prepare_commit(model, training, extra)
+        _include_others(pager)
 
     others = ("optimizer=", optimizer), ("scheduler=", scheduler), ("scaler=", scaler)
     with pager.partition.agreeing("commit") as agree:
@@ -154,9 +157,17 @@ def commit_async(
     if partition.shares > 1:
         raise MisuseError("ranks acknowledge a commit together, which commit_async does not: call zero.commit")
     store = prepare_commit(model, training, extra)
+    _include_others(pager)
     made = store.commit_async(partition.noted(store, meta))
     pager.given = model, training, extra is not None
     return made
+
+
+def _include_others(pager: Pager) -> None:
+    """Have the commit of a model be one of the others in its store, too; several ranks call it for each."""
+    for other in pagers_in(pager.store):
+        if other is not pager and other.partition.shares == 1 and other.in_commit is not None:
+            other.in_commit(False)
 
 
 def resume(

@@ -1,5 +1,5 @@
-"""The commit at the end of a store's ``with`` block is a checkpoint of each model that is paged there, as ``zero.commit`` makes
-it: of what it has changed since the last one."""
+"""A commit is a checkpoint of each model that is paged in the store, also of those that it was not called for: at the end of
+the store's ``with`` block, and where ``zero.commit`` is called for another model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tiered.zero.optimizers.optimizer import Optimizer
 from tiered.zero.paging.pager import Pager
 from tiered.zero.record import dumps
 
-__all__ = ["end_with_checkpoint", "record"]
+__all__ = ["include_in_commits", "record"]
 
 
 def record(pager: Pager) -> None:
@@ -38,13 +38,14 @@ def record(pager: Pager) -> None:
     prepare_commit(pager.model, Training(), None)
 
 
-def end_with_checkpoint(pager: Pager) -> None:
-    """Have the commit at the end of the store's ``with`` block be one of the model, with what ``zero.commit`` or ``resume`` was
-    given last."""
-    pager.at_end = partial(_end, ref(pager))
+def include_in_commits(pager: Pager) -> None:
+    """Have commits at the end of the store's ``with`` block, and of other models in the store, be checkpoints of this model,
+    with what ``zero.commit`` or ``resume`` was given for it last."""
+    pager.in_commit = partial(_include, ref(pager))
 
 
-def _end(pager: Callable[[], Pager | None]) -> None:
+def _include(pager: Callable[[], Pager | None], leaving: bool) -> None:
+    """``leaving``: at the end of a block, whose commit has the last word, and warns of what it lacks."""
     found = pager()
     if found is None:
         return
@@ -52,6 +53,8 @@ def _end(pager: Callable[[], Pager | None]) -> None:
     store, name, optimizer = found.store, found.name, found.optimizer()
     if isinstance(optimizer, Optimizer):
         training = replace(training, optimizer=optimizer)
+    if not leaving and (extra or found.checkpoint.current or found.checkpoint.begun):
+        return  # a commit with an extra is its own to make
     lacks: str | None = None
     try:
         if found.checkpoint.before is not None:  # updates that were pending were applied, and nobody has resumed
@@ -60,7 +63,7 @@ def _end(pager: Callable[[], Pager | None]) -> None:
             return
         if found.checkpoint.current and _is_recorded(model, found, training):
             return
-        if found.partition.noted(store, None) is not None:  # ranks committed here before: the next number is this one's
+        if leaving and found.partition.noted(store, None) is not None:  # ranks committed here: the next number is this one's
             commit(model, training.optimizer, scheduler=training.scheduler, scaler=training.scaler, data=training.data)
         else:
             if len({id(mark) for unit in found.units for mark in unit.counted_by.values()}) > 1:
@@ -76,7 +79,7 @@ def _end(pager: Callable[[], Pager | None]) -> None:
             lacks = f"has no extra=, and the one before had: call zero.commit for model {name!r} after the last step"
         elif training.scheduler is None and any("initial_lr" in group for group in getattr(optimizer, "param_groups", ())):
             lacks = f"has no scheduler of model {name!r}: give scheduler= to zero.resume, or to zero.commit after the last step"
-    if lacks is not None:
+    if leaving and lacks is not None:
         warnings.warn(f"the commit at the end of the with block of {store} {lacks}", UncommittedWarning, stacklevel=6)
 
 

@@ -382,8 +382,9 @@ class Pager:
         self.optimizer: Callable[[], object | None] = lambda: None
         """Returns the optimizer that was made for parameters of the model last, or has made a step since; the model refers to
         the latter."""
-        self.at_end: Callable[[], None] | None = None
-        """Puts what makes a commit a checkpoint of the model into the store, at the end of the store's ``with`` block."""
+        self.in_commit: Callable[[bool], None] | None = None
+        """Puts what makes a commit a checkpoint of the model into the store, for one that was not called for it: at the end of
+        the store's ``with`` block (True), or for another model in it."""
         self.given: tuple[nn.Module, Any, bool] | None = None
         """What ``zero.commit``, ``resume`` or ``rollback`` was given last: the model, which may be one around this one, what
         else a training has, and whether it has an ``extra``, which only the program knows later."""
@@ -1566,8 +1567,8 @@ def _before_commit(pager: Callable[[], Pager | None], leaving: bool) -> None:
     for unit in found.units:
         if unit.held:
             unit.remember()
-    if leaving and found.at_end is not None:
-        found.at_end()
+    if leaving and found.in_commit is not None:
+        found.in_commit(True)
 
 
 def pagers_in(store: TieredStore) -> list[Pager]:
