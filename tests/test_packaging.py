@@ -12,6 +12,7 @@ import tarfile
 import zipfile
 from collections.abc import Sequence
 from email.parser import Parser
+from fnmatch import fnmatch
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -144,6 +145,21 @@ def test_the_wheel_works_in_an_environment_of_its_own(wheel: Path, tmp_path: Pat
     assert all(file.startswith(str(inside)) for file in compiled)
     assert run([python.parent / "tiered", "--help"], elsewhere).startswith("usage: tiered ")
     assert run([python.parent / "tiered", "--version"], elsewhere) == f"tiered {tiered.__version__}\n"
+
+
+def test_the_quickstart_works_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
+    """Its line that installs a file, and its first command, with fewer steps."""
+    page = (ROOT / "docs" / "quickstart.md").read_text()
+    (pattern,) = re.findall(r"pip install \./(\S+\.whl)`", page)
+    assert fnmatch(wheel.name, pattern)
+    (options,) = re.findall(r"^\.venv/bin/tiered train (.*) --steps \d+", page, re.MULTILINE)
+    python, _ = installed(wheel, tmp_path)
+    trained = run([python.parent / "tiered", "train", *options.split(), "--steps", "2"], tmp_path)
+    assert "in 2 steps" in trained
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        fields = Parser().parsestr(archive.read(metadata).decode())
+    assert set(re.findall(r"[.)]\[(\w+)\]", page)) <= set(fields.get_all("Provides-Extra") or ())
 
 
 def test_the_version_stands_in_one_place(sdist: Path, wheel: Path) -> None:
