@@ -32,7 +32,7 @@ FORKED = {
 NUMBER = r"(?<![\w.,])\d+(?:,\d{3})*(?:\.\d+)?(?!\w)"
 
 
-OPTIONAL = ("transformers", "peft", "accelerate", "lightning", "trl", "datasets")
+OPTIONAL = ("transformers", "peft", "accelerate", "lightning", "trl", "datasets", "tqdm")
 """Libraries that adapters are for. Programs that import one are run where it is installed, and its warnings are not ours."""
 
 

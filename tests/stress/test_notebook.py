@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import random
+import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ import pytest
 
 from tests.quick import quick
 from tests.stress.tally import Tally, counts
+from tests.test_docs import ROOT, Block, blocks_of
+from tests.test_docs import run as run_program
 
 nbformat = pytest.importorskip("nbformat", reason="nbclient and ipykernel are not installed")
 nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed")
@@ -109,3 +112,54 @@ def test_interrupted_in_a_notebook(tmp_path: Path, kind: str, count: int, tally:
             places[place] += 1
             holding += held > 0
     print(f"{kind}: {dict(places)}; {holding} tracebacks held memory of the store; Python ignored {ignored} more")
+
+
+STOP = """
+import signal
+forwards = []
+def stop(*_):
+    forwards.append(1)
+    if len(forwards) == {at}:
+        signal.raise_signal(signal.SIGINT)
+hook = model[3].register_forward_pre_hook(stop)
+"""
+
+
+def cells_of_the_page() -> list[str]:
+    """Those of docs/notebooks.md: open, train, go back, close."""
+    (block, *_) = blocks_of((ROOT / "docs" / "notebooks.md").read_text())
+    cells = re.split(r"^# %% .*\n", block.source, flags=re.MULTILINE)[1:]
+    assert len(cells) == 4
+    return cells
+
+
+@pytest.mark.parametrize("way", quick(["stopped", "in two kernels"], ["stopped"]))
+def test_the_cells_of_the_page_go_on_after_the_stop_button_and_in_another_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    begin, train, back, end = cells_of_the_page()
+    shown = "print([done, [float(p.detach().double().sum()) for p in model.parameters()]])"
+    at_once = run_program(Block(1, f"{begin}\n{train}\n{train}\n{shown}\n{end}", ""), Path("notebooks.md"), tmp_path)
+    (tmp_path / way).mkdir()
+    monkeypatch.chdir(tmp_path / way)
+    with kernel() as client:
+        assert run(client, begin)[2] == ""
+        if way == "stopped":
+            assert run(client, STOP.format(at=13)) == ("", "", "")
+            _, told, error = run(client, train)
+            assert error.startswith("KeyboardInterrupt"), error
+            assert "step:" in told, "a bar"
+            assert run(client, back) == ("", "", "")
+            assert run(client, "print(done); hook.remove()")[0] == "10\n"
+            assert run(client, train.replace("done + 20", "20"))[2] == ""
+            assert run(client, train)[2] == ""
+            assert run(client, shown)[0] == at_once
+            assert run(client, end)[2] == ""
+        else:
+            assert run(client, train.replace("20", "10"))[2] == ""
+    if way == "in two kernels":  # the first one died
+        with kernel() as client:
+            assert run(client, begin)[2] == ""
+            assert run(client, begin)[2].startswith("StoreLocked")
+            assert run(client, train.replace("20", "30"))[2] == ""
+            assert run(client, shown)[0] == at_once
