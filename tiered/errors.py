@@ -24,8 +24,8 @@
      +- TorchFileError            a file of torch.save is damaged, or has what could run code
      +- InterruptedStep           an exception cut off a training step that cannot be resumed: says what to call
 
-``UncommittedWarning`` and ``SharedMemoryWarning`` are no errors: ``close`` warns with the former of changes that it drops, and the
-end of a ``with`` block of what its commit lacks of a model; ``zero.page`` with the latter of tensors that show parameters.
+``UncommittedWarning`` and ``SharedMemoryWarning`` are no errors: ``close`` warns with the former of changes that it drops, and
+the end of a ``with`` block of what its commit lacks of a model; ``zero.page`` with the latter of tensors that show parameters.
 """
 
 from __future__ import annotations
