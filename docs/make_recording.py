@@ -25,8 +25,8 @@ from pathlib import Path
 import pyte
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMAND = "tiered train my-store --layers 6 --width 256 --heads 4 --dram 16MiB --steps 30"
-COLUMNS, MOST_ROWS = 96, 30
+COMMAND = "tiered train my-store --layers 6 --width 256 --heads 4 --dram 16MiB --steps 30 --lr 1e-3"
+COLUMNS, MOST_ROWS = 96, 48
 LONGEST, LAST, LEAST = 0.8, 5.0, 0.12
 """Seconds: a screen is shown no longer than the first, the last one as long as the second, and shorter ones are left out."""
 COLOURS = {"green": "g", "cyan": "c", "blue": "b", "magenta": "m", "red": "r", "brown": "y", "yellow": "y"}

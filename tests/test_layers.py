@@ -201,7 +201,6 @@ CLASSES_TWICE = {"Engine": ["engine.engine", "integrations.deepspeed.engine"]}
 # + 450: a name on the Hugging Face hub is taken where a model folder is.
 # + 1,650: one argument says what a start means, and a commit is a checkpoint of all models of the store.
 # + 1,350: one argument says what a start means, and the end of a with block commits a checkpoint.
-# + 1,500: tiered train ends with text that its model writes, and tiered generate goes on with a store that it made.
 # + 350: a plan and a measurement tell how far they are, and a plan names a budget with which one would want to run.
 # + 100: a DeepSpeed script is told what its configuration does in a line, and once what it drops.
 # + 1,900: tiered train ends with text that its model writes, and tiered generate goes on with a store that it made.

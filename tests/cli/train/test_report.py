@@ -74,9 +74,9 @@ def test_it_ends_with_what_to_do_next(ranks: int, exported: str) -> None:
 
 
 def test_it_shows_what_the_model_writes() -> None:
-    assert "as the model writes it" not in describe(summary(7), None, "again")
-    shown = describe(summary(7, sample="To be,\n\n" + "or not " * 20), None, "again")
-    lines = shown[shown.index("text      as the model writes it after 1 step:\n") :].splitlines()
+    assert "its text  " not in describe(summary(7), None, "again")
+    shown = describe(summary(7, sample="\nTo be,\n\n" + "or not " * 20), None, "again")
+    lines = shown[shown.index("its text  after 1 step:\n") :].splitlines()
     assert lines[1:3] == ["          To be,", ""]
     assert " ".join(lines[3:6]).split() == ["or", "not"] * 20
     assert max(map(len, lines[:6])) <= 78

@@ -112,7 +112,7 @@ class TestTraining:
             "disk ",
             "time ",
             "waited ",
-            "text  ",
+            "its text  after 12 steps:",
             "saved ",
             "without prefetching: tiered train",
             "weights as safetensors: tiered export",

@@ -263,9 +263,9 @@ def _written(summary: Summary) -> list[str]:
     """Describe the text that the model writes."""
     if summary.sample is None:
         return []
-    lines = [part for line in summary.sample.split("\n") for part in textwrap.wrap(line, WIDTH) or [""]]
+    lines = [part for line in summary.sample.strip("\n").split("\n") for part in textwrap.wrap(line, WIDTH) or [""]]
     done = counted(len(summary.earlier_losses) + summary.steps, "step")
-    return [f"text      as the model writes it after {done}:", *(f"          {line}".rstrip() for line in lines)]
+    return [f"its text  after {done}:", *(f"          {line}".rstrip() for line in lines)]
 
 
 def _generate(summary: Summary) -> str:
