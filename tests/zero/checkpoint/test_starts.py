@@ -4,7 +4,9 @@ commits: each run goes on bit for bit where the last one left the store, whether
 from __future__ import annotations
 
 import gc
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from tests.quick import quick
 from tests.zero.models import Tied
-from tiered import InterruptedStep, MisuseError, TieredStore, UncommittedWarning, zero
+from tiered import InterruptedStep, LeaseConflict, MisuseError, TieredStore, UncommittedWarning, zero
 from tiered.store.at_rest import StoreAtRest
 from tiered.zero.checkpoint.safetensors import export_at_rest
 
@@ -306,6 +308,36 @@ def test_one_commit_is_a_checkpoint_of_all_models(tmp_path: Path) -> None:
     with TieredStore.open(tmp_path, dram=DRAM) as store:
         models, optimizers = open_all(store)
         assert [round_of(models, optimizers) for _ in range(2)] == expected
+
+
+def test_a_commit_does_not_touch_a_model_that_another_thread_uses(tmp_path: Path) -> None:
+    with TieredStore.open(tmp_path, dram=DRAM) as store:
+        one, other = (zero.page(Tied(), store, name=name) for name in ("one", "other"))
+        optimizers = [zero.AdamW(model.parameters()) for model in (one, other)]
+        expected = step(one, optimizers[0]), step(other, optimizers[1])
+        before, go_on = threading.Event(), threading.Event()
+
+        def within(*_: object) -> None:
+            before.set()
+            assert go_on.wait(60)
+
+        def theirs() -> list[float]:
+            return [step(other, optimizers[1]) for _ in range(2)]
+
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(step, other, optimizers[1]).result() != expected[1]
+            hook = other.position.register_hook(within)
+            found = pool.submit(theirs)
+            assert before.wait(60)  # it is in backward
+            hook.remove()
+            step(one, optimizers[0])
+            try:
+                zero.commit(one, optimizers[0])
+            except LeaseConflict:
+                assert "one/checkpoint" in store
+            assert "other/checkpoint" not in store
+            go_on.set()
+            assert len(set(found.result())) == 2
 
 
 def test_a_commit_of_one_model_leaves_that_of_another_with_an_extra_to_its_own_call(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def _include(pager: Callable[[], Pager | None], leaving: bool) -> None:
     store, name, optimizer = found.store, found.name, found.optimizer()
     if isinstance(optimizer, Optimizer):
         training = replace(training, optimizer=optimizer)
-    if not leaving and (extra or found.checkpoint.current or found.checkpoint.begun):
+    if not leaving and (extra or found.checkpoint.current or found.checkpoint.begun or not found.rests):
         return  # a commit with an extra is its own to make
     lacks: str | None = None
     try:

@@ -885,13 +885,22 @@ class Pager:
         self._let_go(Unit.let_go)
         self.intent.refuse()
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether no other thread that lives uses the model."""
+        return self._thread == threading.get_ident() or self._thread not in {thread.ident for thread in threading.enumerate()}
+
+    @property
+    def rests(self) -> bool:
+        """Whether nothing of the model is under way, or held."""
+        return self.is_ours and self.phase is Phase.IDLE and not self._gathered() and not any(unit.held for unit in self.units)
+
     def let_go_of_ended(self) -> None:
         """Let go of everything where an exception ended what the model was doing, for a commit or the like of the store alone.
         What has become of the step is said when the model is used next. Several ranks can end a pass only together. Raises
         MisuseError where a parameter was written to while it could only be read."""
-        there = {thread.ident for thread in threading.enumerate()}
-        mine = (self._thread == threading.get_ident() or self._thread not in there) and not self.gradient_sync.several
-        if mine and self.phase is not Phase.IDLE and not self.computing and not self._gathered():
+        alone = self.is_ours and not self.gradient_sync.several
+        if alone and self.phase is not Phase.IDLE and not self.computing and not self._gathered():
             self._let_go(Unit.let_go)
 
     @contextmanager
