@@ -35,8 +35,10 @@ class Machine:
     seconds of storing a gradient, beside its bytes. ``hashing``: bytes that the store's thread checks, ``handling``: seconds
     that a transfer takes of it beside that; both are taken from computing where torch has as many ``threads`` as there are
     ``cores``. ``base``: bytes of a process after its imports.
-    ``network``, ``latency``: between nodes; ``ranks_per_node`` share drive and network. ``rated_life``: bytes that the drive
-    may be written in its life (0: not known).
+    ``hbm``: bytes of memory of a device that computes (0: the processor does); ``device_flops``, ``device_memory``: its
+    operations a second, and bytes of its memory a second; ``link``: bytes a second to it, each way.
+    ``network``, ``latency``: between nodes; ``ranks_per_node`` share drive and network, and have a device each.
+    ``rated_life``: bytes that the drive may be written in its life (0: not known).
     """
 
     read: float
@@ -55,6 +57,10 @@ class Machine:
     cores: int = 2
     threads: int = 1
     base: int = 240 << 20
+    hbm: int = 0
+    device_flops: float = 3e13
+    device_memory: float = 5e11
+    link: float = 2e10
     network: float = 1.25e9
     latency: float = 5e-5
     ranks_per_node: int = 1
@@ -62,11 +68,12 @@ class Machine:
     name: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("read", "write", "flops", "memory", "update", "hashing", "network"):
+        rates = ("read", "write", "flops", "memory", "update", "hashing", "network", "device_flops", "device_memory", "link")
+        for name in rates:
             if not _is_number(getattr(self, name)) or not getattr(self, name) > 0:
                 raise MisuseError(f"a machine's {name} is a rate above 0, not {quoted(getattr(self, name))}")
         seconds = ("transfer", "operation", "lease", "gradient", "handling", "latency")
-        for name in (*seconds, "dram", "flops_half", "base", "rated_life"):
+        for name in (*seconds, "dram", "flops_half", "base", "rated_life", "hbm"):
             if not _is_number(getattr(self, name)) or getattr(self, name) < 0:
                 raise MisuseError(f"a machine's {name} is a number from 0 on, not {quoted(getattr(self, name))}")
         for name in ("cores", "threads", "ranks_per_node"):
@@ -116,6 +123,12 @@ class Machine:
             Path(path).write_text(json.dumps({"tiered": FORMAT, **asdict(self)}, indent=1) + "\n")
         except OSError as error:
             raise MisuseError(f"cannot write the machine to {path}: {error.strerror}") from error
+
+    def computing(self, width: int, *, device: bool) -> tuple[float, float]:
+        """Return operations and bytes a second of what computes with elements of ``width`` bytes."""
+        if device:
+            return self.device_flops, self.device_memory
+        return (self.flops_half or self.flops) if width == 2 else self.flops, self.memory
 
     def but(self, **numbers: Any) -> Machine:
         """Return this machine with other numbers."""

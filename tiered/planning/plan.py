@@ -112,6 +112,7 @@ class Prediction:
     it waits for the drive, ``drive_busy`` those in which the drive works. ``least_bytes``: read and written by the best that
     could be done on demand with all of the budget, knowing the whole order. ``optimum``: bytes that no way to serve the step
     within the budget goes below, where that was asked for. ``touches``: leases and creations of tensors.
+    ``sending``: seconds in which the link to a device works, beside computing; a step takes no less.
     ``offloading``: what of the activations goes through the store; None where none does. ``in_memory``: with
     ``activations="store"``, the seconds of a step whose activations stay in memory."""
 
@@ -128,6 +129,7 @@ class Prediction:
     optimum: float | None = None
     offloading: Offloading | None = None
     in_memory: float | None = None
+    sending: float = 0.0
 
     @property
     def hides_activations(self) -> bool | None:
@@ -248,7 +250,7 @@ class Planner:
         self._steps: dict[tuple[Choice, int, int], StepNotes] = {}
         self._predicted: dict[tuple[object, ...], Prediction] = {}
         self._measured: dict[str, float] = {}
-        self._measures = measure
+        self._measures = measure and not (machine is not None and machine.hbm)  # a device is not measured here
         self.notes: dict[str, None] = {}
 
     def divided(self, dram: int, ranks: int = 1) -> ModelPlan:
@@ -359,12 +361,14 @@ class Planner:
         rates = _in_blocks(DriveRates(1e9, 1e9) if self.machine is None else self.machine.drive, together)
         least = bytes_moved(*uses_of(step), choice.dram, plan_retention(*uses_of(step), choice.dram))
         found = rehearse(step, choice.dram, rates, self.seconds(), warm_up=warm_up, counted=counted)
+        sending = self._sending(choice, sizes, step)
         return Prediction(
             choice=choice,
             read=found.read,
             written=found.written,
             least_bytes=float(least),
-            seconds=found.seconds if self.machine is not None else 0.0,
+            seconds=max(found.seconds, sending) if self.machine is not None else 0.0,
+            sending=sending,
             waiting=found.waiting if self.machine is not None else 0.0,
             drive_busy=found.busy if self.machine is not None else 0.0,
             memory=self._memory(choice, sizes, step, found),
@@ -380,6 +384,20 @@ class Planner:
         sizes = sizes_of(model, NAME, self._rule)
         everything = sum(one.nbytes + one.states + one.gradient for one in sizes)
         return max(min(ENOUGH * smallest, everything), everything // SHARE // 4096 * 4096, smallest)
+
+    def _sending(self, choice: Choice, sizes: Sequence[UnitSizes], step: StepNotes) -> float:
+        """Return the seconds in which a link moves what a step sends to a device, beside computing: parameters that its memory
+        does not hold beside activations, in forward and in backward. Gradients come back the other way meanwhile."""
+        machine = self.machine
+        if machine is None or not machine.hbm:
+            return 0.0
+        if step.peak > machine.hbm:
+            self.notes[
+                f"activations of {format_size(step.peak)} do not fit in the device's memory with {choice}: a smaller batch, "
+                "micro_batch, or activations that are computed again or in the store"
+            ] = None
+        parameters = sum(one.nbytes for one in sizes)
+        return 2 * self.passes * max(0, parameters - max(0, machine.hbm - step.peak)) / machine.link
 
     def least_process(self, choice: Choice) -> int:
         """Return the bytes that the process takes at least, with the smallest budget: what is not played."""
@@ -422,10 +440,11 @@ class Planner:
         drive = _in_blocks(DriveRates(machine.read / sharing, machine.write / sharing, machine.transfer), together)
         found = rehearse(step, choice.dram, drive, Timing(machine, self._measured, ranks), warm_up=3, counted=2)
         sent = sum(one.nbytes for one in step.operations if isinstance(one, WorkNote) and one.kind in ("gather", "reduce"))
+        seconds = max(found.seconds, self._sending(choice, sizes_of(self.divided(choice.dram), NAME, self._rule), step))
         return PlannedRanks(
             ranks=ranks,
-            seconds=found.seconds,
-            tokens_per_second=ranks * tokens / found.seconds,
+            seconds=seconds,
+            tokens_per_second=ranks * tokens / seconds,
             sent=sent * (ranks - 1) / ranks,
             read=found.read,
             written=found.written,
@@ -453,6 +472,7 @@ class Planner:
         passed = int(found.offloading.stored + found.offloading.restored)
         workspace = IN_TRANSIT + OPEN + choice.dram // TABLES + min(KEPT + SELDOM, passed)
         base = self.machine.base if self.machine is not None else 0
+        alive = 0 if self.machine is not None and self.machine.hbm else step.peak  # of a device they are in its memory
         return PlannedMemory(
             parameters=parameters,
             gradients=gradients,
@@ -461,7 +481,7 @@ class Planner:
             workspace=workspace,
             pool=found.peak,
             drive=max(0, everything if everything > choice.dram else parameters + states),
-            process=base + found.peak + step.peak + workspace,
+            process=base + found.peak + alive + workspace,
         )
 
 

@@ -95,8 +95,8 @@ class Timing:
         if found is not None:
             return found
         narrow = any(isinstance(one, TensorForm) and one.dtype.itemsize == 2 for one in _leaves(operation.call[1]))
-        flops = machine.flops_half or machine.flops if narrow else machine.flops
-        return max(operation.flops / flops, operation.nbytes / machine.memory) + machine.operation
+        flops, memory = machine.computing(2 if narrow else 4, device=machine.hbm > 0)
+        return max(operation.flops / flops, operation.nbytes / memory) + machine.operation
 
     def compute(self, step: StepNotes) -> tuple[float, float]:
         """Return the seconds of forward and of backward of a step."""

@@ -28,8 +28,8 @@ tiered import has put into the store; it may be larger than memory, and its fold
 opened for reading, which any number of processes may do at once. By default the most likely token is taken each time;
 what the model's generation_config.json says of drawing tokens and of penalties is not used. With --keep the
 conversation is kept in the store, which one process at a time may do, and the next prompt goes on from it; a run that
-is stopped leaves it as it was before. Where the model has a chat template, a prompt is a message in it (--raw: the text
-as it is).
+is stopped leaves it as it was before. Where the model has a chat template, a prompt is a message in it (--raw: the
+text as it is).
 
 With --chat you talk to the model at the terminal, a line at a time, or give it the lines of stdin. Ctrl-C stops an
 answer, and the conversation goes on from what there is of it; Ctrl-D ends it. --keep NAME keeps it after each answer.

@@ -18,6 +18,9 @@ DESCRIPTION = """\
 Say before a training whether it fits, how many bytes each step moves, how long it takes and what would make it
 better. The model runs once without memory, and its steps are played in a store that has no memory either. Without
 options the model is that of tiered train. The machine is measured for some seconds, or read from a file.
+
+With --generate: what a token takes of MODEL, a model of transformers, in a store that tiered import makes. --context
+is then the tokens of a conversation, and --batch how many go on at a time.
 """
 
 EXAMPLES = """\
@@ -26,6 +29,7 @@ examples:
   tiered plan --layers 24 --width 1024 --heads 16 --batch 8 --plot plan.svg
   tiered plan my-llama --context 2048 --dram 16GiB --machine server.json
   tiered plan meta-llama/Llama-3.1-8B --dtype bfloat16           of the hub: its config.json alone is fetched
+  tiered plan Qwen/Qwen3-30B-A3B --generate --dram 12GiB --machine laptop.json
   tiered plan --layers 80 --width 8192 --heads 64 --vocabulary 128256 --machine server.json --ranks 1,8,64,1024
 """
 
@@ -46,10 +50,13 @@ a machine file by hand:
   update          elements a second that Adam updates (5e8)
   hashing         bytes a second of checksums (8e9); handling: seconds of a transfer in the store's thread (2.5e-4)
   cores, threads  of the machine (2), and those that torch computes with (1)
+  hbm             memory of a device that computes (0: none); link: bytes a second to it (2e10), each way
+  device_flops    its operations a second (3e13); device_memory: bytes a second of its memory (5e11)
   base            bytes of a process after its imports (240MiB)
   network         bytes a second between nodes (1.25e9); latency: seconds (5e-5); ranks_per_node (1) share drive and network
   rated_life      bytes that the drive may be written (not known); name: what the plan calls it
-Sizes are numbers, or texts such as "16GiB". tiered info --machine FILE measures all but the last two lines.
+Sizes are numbers, or texts such as "16GiB". tiered info --machine FILE measures all but the devices and
+the last two lines.
 
 """
 
@@ -72,21 +79,23 @@ def add_parser(commands: Commands) -> None:
         "--dtype", choices=("float32", "bfloat16", "float16"),
         help="of the parameters (default: what the config.json says, else float32)",
     )
+    model.add_argument("--generate", action="store_true", help="plan tokens that it generates, and no training")
     how = parser.add_argument_group("training")
     how.add_argument("--dram", type=size, metavar="SIZE", help="budget of host memory (default: half of the machine's)")
-    how.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="default: adamw")
+    how.add_argument("--optimizer", choices=OPTIMIZERS, help="default: adamw")
     how.add_argument("--update", choices=UPDATES, help="when units are updated (default: the faster one)")
     how.add_argument("--activations", choices=("memory", "recompute", "store"), help="default: the fastest that fits")
     how.add_argument(
         "--micro-batch", type=counts, metavar="N,N", help="parts of the batch inside units; of several the fastest that fits"
     )
-    how.add_argument("--accumulate", type=count, metavar="N", default=1, help=f"{MODEL_HELP['accumulate']} (default: 1)")
+    how.add_argument("--accumulate", type=count, metavar="N", help=f"{MODEL_HELP['accumulate']} (default: 1)")
     machine = parser.add_argument_group("machine")
     machine.add_argument(
         "--machine", metavar="FILE", help="of tiered info --machine, or by hand, see below (default: measured here)"
     )
     add_drive(machine)
     machine.add_argument("--no-measure", dest="measure", action="store_false", help="measure nothing: bytes, and no seconds")
+    machine.add_argument("--hbm", type=size, metavar="SIZE", help="memory of a device that computes (default: the file's)")
     machine.add_argument("--rated-life", type=size, metavar="SIZE", help="what the drive may be written, like 600TB")
     machine.add_argument("--network", type=positive, metavar="GB/S", help="network of a node (default: the file's, or 1.25)")
     outcome = parser.add_argument_group("results")

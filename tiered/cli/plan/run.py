@@ -15,6 +15,7 @@ from torch import nn
 import tiered
 from tiered.cli.arguments import Parser
 from tiered.cli.output import INTERVAL, Progress, counted, refuse_unplottable, refuse_unwritable, table, write_report
+from tiered.cli.plan.generation import print_generation
 from tiered.cli.plan.plot import plot
 from tiered.cli.stop import Stopped, StopRequest
 from tiered.cli.train.model import Shape, build
@@ -37,7 +38,11 @@ def planned(parsed: argparse.Namespace) -> int:
     parser: Parser = parsed.parser
     refuse_unplottable(parsed.plot, (".svg", ".png"))
     refuse_unwritable(parsed.json)
+    if parsed.generate:
+        _refuse_options_of_training(parsed, parser)
     model = _model(parsed, parser)
+    if parsed.hbm and parsed.machine is None:
+        parser.error("--hbm needs --machine FILE, which has the device's rates and those of its link")
     if parsed.ranks and parsed.machine is None and not parsed.measure:
         parser.error("--ranks needs a machine: leave out --no-measure, or give --machine")
     try:
@@ -47,6 +52,10 @@ def planned(parsed: argparse.Namespace) -> int:
                 stop.check()
                 progress.working(what, share)
 
+            if parsed.generate:
+                assert isinstance(model, nn.Module)
+                print_generation(parsed, model, _machine(parsed, told))
+                return 0
             plan = _planned(parsed, model, told)
     except Stopped as stopped:
         print("tiered: stopped; a scratch store is removed", file=sys.stderr)
@@ -60,13 +69,23 @@ def planned(parsed: argparse.Namespace) -> int:
     return 0
 
 
+def _refuse_options_of_training(parsed: argparse.Namespace, parser: Parser) -> None:
+    if parsed.model is None:
+        parser.error("--generate is of a model of transformers: name MODEL, a folder with its config.json, or org/name")
+    how = "optimizer", "update", "activations", "micro_batch", "accumulate"
+    outcome = "ranks", "rated_life", "network", "optimum", "plot"
+    given = [f"--{name.replace('_', '-')}" for name in (*how, *outcome) if getattr(parsed, name)]
+    if given:
+        parser.error(f"{', '.join(given)}: of a training, and --generate plans none")
+
+
 def _planned(parsed: argparse.Namespace, model: nn.Module | Numbers, told: Told) -> Plan:
     machine = _machine(parsed, told)
     here = parsed.machine is None and machine is not None
     batch, context = parsed.batch or default_of("batch"), parsed.context or default_of("context")
     asked: dict[str, Any] = {
-        "workload": tiered.Workload(batch, context, accumulate=parsed.accumulate), "machine": machine, "dram": parsed.dram,
-        "optimizer": parsed.optimizer, "update": parsed.update, "activations": parsed.activations,
+        "workload": tiered.Workload(batch, context, accumulate=parsed.accumulate or 1), "machine": machine, "dram": parsed.dram,
+        "optimizer": parsed.optimizer or "adamw", "update": parsed.update, "activations": parsed.activations,
         "micro_batch": parsed.micro_batch, "measure": here, "progress": told,
     }
     plan = tiered.plan(model, **asked, sweep=tiered.Sweep(ranks=parsed.ranks), optimum=parsed.optimum)
@@ -107,6 +126,8 @@ def _machine(parsed: argparse.Namespace, told: Told) -> Machine | None:
         return None
     if parsed.rated_life is not None:
         machine = machine.but(rated_life=float(parsed.rated_life))
+    if parsed.hbm is not None:
+        machine = machine.but(hbm=parsed.hbm)
     return machine if parsed.network is None else machine.but(network=parsed.network * 1e9)
 
 
@@ -182,6 +203,9 @@ def _step(found: Prediction, plan: Plan) -> list[str]:
     lines.append(
         f"step      {found.seconds:.2f} s: {kinds}, waiting {found.waiting:.2f}; the drive works {found.drive_busy:.2f} s of it"
     )
+    if found.sending:
+        decides = ", which decides" if found.sending >= found.seconds else ", beside computing"
+        lines.append(f"device    its link works {found.sending:.2f} s of a step{decides}")
     life = plan.days_of_life
     rated = f"; its rated life lasts {life:,.0f} days" if life is not None else ""
     lines.append(f"a day     {86_400 / found.seconds:,.0f} steps, {plan.written_per_day / 1e12:.2f} TB written{rated}")
