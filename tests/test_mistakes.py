@@ -121,7 +121,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[TieredError], str]] = {
     "paged twice": (
         lambda: used(lambda store: [zero.page(model, store) for model in [layers()] * 2]), MisuseError, "page a model once",
     ),
-    "run twice": (lambda: [committed(layers()) for _ in range(2)], MisuseError, "already holds a model.*existing='resume'"),
+    "run twice": (lambda: [committed(layers()) for _ in range(2)], MisuseError, "already holds a model.*existing='continue'"),
     "another model: more layers": (
         lambda: [committed(layers()), resumed(layers(3))], MisuseError,
         r"the commit has no '2\.weight' .* and 1 more\. Page a model",
