@@ -148,7 +148,7 @@ def test_lines_of_stdin_are_a_conversation(
         assert main(given(store, "--chat", *keep)) == 0
         now = capsys.readouterr()
         shown += now.out
-        assert ("--chat --keep talk goes on with it" in now.err) == bool(keep)
+        assert ("the conversation 'talk' is kept: the same command goes on with it" in now.err) == bool(keep)
         assert now.err.count("tokens/s)") == len(lines)
     assert shown.split("\n") == "\n".join([*expected, ""]).split("\n")
     assert main(given(store, "--chat", "--json")) == 2
@@ -260,4 +260,4 @@ def test_a_conversation_at_a_terminal(stores: dict[str, Path], tmp_path: Path) -
     terminal.until(lambda now: "(Ctrl-D ends the conversation)" in now and now.endswith("> "))
     terminal.type("\x04")
     assert terminal.close() == 0, terminal.shown
-    assert "--chat --keep talk goes on with it" in terminal.shown
+    assert "the same command goes on with it" in terminal.shown

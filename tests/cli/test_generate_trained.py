@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -100,6 +100,24 @@ def test_a_training_that_was_stopped_has_a_model(
     assert generated(folder, capsys, "--prompt", "ROMEO:")["tokens"] == expected
     assert {path.name: path.stat().st_mtime_ns for path in folder.glob("manifest*")} == before
     assert main(["train", str(folder), "--existing", "resume", "--steps", "6"]) == 0
+
+
+def test_a_stop_ends_the_text_and_not_the_summary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training is committed when its model writes."""
+
+    def and_stop(model: GPT, text: Sequence[int], *given: float) -> Iterator[int]:
+        for number, byte in enumerate(go_on(model, text, *given)):  # type: ignore[arg-type]
+            if number == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+            yield byte
+
+    monkeypatch.setattr("tiered.cli.train.run.go_on", and_stop)
+    report = trained(tmp_path / "store", capsys)
+    assert report["steps"] == 6
+    assert len(str(report["sample"]).encode(errors="replace")) <= 3 * 5
+    assert report["generation"] == 1
 
 
 def test_several_prompts_a_conversation_and_what_cannot_be(

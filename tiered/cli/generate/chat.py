@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,14 +23,11 @@ __all__ = ["chat"]
 ASKS = "> "
 
 
-def chat(
-    model: StoredModel, conversation: Conversation, sampling: Sampling, stops: Sequence[str], again: Sequence[str]
-) -> int:
+def chat(model: StoredModel, conversation: Conversation, sampling: Sampling, stops: Sequence[str]) -> int:
     """Answer one line after the other, until there is none; returns the exit code.
 
     Ctrl-C ends an answer, which stays in the conversation as far as it came; a second one, before the first is noticed, ends
-    the command. SIGTERM ends it after the answer is kept. ``again`` is the command that goes on with a conversation that the
-    store keeps."""
+    the command. SIGTERM ends it after the answer is kept."""
     at_terminal = sys.stdin.isatty()
     if at_terminal:
         print(_greeting(conversation), file=sys.stderr)
@@ -49,7 +45,7 @@ def chat(
         if code:
             break
     if conversation.name is not None and conversation.tokens:
-        print(f"tiered: the conversation is kept: {shlex.join(again)} goes on with it", file=sys.stderr)
+        print(f"tiered: the conversation {conversation.name!r} is kept: the same command goes on with it", file=sys.stderr)
     return code
 
 

@@ -24,12 +24,12 @@ __all__ = ["add_parser"]
 
 DESCRIPTION = """\
 Go on with a prompt: the text is printed as it is made, then what a token took on stderr. The model is one that
-tiered import has put into the store; it may be larger than memory, and its folder is not needed. The store is
-opened for reading, which any number of processes may do at once. By default the most likely token is taken each time;
-what the model's generation_config.json says of drawing tokens and of penalties is not used. With --keep the
-conversation is kept in the store, which one process at a time may do, and the next prompt goes on from it; a run that
-is stopped leaves it as it was before. Where the model has a chat template, a prompt is a message in it (--raw: the
-text as it is).
+tiered import has put into the store, or tiered train; it may be larger than memory, and its folder is not needed. The
+store is opened for reading, which any number of processes may do at once. By default the most likely token is taken
+each time; what the model's generation_config.json says of drawing tokens and of penalties is not used. With --keep
+the conversation is kept in the store, which one process at a time may do, and the next prompt goes on from it; a run
+that is stopped leaves it as it was before. Where the model has a chat template, a prompt is a message in it (--raw:
+the text as it is).
 
 With --chat you talk to the model at the terminal, a line at a time, or give it the lines of stdin. Ctrl-C stops an
 answer, and the conversation goes on from what there is of it; Ctrl-D ends it. --keep NAME keeps it after each answer.
@@ -151,8 +151,7 @@ def _done(parsed: argparse.Namespace) -> GenerationSummary | int:
         sampling = Sampling(tokens, parsed.temperature, parsed.top_p or 1.0, parsed.seed or 0)
         if not parsed.chat:
             return _generated(parsed, prompts, model, conversation, sampling, stop, began)
-        again = ["tiered", "generate", parsed.folder, "--chat", "--keep", parsed.keep or ""]
-        return chat(model, conversation, sampling, parsed.stop, again)
+        return chat(model, conversation, sampling, parsed.stop)
 
 
 def _opened(parsed: argparse.Namespace, access: str, stack: ExitStack) -> StoredModel:

@@ -8,7 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NoReturn, TextIO
@@ -444,10 +444,12 @@ def _train(session: _Session, model: GPT, stop: StopRequest) -> Summary:
 def _sample(model: GPT, seed: int, seconds: float, stop: StopRequest) -> str:
     """Return text that the model writes after a line has ended, until ``seconds`` have passed or somebody asks to stop."""
     text, ends = bytearray(), time.monotonic() + seconds
-    for byte in itertools.islice(go_on(model.eval(), b"\n", TEMPERATURE, TOP_P, seed), SAMPLE):
-        text.append(byte)
-        if stop.signum or time.monotonic() >= ends:
-            break
+    with suppress(StopNoted):  # a block of the model asks, too
+        for byte in itertools.islice(go_on(model.eval(), b"\n", TEMPERATURE, TOP_P, seed), SAMPLE):
+            text.append(byte)
+            if time.monotonic() >= ends:
+                break
+            stop.check()
     return text.decode(errors="replace").translate(UNPRINTABLE)
 
 
