@@ -33,7 +33,7 @@ class PlannedWeights:
     """The weights of a model: bytes that each token uses, and those of ``experts``, of which it uses the share ``routed``.
 
     ``parameters``, ``used``: elements in all, and those that compute for a token. ``cache``: bytes of keys and values of a
-    token. ``unit``: bytes of the largest unit. ``width``: bytes of an element."""
+    token. ``unit``: bytes of the largest unit, ``expert`` those of an expert of a layer. ``width``: bytes of an element."""
 
     parameters: int
     used: float
@@ -43,6 +43,7 @@ class PlannedWeights:
     cache: int
     unit: int
     width: int
+    expert: int = 0
 
     @property
     def nbytes(self) -> float:
@@ -51,11 +52,16 @@ class PlannedWeights:
     def times(self, factor: float) -> PlannedWeights:
         """Return these weights in another form, of so many times the bytes."""
         made = asdict(self) | {name: getattr(self, name) * factor for name in ("always", "experts")}
-        return PlannedWeights(**made | {"unit": round(self.unit * factor)})
+        return PlannedWeights(**made | {name: round(getattr(self, name) * factor) for name in ("unit", "expert")})
 
     def used_by(self, sequences: int) -> float:
         """Return the bytes that a token of so many sequences uses; each is routed by itself, and evenly, the worst case."""
         return self.always + self.experts * self.chosen(sequences)
+
+    def leases(self, sequences: int) -> float:
+        """Return how many units a token of so many sequences leases."""
+        experts = self.experts * self.chosen(sequences) / self.expert if self.expert else 0.0
+        return self.always / self.unit + experts
 
     def chosen(self, sequences: int) -> float:
         return float(1 - (1 - self.routed) ** sequences)
@@ -126,7 +132,7 @@ def weights_of(model: nn.Module) -> PlannedWeights:
     expert = max(layers.values(), default=0) // max(1, count)
     return PlannedWeights(
         parameters=elements + expert_elements, used=elements + expert_elements * routed, always=always, experts=experts,
-        routed=routed, cache=_cache(text) * width, unit=max(unit_of(model), expert), width=width,
+        routed=routed, cache=_cache(text) * width, unit=max(unit_of(model), expert), width=width, expert=expert,
     )
 
 
@@ -178,7 +184,8 @@ def _planned(
         return PlannedTokens(**found)
     flops, memory = machine.computing(weights.width, device=device)
     products = 2.0 * weights.used * conversation.sequences / flops
-    computing = max(products, weights.used_by(conversation.sequences) / memory)
+    paging = weights.leases(conversation.sequences) * machine.lease
+    computing = max(products, weights.used_by(conversation.sequences) / memory) + paging
     reading, sending = read / machine.read, sent / machine.link if device else 0.0
     prompt = 2.0 * weights.used * conversation.tokens * conversation.sequences / flops
     first = max(weights.nbytes / machine.read, weights.nbytes / machine.link if device else 0.0, prompt)

@@ -1,0 +1,106 @@
+"""Tokens of four large models on three machines, as ``tiered plan --generate`` says them: the table of docs/plan.md.
+
+    .venv/bin/python -m bench.plan_tokens                    prints the table, and the processor's seconds of the slowest plan
+    .venv/bin/python -m bench.plan_tokens --out shapes       keeps the configurations and machine files, and the commands
+
+The models are their published configurations, without weights. The machines are numbers by hand, and none was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import shlex
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from tiered.cli.main import main as tiered
+from tiered.types import format_size
+
+__all__ = ["MACHINES", "main", "write_shapes"]
+
+MACHINES: dict[str, tuple[dict[str, Any], str]] = {
+    "laptop": ({"read": "3.5GB", "write": "3GB", "dram": "16GiB", "flops": 4e11, "memory": "50GB"}, "12GiB"),
+    "desktop": (
+        {
+            "read": "7GB", "write": "6GB", "dram": "64GiB", "flops": 1e12, "memory": "60GB", "hbm": "24GiB",
+            "device_flops": 1e14, "device_memory": 1e12, "link": "25GB",
+        },
+        "56GiB",
+    ),
+    "server": (
+        {
+            "read": "28GB", "write": "24GB", "dram": "512GiB", "flops": 4e12, "memory": "300GB", "hbm": "80GiB",
+            "device_flops": 5e14, "device_memory": 3e12, "link": "50GB",
+        },
+        "448GiB",
+    ),
+}
+"""Numbers of a machine file, and the budget: the rest is for the system and the process."""
+
+
+def write_shapes(folder: Path) -> list[str]:
+    """Write a folder with a config.json for each model. Returns their names."""
+    from transformers import DeepseekV3Config, LlamaConfig, Qwen3MoeConfig
+
+    common: dict[str, Any] = {"vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 8192}
+    common |= {"dtype": "bfloat16"}
+    small = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+    large = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+    qwen: dict[str, Any] = {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48}
+    qwen |= {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768}
+    qwen |= {"num_experts": 128, "num_experts_per_tok": 8, "max_position_embeddings": 40960, "dtype": "bfloat16"}
+    made = {
+        "Llama-3-8B": LlamaConfig(**common, **small),
+        "Llama-3-70B": LlamaConfig(**common, **large),
+        "Qwen3-30B-A3B": Qwen3MoeConfig(**qwen),
+        "DeepSeek-V3": DeepseekV3Config(dtype="bfloat16"),  # whose defaults are that model
+    }
+    for name, config in made.items():
+        config.save_pretrained(folder / name)
+    return list(made)
+
+
+def _table(folder: Path) -> list[str]:
+    lines = ["| model | machine | bf16 | int8 | int4 | first token, bf16 |", "|---|---|---:|---:|---:|---:|"]
+    slowest = 0.0
+    names = write_shapes(folder)
+    for machine, (numbers, _) in MACHINES.items():
+        (folder / f"{machine}.json").write_text(json.dumps(numbers | {"name": machine}, indent=1))
+    for name in names:
+        for machine, (_, dram) in MACHINES.items():
+            asked = ["plan", name, "--generate", "--dram", dram, "--machine", f"{machine}.json"]
+            began = time.process_time()
+            asked[1], asked[-1] = str(folder / name), str(folder / asked[-1])
+            with contextlib.redirect_stdout(io.StringIO()) as told:
+                code = tiered([*asked, "--json"])
+            slowest = max(slowest, time.process_time() - began)
+            assert code == 0, shlex.join(["tiered", *asked])
+            forms = json.loads(told.getvalue())["forms"]
+            cells = [f"{_two(1 / one['seconds'])} ({one['limit']}, {format_size(round(one['read']))})" for one in forms]
+            lines.append(f"| {name} | {machine} | {' | '.join(cells)} | {_two(forms[0]['first'])} s |")
+    print(f"the slowest plan took {slowest:.1f} s of the processor\n")
+    return lines
+
+
+def _two(number: float) -> str:
+    """Format a number with two digits."""
+    return f"{number:.2g}" if number < 99.5 else f"{float(f'{number:.2g}'):,.0f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", metavar="FOLDER", type=Path, help="keep configurations and machine files there")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = given.out or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        print("\n".join(_table(folder)))
+
+
+if __name__ == "__main__":
+    main()
