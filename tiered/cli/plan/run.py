@@ -58,7 +58,7 @@ def planned(parsed: argparse.Namespace) -> int:
                 return 0
             plan = _planned(parsed, model, told)
     except Stopped as stopped:
-        print("tiered: stopped; a scratch store is removed", file=sys.stderr)
+        print("tiered: stopped; nothing was left behind", file=sys.stderr)
         return stopped.exit_code
     if parsed.json != "-":
         print(describe(plan))
