@@ -203,11 +203,11 @@ CLASSES_TWICE = {"Engine": ["engine.engine", "integrations.deepspeed.engine"]}
 # + 2,300: a prompt is a message in the chat template of its model, and a conversation at a terminal goes on by name.
 # + 450: a name on the Hugging Face hub is taken where a model folder is.
 # + 1,650: one argument says what a start means, and a commit is a checkpoint of all models of the store.
-# + 1,350: one argument says what a start means, and the end of a with block commits a checkpoint.
 # + 350: a plan and a measurement tell how far they are, and a plan names a budget with which one would want to run.
 # + 100: a DeepSpeed script is told what its configuration does in a line, and once what it drops.
 # + 1,900: tiered train ends with text that its model writes, and tiered generate goes on with a store that it made.
 # + 2,700: a plan of generation, and of computing on a device.
+# + 750 in bench: four large models on three machines, as a plan of generation says.
 TOTALS = {"tiered": 479_850, "bench": 119_700, "libaio_ext": 6_900}
 
 # Compiled, without a Python file.
