@@ -152,6 +152,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[TieredError], str]] = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_told_in_one_line_with_its_mend(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "transformers.trainer", raising=False)  # with that, it is told what its Trainer is given
     work, kind, says = MISTAKES[name]
     with pytest.raises(kind if "method" not in name else AttributeError, match=says) as found:
         work()

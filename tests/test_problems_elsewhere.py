@@ -190,7 +190,7 @@ def test_states_and_weights_that_are_loaded_are_those_that_train(tmp_path: Path)
         optimizer.load_state_dict(saved[1])
         assert [step(model, optimizer) for _ in range(3)] == [step(memory, torchs) for _ in range(3)]
         zero.commit(model, optimizer)
-    with TieredStore.open(tmp_path / "state", dram=MIB) as store, pytest.raises(MisuseError, match="resume"):
+    with TieredStore.open(tmp_path / "state", dram=MIB) as store, pytest.raises(MisuseError, match="continue"):
         zero.page(made(2), store)  # random weights over trained ones: only where that is said
 
 

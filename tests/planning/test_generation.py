@@ -62,7 +62,8 @@ def test_a_token_reads_what_the_plan_says(tmp_path: Path, capsys: pytest.Capture
         assert main(["generate", store, "--prompt", "ab", *given]) == 0
         read = json.loads(report.read_text())["per_token"]["read_bytes"]
         (planned,) = plan_generation(weights, None, dram, Sequences(), AS_IT_IS)
-        assert planned.read == pytest.approx(read, rel=0.25)
+        # What is fetched ahead and not in time is fetched again on a busy machine: up to all weights for each token.
+        assert 0.75 * planned.read <= read <= max(1.25 * planned.read, 1.05 * weights.nbytes)
     (planned,) = plan_generation(weights, None, round(weights.nbytes) + MIB, Sequences(), AS_IT_IS)
     assert planned.read == 0
 

@@ -358,5 +358,6 @@ def test_owners_are_in_commits(tmp_path: Any) -> None:
         store.rollback(one)
         assert {key: store.owner_of(key) for key in store} == whose
         store.commit()
+        store.close()
     with TieredStore.open(tmp_path / "s", dram="4MiB") as store:
         assert {key: store.owner_of(key) for key in store} == whose

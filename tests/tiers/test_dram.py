@@ -3,6 +3,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import re
 import resource
 
 import pytest
@@ -131,9 +132,9 @@ def test_a_closed_tier_has_no_arena() -> None:
 
 
 def test_more_than_the_system_gives_is_refused_with_the_number() -> None:
-    with pytest.raises(CapacityError, match=str((1 << 60) + (2 << 20))):
+    with pytest.raises(CapacityError, match=r"1048576\.0 TiB of memory for the DRAM tier"):
         DramTier(DramConfig(1 << 60))
-    with pytest.raises(CapacityError, match=str((1 << 70) + (2 << 20))):
+    with pytest.raises(CapacityError, match=r"1073741824\.0 TiB of memory"):
         DramTier(DramConfig(1 << 70))
 
 
@@ -146,7 +147,7 @@ def test_an_address_space_limit_is_refused_with_the_number() -> None:
             DramTier(DramConfig(2 << 30))
         return str(caught.value)
 
-    assert str((2 << 30) + (2 << 20)) in in_child(body)
+    assert re.search(r"refuses 2\.0 GiB of memory for the DRAM tier .*ulimit -v is [\d,]+ bytes", in_child(body))
 
 
 def test_a_forked_child_has_no_arena_and_does_not_unmap_what_took_its_place() -> None:
