@@ -61,9 +61,10 @@ def quiet() -> Iterator[None]:
     transformers.logging.set_verbosity(level)
 
 
-def llama() -> Any:
+def llama(**sizes: Any) -> Any:
     torch.manual_seed(1)
-    return LlamaForCausalLM(LlamaConfig(**SIZES, hidden_size=128, intermediate_size=256, num_hidden_layers=4))
+    given = {**SIZES, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, **sizes}
+    return LlamaForCausalLM(LlamaConfig(**given))
 
 
 def moe() -> Any:

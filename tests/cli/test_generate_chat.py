@@ -11,9 +11,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 import torch
@@ -27,6 +30,7 @@ from tests.programs import ONE_THREAD
 from tiered import TieredStore
 from tiered.cli.generate.live import Display
 from tiered.cli.main import main
+from tiered.cli.output import Progress
 from tiered.integrations.transformers import TieredCache, open_tokenizer
 
 __all__ = ["quiet"]
@@ -261,3 +265,37 @@ def test_a_conversation_at_a_terminal(stores: dict[str, Path], tmp_path: Path) -
     terminal.type("\x04")
     assert terminal.close() == 0, terminal.shown
     assert "the same command goes on with it" in terminal.shown
+
+
+def test_keys_during_an_answer_are_not_shown(tmp_path: Path) -> None:
+    """The rows that are drawn again are as many as were drawn: what the terminal shows of keys, and ^C, would move them."""
+    llama(max_position_embeddings=1 << 17, eos_token_id=None).save_pretrained(tmp_path / "endless")
+    write_tokenizer(tmp_path / "endless")
+    assert main(["import", str(tmp_path / "endless"), str(tmp_path / "store"), "--unit", UNIT]) == 0
+    command = [sys.executable, "-m", "tiered", *given(tmp_path / "store", "--chat"), "--tokens", "100000"]
+    terminal = Terminal(command)
+    terminal.until(lambda now: now.endswith("> "))
+    terminal.type("and the sky\r")
+    terminal.until(lambda now: "tokens/s" in now)
+    terminal.type("keys\x03")
+    answered = terminal.until(lambda now: "tokens/s)" in now and now.endswith("> "))
+    assert "(stopped after " in answered
+    assert "^C" not in answered
+    assert "keys" not in answered
+    terminal.type("\x04")
+    assert terminal.close() == 0, terminal.shown
+
+
+@pytest.mark.parametrize("shown", [lambda stream: Display(stream, stream), Progress])
+def test_a_terminal_shows_keys_again_after_rows_that_are_drawn_again(
+    shown: Callable[[TextIO], Display | Progress], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    master, slave = pty.openpty()
+    with os.fdopen(master, "wb"), os.fdopen(slave, "w") as stream:
+        before = termios.tcgetattr(slave)
+        assert before[3] & termios.ECHO
+        with suppress(MemoryError), shown(stream):
+            assert not termios.tcgetattr(slave)[3] & termios.ECHO
+            raise MemoryError
+        assert termios.tcgetattr(slave) == before

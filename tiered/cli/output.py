@@ -12,10 +12,12 @@ import os
 import re
 import stat
 import sys
+import termios
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import IO, TYPE_CHECKING, Any, TextIO
 
 from tiered import MisuseError, __version__
 from tiered.errors import shown
@@ -37,6 +39,7 @@ __all__ = [
     "Silent",
     "counted",
     "duration",
+    "live_rows",
     "rate",
     "rate_unit",
     "refuse_unplottable",
@@ -201,6 +204,39 @@ class Silent(io.StringIO):
         return len(text)
 
 
+@contextmanager
+def live_rows(console: Console, **options: Any) -> Iterator[Live]:
+    """Have rows at the end of a terminal that are drawn again as they change. Keys are not shown meanwhile: those, and the
+    ^C of Ctrl-C, would move the cursor away from the rows that are erased."""
+    from rich.live import Live
+
+    with _unechoed(console.file), Live(console=console, **options) as live:
+        yield live
+
+
+@contextmanager
+def _unechoed(stream: IO[str]) -> Iterator[None]:
+    """Let a terminal show no keys within the block. They are read afterwards."""
+    try:
+        descriptor = stream.fileno()
+        with suppress(OSError):  # it is not the terminal of this process, so it stops none that changes it
+            if os.tcgetpgrp(descriptor) != os.getpgrp():  # in the background, where a change would stop the process
+                descriptor = -1
+        before = termios.tcgetattr(descriptor) if descriptor >= 0 else None
+    except (OSError, ValueError, termios.error):  # no terminal
+        before = None
+    if before is None:
+        yield
+        return
+    quiet = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    termios.tcsetattr(descriptor, termios.TCSANOW, quiet)
+    try:
+        yield
+    finally:
+        with suppress(termios.error):  # the terminal has gone
+            termios.tcsetattr(descriptor, termios.TCSANOW, before)
+
+
 class Progress:
     """Shows on ``stream`` how far a command is: a live display in a terminal, plain lines elsewhere. A context manager.
 
@@ -210,6 +246,7 @@ class Progress:
         self._stream = stream
         self._console: Console | None = None
         self._live: Live | None = None
+        self._rows = ExitStack()
         self._began, self._from = time.monotonic(), 0.0
         self._printed = self._began + quiet - INTERVAL
         self._offloaded = 0
@@ -221,15 +258,11 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self._console is not None:
-            from rich.live import Live
-
-            self._live = Live(console=self._console, refresh_per_second=4)
-            self._live.start()
+            self._live = self._rows.enter_context(live_rows(self._console, refresh_per_second=4))
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._live is not None:
-            self._live.stop()
+        self._rows.close()
 
     def working(self, what: str, share: float) -> None:
         """Show that ``what`` is under way and that ``share`` of the whole is done; a share of 1 is always shown."""

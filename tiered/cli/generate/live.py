@@ -7,9 +7,10 @@ above, wrapped at words. Elsewhere stdout has the text and nothing else.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, TextIO
 
-from tiered.cli.output import UNPRINTABLE, Progress
+from tiered.cli.output import UNPRINTABLE, Progress, live_rows
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,6 +25,7 @@ class Display:
     def __init__(self, stdout: TextIO, stderr: TextIO, *, shown: bool = True) -> None:
         self._stdout, self._shown = stdout, shown
         self._live: Live | None = None
+        self._rows = ExitStack()
         self._console: Console | None = None
         self._line = ""
         self._terminal = shown and stdout.isatty()
@@ -37,10 +39,7 @@ class Display:
 
     def __enter__(self) -> Display:
         if self._console is not None:
-            from rich.live import Live
-
-            self._live = Live(console=self._console, refresh_per_second=8, transient=True)
-            self._live.start()
+            self._live = self._rows.enter_context(live_rows(self._console, refresh_per_second=8, transient=True))
         else:
             self._progress.__enter__()
         return self
@@ -51,7 +50,7 @@ class Display:
             if self._shown and self._ends != "\n":
                 self._stdout.write("\n")
         else:
-            self._live.stop()
+            self._rows.close()
             if self._line and self._console is not None:
                 self._console.print(self._line, soft_wrap=True)
 
