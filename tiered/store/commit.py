@@ -438,7 +438,10 @@ class Commits(OnDisk):
                 if generation is not None or self._went_back:
                     chosen = self._load(generation)
                 if chosen is None:
-                    raise MisuseError(f"{self._nvme.folder} has no commit to go back to")
+                    raise MisuseError(
+                        f"{self._nvme.folder} has no commit to go back to: store.close(), and open the store again, which is "
+                        "then empty, as nothing was committed"
+                    )
                 for key in needs:
                     if key not in chosen.tensors:
                         raise MisuseError(f"generation {chosen.number} has no {key!r}: nothing was rolled back")
