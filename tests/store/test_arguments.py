@@ -38,6 +38,7 @@ WRONG: dict[str, tuple[Use, str]] = {
     "put bytes": (lambda s: s.put(b"w", READY), "a key is a str, not bytes"),  # type: ignore[arg-type]
     "put surrogate": (lambda s: s.put("w\ud800", READY), r"'w\\ud800' is not Unicode text"),
     "put list": (lambda s: s.put("w", [1.0]), "'w': a store holds tensors, not list"),  # type: ignore[arg-type]
+    "put array": (lambda s: s.put("w", numpy.ones(3)), r"not ndarray: .*torch.as_tensor.*store\[key\] = array"),  # type: ignore[arg-type]
     "create surrogate": (lambda s: s.create("\udfff", TensorSpec("float32", (1,), 4)), "not Unicode"),
     "create of a text": (lambda s: s.create("w", "float32"), "a TensorSpec, or a shape"),
     "create of a shape of texts": (lambda s: s.create("w", ("a", 4)), "a tuple of sizes"),  # type: ignore[arg-type]

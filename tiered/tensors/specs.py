@@ -121,7 +121,8 @@ def refuse_spec(key: Key, spec: object) -> None:
 def refuse_unstorable(key: Key, tensor: torch.Tensor) -> None:
     """Raise MisuseError for a tensor without dense contents."""
     if not isinstance(tensor, torch.Tensor):
-        raise MisuseError(f"{key!r}: a store holds tensors, not {type(tensor).__name__}")
+        how = "give a tensor (torch.as_tensor makes one), or an array by store[key] = array"
+        raise MisuseError(f"{key!r}: a store holds tensors, not {type(tensor).__name__}: {how}")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
         what = "a meta tensor" if tensor.is_meta else f"a {tensor.layout} tensor" if not tensor.is_quantized else "quantized"
         raise MisuseError(f"{key!r} is {what}: a store holds dense tensors with contents; convert it first")
