@@ -142,8 +142,13 @@ class TestIo:
         dram, tensors, size = setup.notes()
         assert dram.startswith("not --dram 256MiB: the store has a quarter of --size 67,108,865B")
         assert tensors.startswith("not tensors of 16MiB: ")
+        assert tensors.endswith("; --size 512MiB is enough")
         assert size.startswith("not --size 67,108,865B: ")
         assert walk.Setup.of(size=1 << 30, dram=256 * MIB, backend="auto").notes() == []
+        for dram, said in ((64, "; --dram 128MiB is enough"), (128, "")):
+            assert "".join(walk.Setup.of(size=512 * MIB, dram=dram * MIB, backend="auto").notes()).endswith(said)
+        [tensors] = walk.Setup.of(size=128 * MIB, dram=8 * MIB, backend="auto").notes()
+        assert tensors.endswith("; --dram 128MiB and --size 512MiB is enough")
 
     @root
     def test_without_o_direct_it_says_so(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -146,7 +146,11 @@ class Setup:
                 "so that most reads come from the disk"
             )
         if self.tensor < TENSOR:
-            found.append(f"not tensors of {exact_size(TENSOR)}: the store's memory has room for eight, to prefetch some")
+            size, dram = self.asked or (self.moved, self.pool)
+            needed = (("--dram", dram, 8 * TENSOR), ("--size", size, 4 * 8 * TENSOR))
+            enough = " and ".join(f"{name} {exact_size(least)}" for name, given, least in needed if given < least)
+            why = f"the store's memory has room for eight, to prefetch some; {enough} is enough"
+            found.append(f"not tensors of {exact_size(TENSOR)}: {why}")
         if self.asked is not None and self.moved != self.asked[0]:
             found.append(f"not --size {exact_size(self.asked[0])}: {exact_size(self.moved)} are whole tensors")
         return found
