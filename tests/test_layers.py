@@ -63,8 +63,8 @@ TREE: dict[str, tuple[str, ...]] = {
     ),
     "zero.construction": ("staging", "construct", "deferred", "shown"),
     "integrations": (
-        *("saves", "stop_strings", "kept", "hub", "importing", "deepspeed", "transformers", "axolotl", "accelerate"),
-        "lightning",
+        *("saves", "stop_strings", "chat_request", "kept", "hub", "importing", "deepspeed", "transformers", "axolotl"),
+        *("accelerate", "lightning"),
     ),
     "zero.checkpoint": (
         *("weights", "loaders", "beside", "checkpoint", "ending"),
@@ -157,6 +157,7 @@ LONG_OR_SHORT: dict[str, str] = {
     "planning.sizes": "the tensors of a model and its optimizer, as far as units say",
     "planning.plan": "what a plan says: predictions of choices, and which changes are better or fit",
     "io.probe": "whether libaio works here, asked without importing it",
+    "integrations.chat_request": "a request for a chat completion, understood for a server of one's own",
     "integrations.stop_strings": "the end of a text before a stop string, which is found in pieces",
     "store.store": "the public calls of a store, which threads and coroutines share",
     "store.commit": "generations of an open store: commit, rollback, recovery",
@@ -209,6 +210,7 @@ CLASSES_TWICE = {"Engine": ["engine.engine", "integrations.deepspeed.engine"]}
 # + 2,700: a plan of generation, and of computing on a device.
 # + 750 in bench: four large models on three machines, as a plan of generation says.
 # + 250: keys that are typed while rows are drawn again do not spoil them.
+# + 900: a request for a chat completion is understood or refused, for a server of one's own.
 TOTALS = {"tiered": 480_100, "bench": 119_700, "libaio_ext": 6_900}
 
 # Compiled, without a Python file.

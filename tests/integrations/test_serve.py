@@ -151,23 +151,73 @@ def test_a_client_that_goes_away_ends_its_generation(client: Any, address: str, 
     assert client.chat.completions.create(**asked(PROMPT)).choices[0].message.content == answered(store, PROMPT, 12)
 
 
+def test_parts_of_a_message_are_one_text(client: Any, store: Path) -> None:
+    parts = [{"type": "text", "text": PROMPT[:4]}, {"type": "text", "text": PROMPT[4:]}]
+    whole = client.chat.completions.create(**asked(PROMPT, messages=[{"role": "user", "content": parts}]))
+    assert whole.choices[0].message.content == answered(store, PROMPT, 12)
+
+
+def test_tokens_are_counted(client: Any, store: Path) -> None:
+    whole = client.chat.completions.create(**asked(PROMPT))
+    pieces = list(client.chat.completions.create(**asked(PROMPT), stream=True, stream_options={"include_usage": True}))
+    with TieredStore.open(store, dram="1MiB", access="read") as opened:
+        prompted = len(open_tokenizer(opened).encode(f"<user>{PROMPT}\n<assistant>", add_special_tokens=False))
+    for usage in whole.usage, pieces[-1].usage:
+        assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (prompted, 12, prompted + 12)
+
+
+def test_a_seed_repeats_an_answer_that_is_drawn(client: Any) -> None:
+    def drawn(seed: int) -> str:
+        made = client.chat.completions.create(**asked(PROMPT, temperature=1, top_p=0.95, seed=seed))
+        text: str = made.choices[0].message.content
+        return text
+
+    assert drawn(7) == drawn(7)
+    assert len({drawn(seed) for seed in range(4)}) > 1
+
+
 @pytest.mark.parametrize(
-    "contents",
+    ("contents", "told"),
     [
-        b"{no json",
-        b"[]",
-        b"{}",
-        b'{"messages": []}',
-        b'{"messages": 3}',
-        b'{"messages": [{"role": "system", "content": "x"}]}',
-        b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": "many"}',
-        b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 1000000}',
-        b'{"messages": [{"role": "user", "content": "x"}], "stop": 3}',
+        (b"{no json", "the request is not JSON: "),
+        (b"{}", "messages is a list of objects"),
+        (b'{"messages": [{"role": "system", "content": "x"}]}', "template does not take these messages: no system here"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 1000000}', "1,000,000 more, too many for"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "temperature": -1}', "temperature is a number from 0 to 2, not -1"),
     ],
 )
-def test_what_is_no_request_is_refused(contents: bytes, address: str, client: Any, store: Path) -> None:
-    status, told = posted(address, contents, timeout=60)
-    assert status == 400, told
-    assert json.loads(told)["detail"]
-    with pytest.raises(openai.BadRequestError):
-        client.chat.completions.create(model="model", messages=[], max_tokens=-1)
+def test_what_is_no_request_is_refused(contents: bytes, told: str, address: str) -> None:
+    """More of them: tests/integrations/test_chat_request.py."""
+    status, text = posted(address, contents, timeout=60)
+    assert status == 400, text
+    error = json.loads(text)["error"]
+    assert error["type"] == "invalid_request_error"
+    assert told in error["message"]
+    assert "Error" not in error["message"]
+
+
+def test_the_client_says_what_is_wrong(client: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="max_tokens is a number from 1 on"):
+        client.chat.completions.create(**asked(PROMPT, max_tokens=0))
+
+
+def served(*arguments: str) -> tuple[int, str]:
+    """The exit code of a server that does not begin, and what it says."""
+    environment = {**ONE_THREAD, "PYTHONPATH": str(SERVE.parents[2])}
+    child = programs.run([sys.executable, str(SERVE), *arguments], capture_output=True, text=True, env=environment, timeout=120)
+    return child.returncode, child.stderr
+
+
+def test_what_cannot_be_served_is_said_in_a_line(store: Path, tmp_path: Path) -> None:
+    code, said = served(str(tmp_path / "nowhere"))
+    assert (code, said.count("\n")) == (1, 1), said
+    assert "serve.py: " in said
+    model().save_pretrained(tmp_path / "llama")
+    write_tokenizer(tmp_path / "llama")
+    with TieredStore.open(tmp_path / "two", dram="8MiB") as opened:
+        for name in "first", "second":
+            import_model(tmp_path / "llama", opened, name=name)
+    code, said = served(str(tmp_path / "two"), "--dram", "4MiB")
+    assert (code, said.count("\n")) == (1, 1), said
+    assert "has 2 models, 'first', 'second': choose one with --model" in said
+    assert not (tmp_path / "nowhere").exists()
