@@ -157,7 +157,6 @@ LONG_OR_SHORT: dict[str, str] = {
     "planning.sizes": "the tensors of a model and its optimizer, as far as units say",
     "planning.plan": "what a plan says: predictions of choices, and which changes are better or fit",
     "io.probe": "whether libaio works here, asked without importing it",
-    "integrations.chat_request": "a request for a chat completion, understood for a server of one's own",
     "integrations.stop_strings": "the end of a text before a stop string, which is found in pieces",
     "store.store": "the public calls of a store, which threads and coroutines share",
     "store.commit": "generations of an open store: commit, rollback, recovery",
