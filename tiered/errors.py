@@ -302,8 +302,8 @@ class ManifestError(TieredError):
 
 
 class UncommittedWarning(UserWarning):
-    """``close`` dropped changes that were not committed, or the commit at the end of a ``with`` block is no checkpoint of a
-    model, or lacks its ``extra`` or its scheduler; the message says which, and what to call."""
+    """``close``, or the end of a ``with`` block after steps that followed a commit with an ``extra``, dropped changes that were
+    not committed; or the commit at the end is no checkpoint of a model, or lacks its scheduler. The message says what to do."""
 
 
 class SharedMemoryWarning(UserWarning):

@@ -134,7 +134,7 @@ class TieredStore(TensorMapping):
         """How often ``rollback`` was called."""
         self._copies = Copies()
         self._small: weakref.WeakValueDictionary[str, SmallTensors] = weakref.WeakValueDictionary()
-        self._before_commits: dict[str, Callable[[bool], object]] = {}
+        self._before_commits: dict[str, Callable[[bool], str | None]] = {}
         self._within = False
         self._holders: weakref.WeakSet[Holder] = weakref.WeakSet()
         self.attached = Attached()
@@ -223,8 +223,16 @@ class TieredStore(TensorMapping):
         try:
             if kind is None and not self._closed and self._generations.commits_at_exit:
                 self._running()
-                self._prepare_commit(leaving=True)
-                self._generations.committing(self).commit(None, self, always=False)
+                why = self._prepare_commit(leaving=True)
+                if why is None:
+                    self._generations.committing(self).commit(None, self, always=False)
+                else:
+                    warnings.warn(
+                        f"{self._name} was left without a commit of what changed since commit {self.generation} "
+                        f"({self._generations.uncommitted()} tensors, or what models have in memory): {why}",
+                        UncommittedWarning,
+                        stacklevel=2,
+                    )
         finally:
             self._close()
 
@@ -936,9 +944,11 @@ class TieredStore(TensorMapping):
         """Whether the caller is within a ``with`` block whose end commits."""
         return self._within and not self._closed and self._generations.commits_at_exit
 
-    def before_commits(self, name: str, call: Callable[[bool], object] | None) -> Callable[[bool], object] | None:
+    def before_commits(
+        self, name: str, call: Callable[[bool], str | None] | None
+    ) -> Callable[[bool], str | None] | None:
         """Have ``call(leaving)`` called before each commit, in the thread that commits, to put what the commit is to have;
-        ``leaving`` tells that it is the one at the end of a ``with`` block.
+        ``leaving`` tells that it is the one at the end of a ``with`` block, which is not made where ``call`` returns why.
 
         It replaces what was given for ``name`` before, which is returned. None: nothing is called any more. What it raises, the
         commit raises.
@@ -948,9 +958,9 @@ class TieredStore(TensorMapping):
             self._before_commits[name] = call
         return before
 
-    def _prepare_commit(self, *, leaving: bool = False) -> None:
-        for call in list(self._before_commits.values()):
-            call(leaving)
+    def _prepare_commit(self, *, leaving: bool = False) -> str | None:
+        found = [call(leaving) for call in list(self._before_commits.values())]
+        return next((why for why in found if why is not None), None)
 
     def refuse_commits(self, why: str | None) -> None:
         """Make commits raise MisuseError with ``why``, and ``with`` blocks end without one. None allows commits again."""

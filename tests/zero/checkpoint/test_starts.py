@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import threading
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,28 +140,80 @@ def test_what_changed_in_memory_alone_is_in_the_commit_and_nothing_is_not_one(tm
         model(x).square().sum().backward()
         optimizer.step()
         optimizer.flush()
-        made = zero.commit(model, optimizer, extra={"step": 1})
-    for training, evaluates in ((True, True), (False, False), (True, False)):
+        made = zero.commit(model, optimizer)
+    for resumes, trains in ((True, False), (False, True), (True, True)):
         with TieredStore.open(tmp_path, dram=DRAM) as store:
             assert store.generation == made
             model = zero.page(Normed(), store, existing="resume")
-            if training:
-                assert zero.resume(model, zero.AdamW(model.parameters())) == {"step": 1}
-            model.train(not evaluates)
+            if resumes:
+                zero.resume(model, zero.AdamW(model.parameters()))
+            model.train(trains)
             with torch.no_grad():
                 model(x)
             tracked = int(model.norm.num_batches_tracked)
-            if training and not evaluates:
-                with pytest.warns(UncommittedWarning, match="has no extra=, and the one before had"):
-                    store.__exit__(None, None, None)
-                store = TieredStore.open(tmp_path, dram=DRAM)
-                assert store.generation == made + 1
-                store.close()
-                break
     with TieredStore.open(tmp_path, dram=DRAM) as store:
+        assert store.generation == made + 1
         model = zero.page(Normed(), store, existing="resume")
-        assert zero.resume(model, zero.AdamW(model.parameters())) is None
+        zero.resume(model, zero.AdamW(model.parameters()))
         assert int(model.norm.num_batches_tracked) == tracked == 2
+
+
+READS: dict[str, Callable[[Any, TieredStore, Path], object]] = {
+    "nothing": lambda model, store, folder: None,
+    "a forward": lambda model, store, folder: model.loss(0),
+    "a parameter": lambda model, store, folder: [parameter.norm() for parameter in model.parameters()],
+    "a state_dict": lambda model, store, folder: model.state_dict(),
+    "an export": lambda model, store, folder: zero.export(model, folder),
+    "a tensor of one's own": lambda model, store, folder: store.put("mine", torch.ones(3)),
+}
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("read", READS)
+def test_what_is_read_after_the_last_commit_leaves_it_whole(tmp_path: Path, read: str, update: str) -> None:
+    """Updates are applied as parameters are fetched, which is no change."""
+    found: dict[str, list[float]] = {}
+    for way in ("whole", read):
+        found[way] = []
+        for life in range(2):
+            with TieredStore.open(tmp_path / way, dram=DRAM) as store:
+                torch.manual_seed(life)
+                model = zero.page(Tied(), store, existing="continue")
+                optimizer = zero.AdamW(model.parameters(), lr=1e-2, update=update)
+                data = torch.Generator().manual_seed(3)
+                done = (zero.resume(model, optimizer, data=data) or {"done": 0})["done"]
+                assert done == 2 * life
+                for number in range(done, done + 2):
+                    found[way].append(step(model, optimizer, data=data))
+                    zero.commit(model, optimizer, data=data, extra={"done": number + 1})
+                READS[way if way in READS else "nothing"](model, store, tmp_path / f"out{life}")
+                if way == "a tensor of one's own":
+                    assert "mine" in store
+    assert found["whole"] == found[read]
+
+
+def test_steps_after_the_last_commit_with_an_extra_are_made_again(tmp_path: Path) -> None:
+    """Only the program knows what its extra would be by then: the last moment that it named is the one that stays."""
+    losses: list[float] = []
+
+    def live(begins: int) -> None:
+        with TieredStore.open(tmp_path, dram=DRAM) as store:
+            model = zero.page(Tied(), store, existing="continue")
+            optimizer, data = zero.AdamW(model.parameters(), lr=1e-2), torch.Generator().manual_seed(3)
+            done = (zero.resume(model, optimizer, data=data) or {"done": 0})["done"]
+            assert done == begins
+            for number in range(done, done + 4):
+                losses.append(step(model, optimizer, data=data))
+                if number % 3 == 2:
+                    zero.commit(model, optimizer, data=data, extra={"done": number + 1})
+            store.put("mine", torch.ones(3))
+
+    for begins in (0, 3):
+        with pytest.warns(UncommittedWarning, match=r"without a commit .* only zero\.commit knows extra= of model 'model'"):
+            live(begins)
+        with TieredStore.open(tmp_path, dram=DRAM, access="read") as store:
+            assert "mine" not in store
+    assert losses[3] == losses[4]
 
 
 def test_what_the_commit_at_the_end_lacks_is_told(tmp_path: Path) -> None:

@@ -44,25 +44,26 @@ def include_in_commits(pager: Pager) -> None:
     pager.in_commit = partial(_include, ref(pager))
 
 
-def _include(pager: Callable[[], Pager | None], leaving: bool) -> None:
-    """``leaving``: at the end of a block, whose commit has the last word, and warns of what it lacks."""
+def _include(pager: Callable[[], Pager | None], leaving: bool) -> str | None:
+    """``leaving``: at the end of a block, whose commit has the last word, and warns of what it lacks. Returns why there must be
+    no such commit; None where there may be one."""
     found = pager()
-    if found is None:
-        return
+    if found is None or (not leaving and (found.checkpoint.begun or not found.rests)):
+        return None
     model, training, extra = found.given or (found.model, Training(), False)
     store, name, optimizer = found.store, found.name, found.optimizer()
     if isinstance(optimizer, Optimizer):
         training = replace(training, optimizer=optimizer)
-    if not leaving and (extra or found.checkpoint.current or found.checkpoint.begun or not found.rests):
-        return  # a commit with an extra is its own to make
     lacks: str | None = None
     try:
-        if found.checkpoint.before is not None:  # updates that were pending were applied, and nobody has resumed
-            recorded = read_record(store, name, found.checkpoint.before)
-            write_record(store, name, {**recorded, "units": [of_unit(unit) for unit in found.units]})
-            return
-        if found.checkpoint.current and _is_recorded(model, found, training):
-            return
+        unchanged = _unchanged(model, found, training, leaving=leaving)
+        if unchanged is not None:
+            if not found.checkpoint.current:
+                write_record(store, name, unchanged)
+                found.is_recorded()
+            return None
+        if extra:  # which is of the last commit, and of no other moment
+            return f"only zero.commit knows extra= of model {name!r}: call it after the last step, too"
         if leaving and found.partition.noted(store, None) is not None:  # ranks committed here: the next number is this one's
             commit(model, training.optimizer, scheduler=training.scheduler, scaler=training.scaler, data=training.data)
         else:
@@ -75,22 +76,27 @@ def _include(pager: Callable[[], Pager | None], leaving: bool) -> None:
     except (MisuseError, InterruptedStep) as error:
         lacks = f"is no checkpoint of model {name!r}: {error}"
     else:
-        if extra:
-            lacks = f"has no extra=, and the one before had: call zero.commit for model {name!r} after the last step"
-        elif training.scheduler is None and any("initial_lr" in group for group in getattr(optimizer, "param_groups", ())):
+        if training.scheduler is None and any("initial_lr" in group for group in getattr(optimizer, "param_groups", ())):
             lacks = f"has no scheduler of model {name!r}: give scheduler= to zero.resume, or to zero.commit after the last step"
     if leaving and lacks is not None:
         warnings.warn(f"the commit at the end of the with block of {store} {lacks}", UncommittedWarning, stacklevel=6)
+    return None
 
 
-def _is_recorded(model: nn.Module, pager: Pager, training: Training) -> bool:
-    """Return whether the record, which is of the tensors in the store, is of what the model has in memory, too. One that has
-    more of the training than is at hand stays."""
-    recorded = read_record(pager.store, pager.name)
+def _unchanged(model: nn.Module, pager: Pager, training: Training, *, leaving: bool) -> dict[str, Any] | None:
+    """Return the record of the last checkpoint as it is now, where nothing of the model has changed since but that updates were
+    applied which were pending; else None. A record that has more of the training than is at hand counts as such."""
+    checkpoint = pager.checkpoint
+    if checkpoint.before is None and not checkpoint.current:
+        return None
+    recorded = read_record(pager.store, pager.name, checkpoint.before)
+    recorded["units"] = [of_unit(unit) for unit in pager.units]
+    if checkpoint.awaited or not leaving:
+        return recorded
     now = record_of(model, pager, training, None)
     if any(now[what] is None and recorded[what] is not None for what in TRAINING):
-        return True
-    return _written(now) == _written(recorded)
+        return recorded
+    return recorded if _written(now) == _written(recorded) else None
 
 
 def _written(record: Mapping[str, Any]) -> tuple[bytes, list[str]]:

@@ -382,9 +382,9 @@ class Pager:
         self.optimizer: Callable[[], object | None] = lambda: None
         """Returns the optimizer that was made for parameters of the model last, or has made a step since; the model refers to
         the latter."""
-        self.in_commit: Callable[[bool], None] | None = None
+        self.in_commit: Callable[[bool], str | None] | None = None
         """Puts what makes a commit a checkpoint of the model into the store, for one that was not called for it: at the end of
-        the store's ``with`` block (True), or for another model in it."""
+        the store's ``with`` block (True), or for another model in it. Returns why the former must not be."""
         self.given: tuple[nn.Module, Any, bool] | None = None
         """What ``zero.commit``, ``resume`` or ``rollback`` was given last: the model, which may be one around this one, what
         else a training has, and whether it has an ``extra``, which only the program knows later."""
@@ -408,7 +408,7 @@ class Pager:
 
     def is_recorded(self) -> None:
         """Note that the store has a checkpoint of the model as it is."""
-        self.checkpoint.current, self._is_kept = True, False
+        self.checkpoint.current, self.checkpoint.before, self._is_kept = True, None, False
         self._before_commits(weakref.ref(self))
 
     def _before_commits(self, itself: Callable[[], Pager | None]) -> None:
@@ -1567,17 +1567,16 @@ def _refuse_updated(unit: Unit, version: int) -> None:
         )
 
 
-def _before_commit(pager: Callable[[], Pager | None], leaving: bool) -> None:
+def _before_commit(pager: Callable[[], Pager | None], leaving: bool) -> str | None:
     """Note what is in memory of the units that are held, because a commit begins; ``leaving``: at the end of a block, whose
-    commit is a checkpoint."""
+    commit is a checkpoint. Returns why there must be no such commit."""
     found = pager()
     if found is None:
-        return
+        return None
     for unit in found.units:
         if unit.held:
             unit.remember()
-    if leaving and found.in_commit is not None:
-        found.in_commit(True)
+    return found.in_commit(True) if leaving and found.in_commit is not None else None
 
 
 def pagers_in(store: TieredStore) -> list[Pager]:

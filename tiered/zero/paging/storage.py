@@ -167,10 +167,10 @@ class CheckpointRecord:
         """Called when the record stops being ``current``."""
         self._changed_in: int | None = None
         self._remembered: _Remembered | None = None
-        self._awaited = self._applying = False
+        self.awaited = self._applying = False
         self.before: torch.Tensor | None = None
-        """The record, which is not in the store any more because updates of its commit were applied, while ``await_resume``
-        holds and nothing else has changed since."""
+        """The record, which is not in the store any more because updates of its commit were applied; nothing else has changed
+        since. Where it is ``awaited``, it is loaded from here."""
 
     def note(self) -> None:
         """Note that something outside of the tensors is about to change."""
@@ -243,18 +243,17 @@ class CheckpointRecord:
             return [None] if len(keys) == 1 else [one for key in keys for one in self._read([key])]
 
     def await_resume(self) -> None:
-        """Have an update that was pending in the last commit leave the record in ``before``: optimizer and others still have to
-        be loaded."""
-        self._awaited, self.before = True, None
+        """Note that the optimizer and others still have to be loaded from the record: see ``before``."""
+        self.awaited, self.before = True, None
 
     def resumed(self) -> None:
         """End ``await_resume``."""
-        self._awaited, self.before = False, None
+        self.awaited, self.before = False, None
 
     @contextmanager
     def applying(self) -> Iterator[None]:
         """Delete the record, because a pending update is about to be applied, within a block."""
-        if self._awaited and self.before is None and self.key in self._store:
+        if (self.awaited or self.current) and self.before is None and self.key in self._store:
             self.before = self._store.get(self.key)
         self._applying = True
         try:
