@@ -992,10 +992,26 @@ def _refuse_small_pool(
     if pool < needed:
         largest = max(plan.units, key=lambda unit: unit.nbytes)
         tier = min((tier for tier in store.statistics().tiers if tier.name != "nvme"), key=lambda tier: tier.capacity)
-        raise CapacityError(
+        told = (
             f"a budget of {pool:,} bytes of {tier.name.upper()} is too small for this model: the smallest that works is "
             f"{needed:,} bytes (its largest unit, {largest.name!r}, has {largest.nbytes:,})"
         )
+        if options.existing == "resume":
+            anew = replace(options, existing="refuse", source=None)
+            limits, slicing = _ways(model, store, anew, Limits.of(pool, shares), {}, shares)
+            fresh = divide(model, limits, {}, options.policy, shares, slicing)
+            least = smallest_pool(fresh, model, saves=saves, shares=shares, beside=store.access is Access.READ)
+            if least < needed:
+                how = "make the store anew"
+                if store.access is not Access.READ:
+                    how = "page it into a store in another folder, with existing='resume' and source= this one's folder"
+                works = "this budget" if least <= pool else f"{least:,} bytes"
+                told = (
+                    f"a budget of {pool:,} bytes of {tier.name.upper()} is too small for this model as it is in this store, "
+                    f"which was divided for a larger one: so it needs {needed:,} bytes (its largest unit, {largest.name!r}, "
+                    f"has {largest.nbytes:,}). Divided anew it works with {works}: {how}"
+                )
+        raise CapacityError(told)
 
 
 def _refuse_without_reset(model: nn.Module) -> None:

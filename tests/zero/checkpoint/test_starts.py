@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from tests.quick import quick
 from tests.zero.models import Tied
-from tiered import InterruptedStep, LeaseConflict, MisuseError, TieredStore, UncommittedWarning, zero
+from tiered import CapacityError, InterruptedStep, LeaseConflict, MisuseError, TieredStore, UncommittedWarning, zero
 from tiered.store.at_rest import StoreAtRest
 from tiered.zero.checkpoint.safetensors import export_at_rest
 
@@ -70,6 +70,36 @@ def test_whoever_goes_on_without_resume_is_told_before_a_step(tmp_path: Path, up
             with pytest.raises(MisuseError, match=r"call zero\.resume\(model, optimizer\) before the first step"):
                 what()
     assert run(tmp_path / "state", 2, update=update) == run(tmp_path / "whole", 4, update=update)[2:] != whole
+
+
+@pytest.mark.parametrize("less", [{"dram": "2MiB"}, {"dram": "16MiB", "hbm": "2MiB", "device": "cpu"}], ids=["dram", "hbm"])
+@pytest.mark.parametrize("existing", ["resume", "continue"])
+def test_a_store_that_was_divided_for_a_larger_budget_says_so(tmp_path: Path, existing: str, less: dict[str, str]) -> None:
+    """What it says to do goes on where that store was left; slices add up gradients in another order."""
+
+    def trained(store: TieredStore, steps: int, **asked: Any) -> list[float]:
+        torch.manual_seed(0)
+        model = zero.page(nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))), store, **asked)
+        optimizer = zero.AdamW(model.parameters(), lr=1e-3)
+        zero.resume(model, optimizer)
+        losses = []
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 512)).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    with TieredStore.open(tmp_path / "whole", dram="32MiB") as store:
+        expected = trained(store, 4, existing="continue")
+    with TieredStore.open(tmp_path / "large", dram="32MiB") as store:
+        assert trained(store, 2, existing="continue") == expected[:2]
+    said = r"divided for a larger one: so it needs 3,158,016 bytes .*anew it works with this budget: .*'resume' and source="
+    with TieredStore.open(tmp_path / "large", **less) as store, pytest.raises(CapacityError, match=said):
+        zero.page(nn.Sequential(*(nn.Linear(512, 512) for _ in range(4))), store, existing=existing)
+    with TieredStore.open(tmp_path / "small", **less) as store:
+        assert trained(store, 2, existing="resume", source=tmp_path / "large") == pytest.approx(expected[2:], rel=1e-5)
 
 
 def test_tensors_without_a_checkpoint_are_not_taken_for_one(tmp_path: Path) -> None:
