@@ -33,6 +33,7 @@ from tiered.errors import (
     expect_type,
     from_here,
     one_of,
+    shown,
     whole_number,
 )
 from tiered.errors import listed as items_of
@@ -227,9 +228,13 @@ class TieredStore(TensorMapping):
                 if why is None:
                     self._generations.committing(self).commit(None, self, always=False)
                 else:
+                    users = [key for key in self if self.owner_of(key) is None]
+                    kept = self._generations.committed(users)
+                    lost = [shown(key) for key in users if key not in kept]
                     warnings.warn(
                         f"{self._name} was left without a commit of what changed since commit {self.generation} "
-                        f"({self._generations.uncommitted()} tensors, or what models have in memory): {why}",
+                        f"({self._generations.uncommitted()} tensors, or what models have in memory"
+                        f"{', among them ' + ', '.join(lost[:3]) if lost else ''}): {why}",
                         UncommittedWarning,
                         stacklevel=2,
                     )
