@@ -36,7 +36,7 @@ TREE: dict[str, tuple[str, ...]] = {
         *("residency", "policy", "retention", "pool", "claims", "transfers", "state", "scheduler", "background", "requests"),
         *("snapshot", "engine"),
     ),
-    "tensors": ("copies", "specs", "mapping"),
+    "tensors": ("copies", "specs", "mapping", "steps"),
     "tables": ("layout", "kernel", "cache", "buffer", "places", "change", "table", "embedding", "sparse"),
     "small": ("names", "pages", "tensors"),
     "store": (
@@ -119,7 +119,7 @@ USES: dict[str, tuple[str, ...]] = {
     "tuning": ("", "store"),
     "zero": (
         *("errors", "types", "system", "telemetry", "=store", "store.activations", "store.lease", "store.memory_watch"),
-        "store.at_rest",
+        *("store.at_rest", "tensors.steps"),
         *("format.safetensors", "format.safetensors_writer", "format.foreign", "packing", "tuning"),
     ),
     "reporting": ("", "format.foreign", "=store", "store.memory_watch", "data"),
@@ -153,6 +153,7 @@ LONG_OR_SHORT: dict[str, str] = {
     "cli.plan.plot": "the one file of the command that needs matplotlib",
     "engine.engine": "the engine's thread and lock, and what callers do under them",
     "small.pages": "the pages of small tensors, and what is known of them as of a stamp",
+    "tensors.steps": "the hook by which steps of other optimizers on what is in a store are refused",
     "tables.kernel": "copies of rows, in C or without it",
     "planning.sizes": "the tensors of a model and its optimizer, as far as units say",
     "planning.plan": "what a plan says: predictions of choices, and which changes are better or fit",
@@ -211,6 +212,7 @@ CLASSES_TWICE = {"Engine": ["engine.engine", "integrations.deepspeed.engine"]}
 # + 250: keys that are typed while rows are drawn again do not spoil them.
 # + 900: a request for a chat completion is understood or refused, for a server of one's own.
 # A store that was divided for a larger budget says so, and from which budget on the model works divided anew.
+# + 350: other optimizers on the weight of a table, and the mistakes of a first loop of one's own, are told at the call.
 TOTALS = {"tiered": 481_400, "bench": 119_700, "libaio_ext": 6_900}
 
 # Compiled, without a Python file.

@@ -240,11 +240,13 @@ def test_what_a_weight_cannot_do(store: TieredStore) -> None:
         pair.ours.half()
     assert pair.ours.to("cpu").float().weight is weight
     pair.backward()
-    with pytest.raises(RuntimeError):  # of torch's optimizers the sparse ones cannot write to it
-        torch.optim.SparseAdam([weight]).step()
-    with pytest.raises(RuntimeError, match="sparse"):
-        torch.optim.AdamW([weight]).step()
+    for theirs in ("SparseAdam", "AdamW", "SGD", "Adagrad"):
+        ours = "SparseAdagrad" if theirs == "Adagrad" else "SparseAdamW"
+        with pytest.raises(MisuseError, match=rf"{theirs} cannot update the weight of a TieredEmb.* make tiered\.{ours} "):
+            getattr(torch.optim, theirs)([weight, nn.Parameter(torch.zeros(3))]).step()
     pair.compare()
+    weight.grad = None
+    torch.optim.SGD([weight]).step()  # which leaves alone what has no gradient
     with pytest.raises(MisuseError, match="vectors of floating"):
         TieredEmbedding(store.table("whole", 3, 3, torch.int64))
     with pytest.raises(MisuseError, match="no row"):

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from tiered.errors import MisuseError, expect_type
 from tiered.tables.table import Table
+from tiered.tensors.steps import refusing
 
-__all__ = ["TableWeight", "TieredEmbedding"]
+__all__ = ["TableOptimizer", "TableWeight", "TieredEmbedding"]
+
+INSTEAD = {"Adagrad": "tiered.SparseAdagrad"}
+"""Of torch's optimizers, by the names of their classes, which of ours has their rule; for all others it is Adam."""
 
 
 class TableWeight(nn.Parameter):
@@ -21,6 +27,7 @@ class TableWeight(nn.Parameter):
     table: Table
 
     def __new__(cls, table: Table) -> TableWeight:
+        refuse_others()
         empty = torch.full((), torch.nan, dtype=table.dtype, device="cpu").expand((table.rows, *table.row_shape))
         weight = torch.Tensor._make_subclass(cls, empty, True)
         weight.table = table
@@ -34,6 +41,29 @@ class TableWeight(nn.Parameter):
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self.__reduce_ex__(4)
+
+
+class TableOptimizer(Optimizer):
+    """An optimizer that writes to the tables of ``TableWeight``s."""
+
+
+@cache
+def refuse_others() -> None:
+    """Have every step of another optimizer on weights of tables raise MisuseError, from the first weight on."""
+    register_optimizer_step_pre_hook(refusing(TableOptimizer, _to_update, _refusal))
+
+
+def _to_update(parameter: torch.Tensor) -> bool:
+    return isinstance(parameter, TableWeight) and parameter.grad is not None
+
+
+def _refusal(optimizer: Optimizer) -> str:
+    name = type(optimizer).__name__
+    ours = INSTEAD.get(name, "tiered.SparseAdamW")
+    return (
+        f"{name} cannot update the weight of a TieredEmbedding, whose values are in a table of the store: make {ours} for it, "
+        f"and leave it out of what {name} updates"
+    )
 
 
 class _Rows(torch.autograd.Function):

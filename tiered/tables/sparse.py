@@ -14,13 +14,13 @@ import torch
 
 from tiered.errors import MisuseError, listed
 from tiered.tables.change import change
-from tiered.tables.embedding import TableWeight
+from tiered.tables.embedding import TableOptimizer, TableWeight
 from tiered.tables.table import Table
 
 __all__ = ["RowwiseAdagrad", "SparseAdagrad", "SparseAdamW"]
 
 
-class _Sparse(torch.optim.Optimizer):
+class _Sparse(TableOptimizer):
     """Steps of rows: a subclass says which states a row has, and what a step does to rows and states."""
 
     kind = ""

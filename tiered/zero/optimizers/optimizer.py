@@ -23,6 +23,7 @@ from torch.optim.optimizer import ParamsT, register_optimizer_step_pre_hook
 
 from tiered.errors import MisuseError, TieredError, listed, one_of
 from tiered.store import TieredStore
+from tiered.tensors.steps import refusing
 from tiered.zero.collectives import Agree, Ranks, Term
 from tiered.zero.optimizers.loaded import beside_states, refuse_scalars, refuse_state, torch_names
 from tiered.zero.optimizers.paged import HALF_LOADED, PagedUpdates, pagers_of_params
@@ -656,21 +657,19 @@ def _refuse_kernels(asked: Mapping[str, Any]) -> None:
 @cache
 def refuse_others() -> None:
     """Have every step of another optimizer on paged parameters raise MisuseError, from the first call on."""
-    register_optimizer_step_pre_hook(_refuse_paged)
+    register_optimizer_step_pre_hook(traced(refusing(Optimizer, _to_update, _refusal)))
 
 
 @traced
-def _refuse_paged(optimizer: TorchOptimizer, args: object, kwargs: object) -> None:
-    """Raise MisuseError if ``optimizer``, which is about to make a step, is another one, for paged parameters. Those that are
-    frozen, as an adapter's base, it leaves alone."""
-    if isinstance(optimizer, Optimizer):
-        return
-    paged = (p for group in optimizer.param_groups for p in group["params"] if hasattr(p, "_tiered"))
-    if not any(parameter.requires_grad or parameter.grad is not None for parameter in paged):
-        return
+def _to_update(parameter: torch.Tensor) -> bool:
+    """Return whether a step updates a parameter that is paged: it leaves alone those that are frozen, as an adapter's base."""
+    return hasattr(parameter, "_tiered") and (parameter.requires_grad or parameter.grad is not None)
+
+
+def _refusal(optimizer: TorchOptimizer) -> str:
     name = type(optimizer).__name__
     ours = f"tiered.zero.{name}" if name in OPTIMIZERS else "tiered.zero.AdamW, or another optimizer of tiered.zero,"
-    raise MisuseError(
+    return (
         f"{name} cannot update parameters that are paged, whose values are in the store: make {ours} for them, or keep what "
         f"{name} updates out of the model that is paged{_for_a_trainer(optimizer)}"
     )
