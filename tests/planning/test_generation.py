@@ -68,6 +68,45 @@ def test_a_token_reads_what_the_plan_says(tmp_path: Path, capsys: pytest.Capture
     assert planned.read == 0
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_the_smallest_budget_is_what_generate_asks_for(form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where units are large, as a norm and the heads beside it are in memory together."""
+    wide = llama(hidden_size=2048, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=8)
+    wide.save_pretrained(tmp_path / "llama")
+    quantize = [] if form == "as it is" else ["--quantize", form]
+    assert main(["import", str(tmp_path / "llama"), str(tmp_path / "store"), *quantize]) == 0
+    given = ["generate", str(tmp_path / "store"), "--prompt", "ab", "--tokens", "1", "--dram"]
+    smallest = weights_of(wide).least[form]
+    assert smallest > MIB
+    assert f"the smallest that works is {smallest:,} bytes" in failure(capsys, *given, str(smallest - 4096))
+    assert main([*given, str(smallest)]) == 0
+
+
+def test_no_budget_is_smaller_than_that_of_a_store(tmp_path: Path) -> None:
+    moe().save_pretrained(tmp_path / "moe")
+    report = tmp_path / "plan.json"
+    asked = ["plan", str(tmp_path / "moe"), "--generate", "--no-measure", "--dram", "512KiB", "--json", str(report)]
+    assert main(asked) == 0
+    found = json.loads(report.read_text())
+    assert [one["smallest"] for one in found["forms"]] == [MIB] * 3
+
+
+def test_what_does_not_fit_is_planned_with_the_budget_that_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    machine, report = str(tmp_path / "machine.json"), tmp_path / "plan.json"
+    Machine(read=1e8, write=1e8, dram=1 << 30).save(machine)
+    llama(hidden_size=1024, intermediate_size=1024).save_pretrained(tmp_path / "llama")
+    asked = ["plan", str(tmp_path / "llama"), "--generate", "--machine", machine, "--json", str(report), "--dram"]
+    assert main([*asked, "1MiB"]) == 0
+    told, small = capsys.readouterr().out, json.loads(report.read_text())
+    works = small["forms"][0]["smallest"]
+    assert f"fits      no: 1.0 MiB of DRAM is too little; {works:,} bytes work, with which this is" in told
+    assert (small["fits"], small["dram"], small["planned_dram"]) == (False, MIB, works)
+    assert main([*asked, str(works)]) == 0
+    large = json.loads(report.read_text())
+    assert (large["fits"], large["dram"], large["planned_dram"]) == (True, works, works)
+    assert small["forms"] == large["forms"]
+
+
 @pytest.mark.parametrize(("hbm", "dram"), [(16, 32), (32, 16), (8, 40), (24, 24)])
 def test_what_a_device_holds_has_a_copy_in_host_memory(hbm: int, dram: int, tmp_path: Path) -> None:
     """64 tensors of 1 MiB, of which each pass uses all: what is read of the drive, and sent to the device."""
@@ -143,7 +182,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "to the device" in told
     assert main(["plan", str(tmp_path / "moe"), "--generate", "--no-measure", "--dram", "64KiB"]) == 0
     told = capsys.readouterr().out
-    assert "fits      no: 64.0 KiB of DRAM is too little" in told
+    assert "fits      no: 64.0 KiB of DRAM is too little; 1,048,576 bytes work" in told
     assert "tokens/s" not in told
 
 

@@ -8,24 +8,27 @@ beside one another, and the slowest of them decides (``docs/generation.md``, wit
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
 from tiered.errors import MisuseError
 from tiered.integrations.importing import unit_of
+from tiered.packing.quantised import Quantize
 from tiered.planning.machine import Machine
 from tiered.planning.plan import IN_TRANSIT, OPEN, TABLES
+from tiered.store.opening import SMALLEST_DRAM
+from tiered.zero.page import smallest_pool
+from tiered.zero.paging.units import Limits, Policy, Slicing, divide
 
 __all__ = ["FORMS", "PlannedTokens", "PlannedWeights", "Sequences", "plan_generation", "weights_of"]
 
-UNITS = 3
-"""Units for which a reader needs memory at least: one computes, others arrive."""
 WINDOW = 2
 """Units by which read-ahead reads more than what is missing, because it takes memory, too."""
 FORMS = {"as it is": 1.0, "int8": 0.5, "int4": 0.28}
 """Bytes of weights in the forms of ``tiered import --quantize``, of those of 16 bits."""
+QUANTIZED: Mapping[str, Quantize | None] = {"as it is": None, "int8": "int8", "int4": "int4"}
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,8 @@ class PlannedWeights:
     """The weights of a model: bytes that each token uses, and those of ``experts``, of which it uses the share ``routed``.
 
     ``parameters``, ``used``: elements in all, and those that compute for a token. ``cache``: bytes of keys and values of a
-    token. ``unit``: bytes of the largest unit, ``expert`` those of an expert of a layer. ``width``: bytes of an element."""
+    token. ``unit``: bytes of the largest unit, ``expert`` those of an expert of a layer. ``width``: bytes of an element.
+    ``least``: the smallest budget with which ``open_model`` takes them after an import, by form."""
 
     parameters: int
     used: float
@@ -44,6 +48,7 @@ class PlannedWeights:
     unit: int
     width: int
     expert: int = 0
+    least: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> float:
@@ -133,7 +138,15 @@ def weights_of(model: nn.Module) -> PlannedWeights:
     return PlannedWeights(
         parameters=elements + expert_elements, used=elements + expert_elements * routed, always=always, experts=experts,
         routed=routed, cache=_cache(text) * width, unit=max(unit_of(model), expert), width=width, expert=expert,
+        least={form: _least(model, quantize) for form, quantize in QUANTIZED.items()},
     )
+
+
+def _least(model: nn.Module, quantize: Quantize | None) -> int:
+    """Return the bytes of the smallest budget in which a store that is open for reading takes ``model`` from an import."""
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    limits = replace(Limits.of(max(SMALLEST_DRAM, weights)), unit=unit_of(model))
+    return smallest_pool(divide(model, limits, {}, Policy(quantize=quantize), 1, Slicing(weights=True)), model, beside=True)
 
 
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
@@ -178,7 +191,7 @@ def _planned(
     process = base + IN_TRANSIT + OPEN + kept + kept / TABLES + (0 if device else cache)
     found: dict[str, Any] = {
         "form": form, "weights": weights.nbytes, "read": read, "sent": sent, "cache": cache, "process": process,
-        "smallest": UNITS * weights.unit, "holds": weights.nbytes + window,
+        "smallest": weights.least.get(form, SMALLEST_DRAM), "holds": weights.nbytes + window,
     }
     if machine is None:
         return PlannedTokens(**found)

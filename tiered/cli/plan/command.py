@@ -21,6 +21,8 @@ options the model is that of tiered train. The machine is measured for some seco
 
 With --generate: what a token takes of MODEL, a model of transformers, in a store that tiered import makes. --context
 is then the tokens of a conversation, and --batch how many go on at a time.
+
+That a model does not fit is an answer, too: the exit code is 0, and --json says "fits".
 """
 
 EXAMPLES = """\

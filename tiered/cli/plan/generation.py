@@ -25,11 +25,13 @@ def print_generation(parsed: argparse.Namespace, model: nn.Module, machine: Mach
     conversation = Sequences(parsed.context or Sequences.tokens, parsed.batch or 1)
     half = max(SMALLEST_DRAM, machine.dram // 2) if machine is not None and machine.dram else default_dram()
     dram = parsed.dram or half
+    asked, dram = dram, max(dram, weights.least[next(iter(FORMS))])
     found = plan_generation(weights, machine, dram, conversation, FORMS)
     name = os.path.basename(os.path.abspath(parsed.model))
     if parsed.json != "-":
-        print(_described(name, weights, machine, dram, conversation, found))
-    report = {"model": name, "dram": dram, "weights": asdict(weights), "conversation": asdict(conversation)}
+        print(_described(name, weights, machine, asked, conversation, found))
+    budget = {"dram": asked, "planned_dram": dram, "fits": asked == dram}
+    report = {"model": name, **budget, "weights": asdict(weights), "conversation": asdict(conversation)}
     forms = [asdict(one) | {"seconds": one.seconds, "limit": one.limit} for one in found]
     write_report(parsed.json, environment() | report | {"machine": machine and asdict(machine), "forms": forms})
 
@@ -48,7 +50,8 @@ def _described(
         named = f"{machine.name}: " if machine.name else ""
         lines.append(f"machine   {named}drive {machine.read / 1e9:.2f} GB/s read{device}")
     if dram < first.smallest:
-        lines.append(f"fits      no: {format_size(dram)} of DRAM is too little; {format_size(first.smallest)} works")
+        works = f"{first.smallest:,} bytes work, with which this is"
+        lines.append(f"fits      no: {format_size(dram)} of DRAM is too little; {works}")
     else:
         lines.append(
             f"fits      with {format_size(dram)} of DRAM, from {format_size(first.smallest)} on; with "
