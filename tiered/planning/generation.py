@@ -15,7 +15,6 @@ from torch import nn
 
 from tiered.errors import MisuseError
 from tiered.integrations.importing import unit_of
-from tiered.packing.quantised import Quantize
 from tiered.planning.machine import Machine
 from tiered.planning.plan import IN_TRANSIT, OPEN, TABLES
 from tiered.store.opening import SMALLEST_DRAM
@@ -28,7 +27,8 @@ WINDOW = 2
 """Units by which read-ahead reads more than what is missing, because it takes memory, too."""
 FORMS = {"as it is": 1.0, "int8": 0.5, "int4": 0.28}
 """Bytes of weights in the forms of ``tiered import --quantize``, of those of 16 bits."""
-QUANTIZED: Mapping[str, Quantize | None] = {"as it is": None, "int8": "int8", "int4": "int4"}
+POLICIES = {"as it is": Policy(), "int8": Policy(quantize="int8"), "int4": Policy(quantize="int4")}
+"""How each form is divided into units."""
 
 
 @dataclass(frozen=True)
@@ -138,15 +138,15 @@ def weights_of(model: nn.Module) -> PlannedWeights:
     return PlannedWeights(
         parameters=elements + expert_elements, used=elements + expert_elements * routed, always=always, experts=experts,
         routed=routed, cache=_cache(text) * width, unit=max(unit_of(model), expert), width=width, expert=expert,
-        least={form: _least(model, quantize) for form, quantize in QUANTIZED.items()},
+        least={form: _least(model, policy) for form, policy in POLICIES.items()},
     )
 
 
-def _least(model: nn.Module, quantize: Quantize | None) -> int:
+def _least(model: nn.Module, policy: Policy) -> int:
     """Return the bytes of the smallest budget in which a store that is open for reading takes ``model`` from an import."""
     weights = sum(parameter.nbytes for parameter in model.parameters())
     limits = replace(Limits.of(max(SMALLEST_DRAM, weights)), unit=unit_of(model))
-    return smallest_pool(divide(model, limits, {}, Policy(quantize=quantize), 1, Slicing(weights=True)), model, beside=True)
+    return smallest_pool(divide(model, limits, {}, policy, 1, Slicing(weights=True)), model, beside=True)
 
 
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
