@@ -211,14 +211,21 @@ class KeyNotFound(MisuseError, KeyError):
 
     def __init__(self, message: str, sought: str = "", names: Iterable[str] = ()) -> None:
         super().__init__(message)
-        few = isinstance(sought, str) and len(sought) <= LONGEST_NAME
-        self._sought, self._names = sought, list(islice(names, NEAREST_OF)) if few else []
+        self._sought, self._names = sought, list(islice(names, NEAREST_OF))
 
     def __str__(self) -> str:
         """Return the message. The nearest name is looked for here, because a program may catch many of these and show none."""
         said = Exception.__str__(self)  # KeyError would print the repr of its argument
-        near = difflib.get_close_matches(self._sought, self._names, 1) if self._names else []
-        return f"{said}; did you mean {near[0]!r}?" if near else said
+        return f"{said}{meant(self._sought, self._names)}"
+
+
+def meant(sought: object, names: Iterable[str]) -> str:
+    """Return "; did you mean ...?" with the nearest of the first names in ``names``; nothing where none is near, and for what
+    is no name, or a very long one."""
+    if not isinstance(sought, str) or len(sought) > LONGEST_NAME:
+        return ""
+    near = difflib.get_close_matches(sought, list(islice(names, NEAREST_OF)), 1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 class LeaseConflict(MisuseError):

@@ -142,7 +142,12 @@ def test_ls_of_pieces(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert lines[0] == "generation 2:"
     assert lines[-1].startswith(f"{plain}: 1 tensor matching 'b/[c]' in generation 2, 24 bytes; ")
     assert main(["ls", str(plain), "none"]) == 0
-    assert f"{plain}: 0 tensors matching 'none' in generation 2" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"{plain}: 0 tensors matching 'none' in generation 2" in shown
+    assert "did you mean" not in shown
+    for wrong in ("b/x", "B/c", "b/c?"):
+        assert main(["ls", str(plain), wrong]) == 0
+        assert capsys.readouterr().out.endswith("; did you mean 'b/c'?\n")
 
 
 def test_ls_of_what_is_damaged(plain: Path, capsys: pytest.CaptureFixture[str]) -> None:

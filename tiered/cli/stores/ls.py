@@ -52,17 +52,21 @@ def add_parser(commands: Commands) -> None:
 
 def _run(parsed: argparse.Namespace, given: list[str]) -> int:
     from tiered.cli.output import refuse_unwritable, write_report
+    from tiered.errors import meant
     from tiered.store.at_rest import listing
 
+    near = ""
     refuse_unwritable(parsed.json)
     found = listing(parsed.folder, parsed.generation)
     meta = next(one.meta for one in found.generations if one.number == found.number)
     models, note = _models(found, meta, parsed.paths)
     if parsed.pattern is not None:
+        keys = [one.key for one in found.tensors]
         found = replace(found, tensors=tuple(one for one in found.tensors if fnmatchcase(one.key, parsed.pattern)))
         models, note = [], None
+        near = "" if found.tensors else meant(parsed.pattern, keys)
     if parsed.json != "-":
-        print(_described(found, models, note, parsed.pattern, pieces=parsed.all))
+        print(_described(found, models, note, parsed.pattern, pieces=parsed.all) + near)
     write_report(parsed.json, _as_json(found, models, note))
     return 1 if any(one.problem for one in found.generations) else 0
 
