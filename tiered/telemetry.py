@@ -138,9 +138,10 @@ class StoreStatistics:
     is for write-backs or for the end of other leases; the times of several callers add up. ``wakes`` counts how often a call
     woke the engine's thread. ``prefetched`` counts fetches that no caller waited for when they began, one per link;
     ``prefetched_unused`` those that were evicted before their first use. ``speculated`` counts fetches for ``speculate``, one
-    per link; of these ``speculated_used`` were used, and ``speculated_unused`` evicted before that. ``evictions`` counts copies
-    that left a tier to make room. ``tiers`` are from the top; ``links[i]`` joins ``tiers[i]`` and ``tiers[i + 1]``. ``memory``:
-    that of the process.
+    per link; of these ``speculated_used`` were used, and ``speculated_unused`` evicted before that. ``unknown_hints`` counts
+    the keys in ``prefetch``, ``speculate`` and orders of keys that the store did not have: mistyped ones, say. ``evictions``
+    counts copies that left a tier to make room. ``tiers`` are from the top; ``links[i]`` joins ``tiers[i]`` and ``tiers[i +
+    1]``. ``memory``: that of the process.
     """
 
     backend: str
@@ -158,6 +159,7 @@ class StoreStatistics:
     speculated: int
     speculated_used: int
     speculated_unused: int
+    unknown_hints: int
     evictions: int
     tiers: tuple[TierStatistics, ...]
     links: tuple[LinkStatistics, ...]
@@ -187,6 +189,8 @@ class StoreStatistics:
                 lines.append(f"{src} to {dst}: {format_size(flow.bytes)} in {flow.transfers:,} transfers{rate}{failed}")
         waits = f"{self.stalled_for_reads:.3g} s for reads, {self.stalled_for_room:.3g} s for room"
         lines.append(f"{self.leases:,} leases, {self.hits:,} granted at once; callers waited {waits}")
+        if self.unknown_hints:
+            lines.append(f"hints named {self.unknown_hints:,} keys that the store did not have")
         memory = self.memory
         limit = "" if memory.limit is None else f" of the cgroup's {format_size(memory.limit)}"
         lines.append(

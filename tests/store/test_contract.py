@@ -184,6 +184,8 @@ def test_prefetch_is_a_hint(store: TieredStore, chain: Chain) -> None:
             store.prefetch([*keys, "nobody"], tier=tier)
             store.prefetch("t3", tier=tier)
     store.prefetch([])
+    assert store.statistics().unknown_hints == 1 + len(chain.memories)
+    assert "hints named" in str(store.statistics())
     for number, key in enumerate(keys):
         assert store.get(key).eq(number).all()
 
@@ -213,7 +215,9 @@ def test_trace_and_follow(store: TieredStore) -> None:
     for key in ("t4", "t1", "t0", "t3"):  # it strays, and one is gone
         with store.lease(key) as tensor:
             assert tensor.eq(int(key[1])).all()
-    assert store.follow(keys) > 0, "keys by hand"
+    assert store.statistics().unknown_hints == 0
+    assert store.follow([*keys, "t2"]) > 0, "keys by hand"
+    assert store.statistics().unknown_hints == 1, "t2; a trace may name what comes and goes"
     assert store.follow([]) == 0
     store.put("t2", kib(50, 2))
     for _ in range(2):

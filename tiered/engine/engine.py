@@ -345,6 +345,7 @@ class Engine:
                 or other.thread is None
                 or other.thread() not in (mine, None)
             ]
+            self.state.unknown_hints += list(map(self.state.directory.find, keys)).count(None)
             self._submit(Prefetch(keys, tier, urgency, weakref.ref(mine)))
 
     def ahead(self, keys: Sequence[Key], tier: int) -> None:
@@ -396,6 +397,8 @@ class Engine:
 
         def work() -> None:
             nonlocal planned
+            sizeless = {touch.key for touch in order if not touch.nbytes}  # a trace knows sizes, also of what comes and goes
+            self.state.unknown_hints += list(map(self.state.directory.find, sizeless)).count(None)
             ahead = self.read_ahead if order else None
             try:
                 if ahead is not None and not ahead.order.plan.over:

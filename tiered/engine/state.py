@@ -176,6 +176,7 @@ class EngineState:
         self.fence: Callable[[int, object], Fence | None] | None = None  # of a tier: passes when a stream's work so far has run
         self.arrived: Callable[[Entry], None] | None = None  # called when all of a tensor is at the bottom
         self.evictions = self.prefetched = self.prefetched_unused = 0
+        self.unknown_hints = 0
         self.speculated = self.speculated_used = self.speculated_unused = 0
         self.doomed: dict[tuple[Key, int], None] = {}  # temporary tensors whose holder died while something used them
         self.doomed_due = False  # perhaps nothing uses one of them any more

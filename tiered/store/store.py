@@ -581,8 +581,9 @@ class TieredStore(TensorMapping):
     def prefetch(self, keys: Sequence[Key], *, tier: str | None = None) -> None:
         """Fetch ``keys`` to ``tier`` (default: the top one), in this order, when there is room and bandwidth.
 
-        A hint: a newer one of the same thread replaces fetches that have not begun. Never waits; a full tier, an unknown key or
-        a failed read is not an error. Raises MisuseError for a tier that the store does not have.
+        A hint: a newer one of the same thread replaces fetches that have not begun. Never waits; a full tier, an unknown key
+        (``statistics().unknown_hints`` counts these) or a failed read is not an error. Raises MisuseError for a tier that the
+        store does not have.
         """
         wanted = listed(keys)
         refuse_keys(wanted)
@@ -1170,6 +1171,7 @@ class TieredStore(TensorMapping):
                 speculated=engine.state.speculated,
                 speculated_used=engine.state.speculated_used,
                 speculated_unused=engine.state.speculated_unused,
+                unknown_hints=engine.state.unknown_hints,
                 wakes=engine.wakes,
                 evictions=engine.state.evictions,
                 tiers=tiers,
