@@ -214,6 +214,8 @@ CLASSES_TWICE = {"Engine": ["engine.engine", "integrations.deepspeed.engine"]}
 # A store that was divided for a larger budget says so, and from which budget on the model works divided anew.
 # + 350: other optimizers on the weight of a table, and the mistakes of a first loop of one's own, are told at the call.
 # + 150: a plan of generation asks the pager for the least budget, as open_model does.
+# + 150: a store that was divided for a larger budget says so, and from which budget on the model works divided anew.
+# + 250: a plan knows what a device's memory holds, and takes no mode for one that fits which does not.
 TOTALS = {"tiered": 482_000, "bench": 119_700, "libaio_ext": 6_900}
 
 # Compiled, without a Python file.

@@ -35,6 +35,26 @@ def test_a_plan_on_one_screen(machine: str, capsys: pytest.CaptureFixture[str]) 
     assert len([line for line in printed.splitlines() if line.startswith(("on_fetch", "in_backward"))]) == 4
 
 
+@pytest.mark.parametrize("hbm", ["2MiB", "64MiB"])
+def test_the_memory_of_a_device_adds_up(hbm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "machine.json"
+    file.write_text(f'{{"read": 1e9, "write": 1e9, "hbm": "{hbm}", "device_flops": 4e13, "link": "25GB", "base": 0}}')
+    asked = [*SMALL, "--update", "on_fetch", "--context", "256", "--batch", "2", "--machine", str(file)]
+    assert main([*asked, "--json", str(tmp_path / "plan.json")]) == 0
+    printed = capsys.readouterr().out
+    assert f"a device of {hbm[:-3]}.0 MiB: products 40,000 GFLOP/s, its link 25.00 GB/s" in printed
+    chosen = json.loads((tmp_path / "plan.json").read_text())["chosen"]
+    for label in ("process", "device"):
+        line = next(one for one in printed.splitlines() if one.startswith(label))
+        whole, *parts = (float(number) for number in re.findall(r"([\d.]+) MiB", line))
+        assert whole == pytest.approx(sum(parts), abs=0.3), line
+        assert whole == pytest.approx(chosen["memory"][label] / 2**20, abs=0.06)
+        assert ("activations" in line) is (label == "device")
+    said, rows = printed.partition("\n\n")[::2]
+    assert ("fits      with 1.0 MiB of DRAM and" in said) is (hbm == "64MiB")
+    assert ("fits" in rows.splitlines()[0].split()) is (hbm == "2MiB")
+
+
 def test_a_report_a_picture_and_ranks(machine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     report, picture = tmp_path / "plan.json", tmp_path / "plan.svg"

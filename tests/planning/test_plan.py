@@ -186,6 +186,34 @@ def test_a_change_that_is_said_to_fit_does(room: int, budget: bool) -> None:
     assert tiered.plan(DEEP, machine=machine, **mode, **asked).fits
 
 
+def test_what_does_not_fit_in_the_memory_of_a_device_is_not_chosen() -> None:
+    asked: dict[str, Any] = {"workload": Workload(8, 256), "dram": "4MiB", "update": "on_fetch"}
+    roomy = tiered.plan(DEEP, machine={**RATES, "hbm": "1GiB"}, **asked)
+    assert roomy.chosen is not None
+    assert roomy.chosen.choice.activations == "memory"
+    most = roomy.chosen.memory
+    assert most.parameters < 1 << 20
+    assert most.device == most.activations + (1 << 20), "the smallest budget there is"
+    assert most.process == Machine(1e9, 1e9).base + most.pool + most.workspace, "activations are on the device alone"
+    machine = {**RATES, "hbm": most.activations}  # no unit has room beside them
+    found = tiered.plan(DEEP, machine=machine, **asked)
+    assert found.fits
+    assert found.chosen is not None
+    assert found.chosen.fits
+    assert found.chosen.choice.activations != "memory"
+    assert found.chosen.memory.device <= most.activations
+    assert [one.fits for one in found.others].count(False) == 1
+    assert found.others[-1].choice.activations == "memory", "what fits goes before what is fast and does not"
+    alone = tiered.plan(DEEP, machine=machine, activations="memory", **asked)
+    assert not alone.fits
+    assert "of the device, and it has" in (alone.refused or "")
+    assert alone.changes[0].startswith(("activations=", "micro_batch="))
+    assert alone.changes[-1].startswith("a smaller batch")
+    none = tiered.plan(DEEP, machine={**RATES, "hbm": "512KiB"}, **asked)
+    assert not none.fits
+    assert none.changes == ("a device with more memory: beside activations and with the smallest budget it takes 1.0 MiB",)
+
+
 def test_recomputing_takes_less_memory_and_more_time() -> None:
     ways = {
         way: tiered.plan(

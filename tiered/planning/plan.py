@@ -92,7 +92,8 @@ class PlannedMemory:
     """Bytes by kind. ``parameters``, ``gradients`` and ``states`` are tensors of the store, in the pool and on the drive;
     ``activations`` are at most alive at a time, beside the pool, one gradient included: with "store" what stays in memory.
     ``pool`` is the most of the budget that is used, ``drive`` what has to have room there, ``process`` the most that the
-    process takes, its imports included."""
+    process takes, its imports included. ``device``: of the memory of a device that computes, which then has the activations,
+    and parameters as far as they have room beside them, at least what the smallest budget holds; 0 without a device."""
 
     parameters: int
     gradients: int
@@ -102,6 +103,7 @@ class PlannedMemory:
     pool: int
     drive: int
     process: int
+    device: int = 0
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,7 @@ class Prediction:
     could be done on demand with all of the budget, knowing the whole order. ``optimum``: bytes that no way to serve the step
     within the budget goes below, where that was asked for. ``touches``: leases and creations of tensors.
     ``sending``: seconds in which the link to a device works, beside computing; a step takes no less.
+    ``fits``: whether the machine, and its device, have that ``memory``; what is not known of a machine does not limit.
     ``offloading``: what of the activations goes through the store; None where none does. ``in_memory``: with
     ``activations="store"``, the seconds of a step whose activations stay in memory."""
 
@@ -130,6 +133,7 @@ class Prediction:
     offloading: Offloading | None = None
     in_memory: float | None = None
     sending: float = 0.0
+    fits: bool = True
 
     @property
     def hides_activations(self) -> bool | None:
@@ -166,11 +170,11 @@ class PlannedRanks:
 class Plan:
     """What ``tiered.plan`` found.
 
-    ``chosen``: the prediction for what was asked, where that fits; ``others``: for other modes at the same budget, the fastest
-    first. ``curve``: predictions for other budgets, ``ranks`` for numbers of ranks, where these were asked for. ``smallest``:
-    bytes of DRAM with which the model can be paged at all; ``enough``: with which one would want to. ``refused`` says why it
-    does not fit, ``changes`` what would make it fit, or faster, the cheapest change first. ``notes`` say what the plan does not
-    know.
+    ``chosen``: the prediction for what was asked, where that fits; ``others``: for other modes at the same budget, those that
+    fit first, and the fastest of them. ``curve``: predictions for other budgets, ``ranks`` for numbers of ranks, where these
+    were asked for. ``smallest``: bytes of DRAM with which the model can be paged at all; ``enough``: with which one would want
+    to run. ``refused`` says why it does not fit, ``changes`` what would make it fit, or faster, the cheapest change first.
+    ``notes`` say what the plan does not know.
     """
 
     model: str
@@ -361,7 +365,7 @@ class Planner:
         rates = _in_blocks(DriveRates(1e9, 1e9) if self.machine is None else self.machine.drive, together)
         least = bytes_moved(*uses_of(step), choice.dram, plan_retention(*uses_of(step), choice.dram))
         found = rehearse(step, choice.dram, rates, self.seconds(), warm_up=warm_up, counted=counted)
-        sending = self._sending(choice, sizes, step)
+        sending, memory = self._sending(sizes, step), self._memory(choice, sizes, step, found)
         return Prediction(
             choice=choice,
             read=found.read,
@@ -371,7 +375,8 @@ class Planner:
             sending=sending,
             waiting=found.waiting if self.machine is not None else 0.0,
             drive_busy=found.busy if self.machine is not None else 0.0,
-            memory=self._memory(choice, sizes, step, found),
+            memory=memory,
+            fits=self._has(memory),
             touches=touches,
             by_work=found.by_work,
             offloading=found.offloading if choice.saves else None,
@@ -385,24 +390,44 @@ class Planner:
         everything = sum(one.nbytes + one.states + one.gradient for one in sizes)
         return max(min(ENOUGH * smallest, everything), everything // SHARE // 4096 * 4096, smallest)
 
-    def _sending(self, choice: Choice, sizes: Sequence[UnitSizes], step: StepNotes) -> float:
+    def _sending(self, sizes: Sequence[UnitSizes], step: StepNotes) -> float:
         """Return the seconds in which a link moves what a step sends to a device, beside computing: parameters that its memory
         does not hold beside activations, in forward and in backward. Gradients come back the other way meanwhile."""
         machine = self.machine
         if machine is None or not machine.hbm:
             return 0.0
-        if step.peak > machine.hbm:
-            self.notes[
-                f"activations of {format_size(step.peak)} do not fit in the device's memory with {choice}: a smaller batch, "
-                "micro_batch, or activations that are computed again or in the store"
-            ] = None
         parameters = sum(one.nbytes for one in sizes)
         return 2 * self.passes * max(0, parameters - max(0, machine.hbm - step.peak)) / machine.link
 
-    def least_process(self, choice: Choice) -> int:
-        """Return the bytes that the process takes at least, with the smallest budget: what is not played."""
-        base = self.machine.base if self.machine is not None else 0
-        return base + IN_TRANSIT + OPEN + self.step(choice).peak + min(choice.dram, self.smallest(choice))
+    def _has(self, memory: PlannedMemory) -> bool:
+        """Return whether the machine has that memory."""
+        return self.over_dram(memory) <= 0 and self.over_hbm(memory) <= 0
+
+    def over_dram(self, memory: PlannedMemory) -> int:
+        """Return the bytes that the machine lacks for the process: 0 or less where it has them, or is not known."""
+        return 0 if self.machine is None or not self.machine.dram else memory.process - self.machine.dram
+
+    def over_hbm(self, memory: PlannedMemory) -> int:
+        """Return the bytes that its device lacks: 0 or less where it has them, or there is none."""
+        return 0 if self.machine is None or not self.machine.hbm else memory.device - self.machine.hbm
+
+    def in_process(self, activations: int) -> int:
+        """Return the bytes of activations that are in the process: those of a device are in its memory."""
+        return 0 if self.machine is not None and self.machine.hbm else activations
+
+    def on_device(self, choice: Choice, peak: int, parameters: int) -> int:
+        """Return the bytes that a device has, with activations of ``peak``: at least what can be paged there at all."""
+        if self.machine is None or not self.machine.hbm:
+            return 0
+        return max(peak + self.smallest(choice), min(self.machine.hbm, peak + parameters))
+
+    def may_fit(self, choice: Choice) -> bool:
+        """Return whether the machine may have the memory of a choice, with the smallest budget: by what is not played."""
+        machine, peak = self.machine, self.step(choice).peak
+        if machine is None:
+            return True
+        process = machine.base + IN_TRANSIT + OPEN + self.in_process(peak) + min(choice.dram, self.smallest(choice))
+        return (not machine.dram or process <= machine.dram) and self.on_device(choice, peak, 0) <= machine.hbm
 
     def _in_memory(self, choice: Choice) -> float | None:
         """Return the seconds of a step whose activations stay in memory, beside one whose activations do not."""
@@ -440,7 +465,7 @@ class Planner:
         drive = _in_blocks(DriveRates(machine.read / sharing, machine.write / sharing, machine.transfer), together)
         found = rehearse(step, choice.dram, drive, Timing(machine, self._measured, ranks), warm_up=3, counted=2)
         sent = sum(one.nbytes for one in step.operations if isinstance(one, WorkNote) and one.kind in ("gather", "reduce"))
-        seconds = max(found.seconds, self._sending(choice, sizes_of(self.divided(choice.dram), NAME, self._rule), step))
+        seconds = max(found.seconds, self._sending(sizes_of(self.divided(choice.dram), NAME, self._rule), step))
         return PlannedRanks(
             ranks=ranks,
             seconds=seconds,
@@ -472,7 +497,6 @@ class Planner:
         passed = int(found.offloading.stored + found.offloading.restored)
         workspace = IN_TRANSIT + OPEN + choice.dram // TABLES + min(KEPT + SELDOM, passed)
         base = self.machine.base if self.machine is not None else 0
-        alive = 0 if self.machine is not None and self.machine.hbm else step.peak  # of a device they are in its memory
         return PlannedMemory(
             parameters=parameters,
             gradients=gradients,
@@ -481,7 +505,8 @@ class Planner:
             workspace=workspace,
             pool=found.peak,
             drive=max(0, everything if everything > choice.dram else parameters + states),
-            process=base + found.peak + alive + workspace,
+            process=base + found.peak + self.in_process(step.peak) + workspace,
+            device=self.on_device(choice, step.peak, parameters),
         )
 
 
@@ -583,20 +608,12 @@ def plan(
             changes=(f"a budget of {format_size(enough)} (dram={enough})", *_smaller_units(planner, budget)),
         )
     updates: Sequence[Update] = [update] if update else (["on_fetch"] if accumulate > 1 else ["on_fetch", "in_backward"])
-    room = found.dram if found is not None and found.dram else None
     planner.expected = len(ways) + len(updates) + len(sweep.budgets) * len(updates) + len(sweep.ranks)
-    predictions = _predictions(planner, [way for way in ways if smallest_of[way] <= budget], updates, room)
-    fitting = [one for one in predictions if room is None or one.memory.process <= room]
-    ranked = sorted(fitting or predictions, key=_order)
-    chosen, others = ranked[0], tuple(sorted((one for one in predictions if one is not ranked[0]), key=_order))
-    refused, changes = None, _faster(chosen, others, planner, update, activations, room)
-    if not fitting:
-        assert room is not None
-        refused = (
-            f"the process would take {format_size(chosen.memory.process)}, {format_size(chosen.memory.activations)} of it for "
-            f"activations, and the machine has {format_size(room)}"
-        )
-        changes = _to_fit(planner, chosen, room, _rows_of(subject))
+    predictions = _predictions(planner, [way for way in ways if smallest_of[way] <= budget], updates)
+    chosen, *rest = sorted(predictions, key=_order)
+    others = tuple(rest)
+    refused = _refused(planner, chosen)
+    changes = _to_fit(planner, chosen, _rows_of(subject)) if refused else _faster(chosen, planner, update, activations)
     if optimum:
         chosen = replace(chosen, optimum=planner.optimum(chosen.choice))
     curve = _curve(planner, chosen.choice, sweep.budgets, updates)
@@ -606,6 +623,25 @@ def plan(
         smallest=planner.smallest(chosen.choice), enough=enough, chosen=chosen, others=others,
         curve=curve, ranks=rows, refused=refused, changes=changes, notes=tuple(planner.notes),
     )
+
+
+def _refused(planner: Planner, chosen: Prediction) -> str | None:
+    """Return why the machine does not have the memory that a choice takes; None where it has."""
+    machine, memory, found = planner.machine, chosen.memory, list[str]()
+    if machine is None:
+        return None
+    activations = format_size(memory.activations)
+    if planner.over_dram(memory) > 0:
+        of_them = f", {activations} of it for activations" if planner.in_process(memory.activations) else ""
+        found.append(
+            f"the process would take {format_size(memory.process)}{of_them}, and the machine has {format_size(machine.dram)}"
+        )
+    if planner.over_hbm(memory) > 0:
+        found.append(
+            f"activations of {activations}, and the units beside them, would take {format_size(memory.device)} of the device, "
+            f"and it has {format_size(machine.hbm)}"
+        )
+    return "; ".join(found) or None
 
 
 def _parts(micro_batch: int | Sequence[int] | None, activations: Activations | None) -> list[int]:
@@ -622,7 +658,7 @@ def _parts(micro_batch: int | Sequence[int] | None, activations: Activations | N
 
 
 def _predictions(
-    planner: Planner, ways: Sequence[Choice], updates: Sequence[Update], room: int | None
+    planner: Planner, ways: Sequence[Choice], updates: Sequence[Update]
 ) -> list[Prediction]:
     """Play each way with each update mode. Where activations fit in memory, ways that take less of it are not faster, and are
     played with the better update mode alone."""
@@ -630,7 +666,7 @@ def _predictions(
     refusals: list[MisuseError] = []
     for way in ways:
         modes = updates
-        kept = [one for one in found if not one.choice.saves and (room is None or one.memory.process <= room)]
+        kept = [one for one in found if not one.choice.saves and one.fits]
         if kept and way.saves:
             modes = [min(kept, key=_order).choice.update]
         try:
@@ -683,10 +719,10 @@ def _in_blocks(rates: DriveRates, together: int) -> DriveRates:
     return replace(rates, block=rates.block * max(1, together))
 
 
-def _order(one: Prediction) -> tuple[float, bool, float]:
-    """Rank predictions: the fastest first; where no time is known, those that compute nothing twice, by the bytes that they
-    move."""
-    return one.seconds, one.choice.computes_again, one.read + one.written
+def _order(one: Prediction) -> tuple[bool, float, bool, float]:
+    """Rank predictions: of those that fit the fastest first; where no time is known, those that compute nothing twice, by the
+    bytes that they move."""
+    return not one.fits, one.seconds, one.choice.computes_again, one.read + one.written
 
 
 def _half(machine: Machine | None) -> int:
@@ -717,8 +753,7 @@ def _smaller_units(planner: Planner, budget: int) -> list[str]:
 
 
 def _faster(
-    chosen: Prediction, others: Sequence[Prediction], planner: Planner, update: Update | None,
-    activations: Activations | None, room: int | None,
+    chosen: Prediction, planner: Planner, update: Update | None, activations: Activations | None
 ) -> tuple[str, ...]:
     """Return what would make a step faster, the cheapest change first."""
     if not chosen.seconds:
@@ -736,8 +771,7 @@ def _faster(
             if mode == chosen.choice or not planner.fits(mode):
                 continue
             other = planner.predict(mode)
-            fits = room is None or other.memory.process <= room
-            if fits and other.seconds < 0.95 * chosen.seconds:
+            if other.fits and other.seconds < 0.95 * chosen.seconds:
                 found.append(f"{mode}: {other.seconds:.2f} s a step instead of {chosen.seconds:.2f}")
     if chosen.waiting > 0.1 * chosen.seconds:
         twice = replace(chosen.choice, dram=2 * chosen.choice.dram)
@@ -747,8 +781,8 @@ def _faster(
     return tuple(found)
 
 
-def _to_fit(planner: Planner, chosen: Prediction, room: int, batch: int) -> tuple[str, ...]:
-    """Return what would make the process fit into ``room`` bytes, the cheapest change first: budgets and modes that are enough.
+def _to_fit(planner: Planner, chosen: Prediction, batch: int) -> tuple[str, ...]:
+    """Return what would make the training fit into the machine, the cheapest change first: budgets and modes that are enough.
     """
     choice = chosen.choice
     ways: list[tuple[Choice, str]] = [(choice, "")]
@@ -764,24 +798,27 @@ def _to_fit(planner: Planner, chosen: Prediction, room: int, batch: int) -> tupl
         if not planner.fits(way):
             continue
         try:
-            if planner.least_process(way) > room:
+            if not planner.may_fit(way):
                 continue
             other = planner.predict(way, warm_up=2, counted=1)
         except MisuseError:
             continue
-        over = other.memory.process - room
-        if over <= 0:
+        fewer_bytes = max(0, other.memory.pool - planner.over_dram(other.memory)) // 4096 * 4096
+        if other.fits:
             found.append((other.seconds, told))
-        elif planner.fits(replace(way, dram=(fewer_bytes := max(0, other.memory.pool - over) // 4096 * 4096))):
+        elif planner.over_hbm(other.memory) <= 0 and planner.fits(replace(way, dram=fewer_bytes)):
             words = f"a budget of {format_size(fewer_bytes)} (dram={fewer_bytes})"
             found.append((other.seconds, f"{told}{', with ' if told else ''}{words}"))
     changes = [told for _, told in sorted(found, key=lambda one: one[0])]
-    memory = chosen.memory
-    least = memory.process - memory.activations - memory.pool + planner.smallest(choice)
-    if least < room:
-        changes.append(f"a smaller batch or sequence: activations are {format_size(memory.activations)}")
+    memory, smallest = chosen.memory, planner.smallest(choice)
+    beside = "beside activations and with the smallest budget"
+    least = memory.process - planner.in_process(memory.activations) - memory.pool + smallest
+    if planner.over_dram(replace(memory, process=least)) > 0:
+        changes.append(f"more memory: {beside} the process takes {format_size(least)}")
+    elif planner.over_hbm(replace(memory, device=smallest)) > 0:
+        changes.append(f"a device with more memory: {beside} it takes {format_size(smallest)}")
     else:
-        changes.append(f"more memory: beside activations and with the smallest budget the process takes {format_size(least)}")
+        changes.append(f"a smaller batch or sequence: activations are {format_size(memory.activations)}")
     return tuple(changes)
 
 

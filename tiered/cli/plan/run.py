@@ -151,6 +151,11 @@ def describe(plan: Plan) -> str:
             f"machine   {named}drive {machine.read / 1e9:.2f} GB/s read, {machine.write / 1e9:.2f} written; "
             f"products {machine.flops / 1e9:,.0f} GFLOP/s"
         )
+        if machine.hbm:
+            lines.append(
+                f"          a device of {format_size(machine.hbm)}: products {machine.device_flops / 1e9:,.0f} GFLOP/s, "
+                f"its link {machine.link / 1e9:.2f} GB/s"
+            )
     found = plan.chosen
     if found is None:
         lines.append(f"fits      no: {plan.refused}")
@@ -159,7 +164,8 @@ def describe(plan: Plan) -> str:
         least = f"; the smallest budget is {format_size(plan.smallest)}"
         if plan.smallest < plan.enough < found.choice.dram:
             least = f"; {format_size(plan.enough)} are enough, and {format_size(plan.smallest)} the least that works, slowly"
-        lines.append(f"fits      with {format_size(found.choice.dram)} of DRAM{least}")
+        device = f" and {format_size(found.memory.device)} of the device" if found.memory.device else ""
+        lines.append(f"fits      with {format_size(found.choice.dram)} of DRAM{device}{least}")
     else:
         lines += [f"fits      no: {plan.refused}", *_listed("would fit", plan.changes)]
     lines += [*_memory(found, plan), *_step(found, plan), *_offloading(found)]
@@ -183,12 +189,18 @@ def _listed(label: str, lines: tuple[str, ...]) -> list[str]:
 def _memory(found: Prediction, plan: Plan) -> list[str]:
     memory = found.memory
     base = f", {format_size(plan.machine.base)} of it imports" if plan.machine is not None else ", and its imports"
-    return [
+    activations = f"activations {format_size(memory.activations)}"
+    inside = "" if memory.device else f"{activations}, "
+    lines = [
         f"state     parameters {format_size(memory.parameters)}, gradients {format_size(memory.gradients)}, optimizer "
         f"{format_size(memory.states)}; on the drive {format_size(memory.drive)}",
-        f"process   {format_size(memory.process)}: pool {format_size(memory.pool)}, activations "
-        f"{format_size(memory.activations)}, workspace {format_size(memory.workspace)}{base}",
+        f"process   {format_size(memory.process)}: pool {format_size(memory.pool)}, {inside}workspace "
+        f"{format_size(memory.workspace)}{base}",
     ]
+    if memory.device:
+        beside = format_size(memory.device - memory.activations)
+        lines.append(f"device    {format_size(memory.device)}: {activations}, parameters {beside}")
+    return lines
 
 
 def _step(found: Prediction, plan: Plan) -> list[str]:
@@ -205,7 +217,7 @@ def _step(found: Prediction, plan: Plan) -> list[str]:
     )
     if found.sending:
         decides = ", which decides" if found.sending >= found.seconds else ", beside computing"
-        lines.append(f"device    its link works {found.sending:.2f} s of a step{decides}")
+        lines.append(f"link      to the device works {found.sending:.2f} s of a step{decides}")
     life = plan.days_of_life
     rated = f"; its rated life lasts {life:,.0f} days" if life is not None else ""
     lines.append(f"a day     {86_400 / found.seconds:,.0f} steps, {plan.written_per_day / 1e12:.2f} TB written{rated}")
@@ -232,13 +244,19 @@ def _offloading(found: Prediction) -> list[str]:
 
 def _modes(found: list[Prediction], timed: bool) -> str:
     divided = any(one.choice.micro_batch > 1 for one in found)
+    device, misfits = any(one.memory.device for one in found), not all(one.fits for one in found)
+    beside = [*(["device"] if device else []), *(["fits"] if misfits else [])]
     parts = ["parts"] if divided else []
-    rows = [["update", "activations", *parts, *(["s/step"] if timed else []), "GB/step", "process"]]
+    rows = [["update", "activations", *parts, *(["s/step"] if timed else []), "GB/step", "process", *beside]]
     for one in found:
         seconds = [f"{one.seconds:.2f}"] if timed else []
         moved = f"{(one.read + one.written) / 1e9:.2f}"
         parts = [str(one.choice.micro_batch)] if divided else []
-        rows.append([one.choice.update, one.choice.activations, *parts, *seconds, moved, format_size(one.memory.process)])
+        beside = [format_size(one.memory.device)] if device else []
+        beside += ["yes" if one.fits else "no"] if misfits else []
+        rows.append(
+            [one.choice.update, one.choice.activations, *parts, *seconds, moved, format_size(one.memory.process), *beside]
+        )
     return table(rows, "ll" + "r" * (len(rows[0]) - 2))
 
 
