@@ -267,6 +267,22 @@ def test_a_conversation_at_a_terminal(stores: dict[str, Path], tmp_path: Path) -
     assert "the same command goes on with it" in terminal.shown
 
 
+def test_a_store_that_is_written_to(stores: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = tmp_path / "store"
+    shutil.copytree(stores["plain"], store)
+    with TieredStore.open(store, dram="2MiB"):
+        assert main(given(store, "--prompt", PROMPT, "--keep", "talk")) == 1
+        told = capsys.readouterr().err
+        assert "; or leave out --keep, which writes to the store" in told
+        assert "access=" not in told
+        assert main(given(store, "--prompt", PROMPT)) == 0
+
+
+def test_the_models_that_there_are_are_named(stores: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(given(stores["plain"], "--prompt", PROMPT, "--model", "modal")) == 1
+    assert "of a model named 'modal' (there is 'model')" in capsys.readouterr().err
+
+
 def test_keys_during_an_answer_are_not_shown(tmp_path: Path) -> None:
     """The rows that are drawn again are as many as were drawn: what the terminal shows of keys, and ^C, would move them."""
     llama(max_position_embeddings=1 << 17, eos_token_id=None).save_pretrained(tmp_path / "endless")

@@ -142,6 +142,6 @@ def test_several_prompts_a_conversation_and_what_cannot_be(
         expected += text if text.endswith("\n") else f"{text}\n"
     assert capsys.readouterr().out == expected
     assert main(["generate", str(folder), "--prompt", "R", "--keep", "chat"]) == 1
-    assert "--keep: what the model of tiered train has computed is not kept: leave it out" in capsys.readouterr().err
+    assert "--keep works with imported models only, and this one is of tiered train: leave it out" in capsys.readouterr().err
     assert main(["generate", str(folder), "--prompt", "R", "--model", "other"]) == 1
     assert "of a model named 'other'" in capsys.readouterr().err

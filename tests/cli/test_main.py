@@ -155,6 +155,8 @@ def test_one_word_for_one_thing(parser: argparse.ArgumentParser) -> None:
         ("open it without paths=", "open it without --paths"),
         ("a smaller dram=; then", "a smaller --dram; then"),
         ("give another name=, existing=\"resume\"", "give another --model, --existing resume"),
+        ("it is in use; close it there (access='read' reads beside it)", "it is in use; close it there"),
+        ("it is held (dram=3 is too little)", "it is held (--dram 3 is too little)"),
         ("/data/dram=3/x and 'dram=3' stay", "/data/dram=3/x and 'dram=3' stay"),
     ],
 )

@@ -84,6 +84,8 @@ BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
 LARGEST_COUNT = (1 << 63) - 1
 KEYWORD = re.compile(r"(?<![\w/'\"=.-])(?P<name>[a-z_]+)=(?:(?P<quote>['\"]?)(?P<value>[\w.-]+)(?P=quote))?(?=$|[\s,;:)])")
 """A keyword argument in a message, with a value or without."""
+ASIDE = re.compile(r" \(([a-z_]+=['\"]?[\w.-]+['\"]? [^()]*)\)")
+"""Advice in brackets that begins with a keyword argument."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -123,7 +125,8 @@ class Parser(argparse.ArgumentParser):
 
     def in_options(self, message: str) -> str:
         """Write the keyword arguments in a message of the library as options of this parser: ``existing='overwrite'`` is
-        ``--existing overwrite``. A keyword without an option stays as it is."""
+        ``--existing overwrite``. A keyword without an option stays as it is; advice in brackets that begins with one
+        goes."""
 
         def option(match: re.Match[str]) -> str:
             name = self.named.get(match["name"], "--" + match["name"].replace("_", "-"))
@@ -131,7 +134,11 @@ class Parser(argparse.ArgumentParser):
                 return match[0]
             return f"{name} {match['value']}" if match["value"] else name
 
-        return KEYWORD.sub(option, message)
+        def aside(match: re.Match[str]) -> str:
+            said = KEYWORD.sub(option, match[1])
+            return "" if said == match[1] else f" ({said})"
+
+        return KEYWORD.sub(option, ASIDE.sub(aside, message))
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:

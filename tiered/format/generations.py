@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tiered.errors import CommitError, ManifestError, MisuseError, TieredError
+from tiered.format.drives import DATA_FILE
 from tiered.format.folder import NO_DAMAGE, SHORTAGES, OpenFolder, cannot_open, names_in
 from tiered.format.manifest import HEADER_BYTES, MAX_BYTES, Manifest, decode
 from tiered.format.pins import CANNOT_LOOK, Pin, Pins, look
@@ -237,7 +238,15 @@ def present(folder: Folder, generation: int | None) -> list[int]:
     """
     there = generations(folder) or generations(folder)  # a commit may have replaced the only one during the listing
     if not there:
-        raise MisuseError(f"{_where(folder, '')} is not a tiered store with a commit: it has no manifest")
+        with _opened(folder, ManifestError) as at:
+            begun = DATA_FILE in names_in(at)
+        why = (
+            "an import, or another program, has begun it, and is at work or was stopped early: to run the same command again "
+            "finishes it"
+            if begun
+            else "it has no manifest"
+        )
+        raise MisuseError(f"{_where(folder, '')} is not a tiered store with a commit: {why}")
     if generation is not None and generation not in there:
         raise MisuseError(f"{_where(folder, '')} has no generation {generation}; there are: {', '.join(map(str, there))}")
     return there

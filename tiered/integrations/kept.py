@@ -123,8 +123,10 @@ def opening_of(store: TieredStore, name: str) -> dict[str, str]:
     refuse_unfinished(store, name)
     contents = kept_file(store, name, OPENING)
     if contents is None or kept_file(store, name, CONFIG) is None:
+        others = kept_models(store)
+        there = f" (there {'is' if len(others) == 1 else 'are'} {', '.join(map(repr, others))})" if others else ""
         raise MisuseError(
-            f"{store} keeps no {CONFIG} of a model named {name!r}: import it with tiered import, or open it with "
+            f"{store} keeps no {CONFIG} of a model named {name!r}{there}: import it with tiered import, or open it with "
             "from_pretrained(..., existing='resume'), which needs its folder"
         )
     try:

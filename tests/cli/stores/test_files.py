@@ -175,6 +175,21 @@ def test_ls_refuses(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["ls", str(plain), "--generation", "0"]) == 2
 
 
+@pytest.mark.parametrize("kind", [(), ("--as", "model"), ("--as", "deepspeed"), ("--as", "tensors")])
+def test_what_is_imported_is_there(kind: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["import", f"{tmp_path}/lama/", str(tmp_path / "store"), *kind]) == 1
+    assert f"{tmp_path}/lama/: there is no such file or folder" in message(capsys.readouterr().err)
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_store_that_was_begun_and_has_no_commit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As an import leaves it that is killed early."""
+    with TieredStore.open(tmp_path / "begun", dram="1MiB"):
+        begun = "has begun it, and is at work or was stopped early: to run the same command again finishes it"
+        assert main(["ls", str(tmp_path / "begun")]) == 1
+        assert begun in message(capsys.readouterr().err)
+
+
 def test_export(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before, out = state(model), tmp_path / "out"
     assert main(["export", str(model), "--out", str(out)]) == 0

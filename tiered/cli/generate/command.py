@@ -157,15 +157,20 @@ def _done(parsed: argparse.Namespace) -> GenerationSummary | int:
 def _opened(parsed: argparse.Namespace, access: str, stack: ExitStack) -> StoredModel:
     """Open the store, to be closed with ``stack``, and its model. Raises MisuseError for a store without one, and as models do.
     """
-    from tiered import MisuseError, TieredStore
+    from tiered import MisuseError, StoreLocked, TieredStore
     from tiered.cli.generate.trained import TrainedModel, is_trained
     from tiered.integrations.kept import only_model
 
-    store = TieredStore.open(parsed.folder, dram=parsed.dram, paths=parsed.paths, access=access)
+    try:
+        store = TieredStore.open(parsed.folder, dram=parsed.dram, paths=parsed.paths, access=access)
+    except StoreLocked as error:
+        if parsed.keep is None:
+            raise
+        raise MisuseError(f"{error}; or leave out --keep, which writes to the store") from error
     stack.enter_context(closing(store))
     if is_trained(store, parsed.model):
         if parsed.keep is not None:
-            raise MisuseError("--keep: what the model of tiered train has computed is not kept: leave it out")
+            raise MisuseError("--keep works with imported models only, and this one is of tiered train: leave it out")
         return TrainedModel(store)
     _refuse_without_transformers()
     from tiered.cli.generate.models import ImportedModel

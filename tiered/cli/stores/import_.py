@@ -105,9 +105,12 @@ def add_parser(commands: Commands) -> None:
 def _run(parsed: argparse.Namespace, given: list[str]) -> int:
     from tiered.cli.output import Progress
     from tiered.cli.stop import Stopped, StopRequest
-    from tiered.errors import TieredError
+    from tiered.errors import MisuseError, TieredError, shown
+    from tiered.integrations.hub import is_hub_name
 
     of_models = parsed.unit, parsed.compute, parsed.quantize, parsed.verify or None
+    if not is_hub_name(parsed.source) and not Path(parsed.source).expanduser().exists():
+        raise MisuseError(f"{shown(parsed.source, 1000)}: there is no such file or folder")
     kind = parsed.kind or _kind_of(parsed.source, parsed.tag)
     found = f"--as {kind}" if parsed.kind else f"{parsed.source} is {TOLD[kind]}"
     if kind != "model" and any(one is not None for one in of_models):
