@@ -140,8 +140,8 @@ class StoreStatistics:
     ``prefetched_unused`` those that were evicted before their first use. ``speculated`` counts fetches for ``speculate``, one
     per link; of these ``speculated_used`` were used, and ``speculated_unused`` evicted before that. ``unknown_hints`` counts
     the keys in ``prefetch``, ``speculate`` and orders of keys that the store did not have: mistyped ones, say. ``evictions``
-    counts copies that left a tier to make room. ``tiers`` are from the top; ``links[i]`` joins ``tiers[i]`` and ``tiers[i +
-    1]``. ``memory``: that of the process.
+    counts copies that left a tier to make room. ``tiers`` are from the top; ``links[i]`` joins ``tiers[i]`` and
+    ``tiers[i + 1]``. ``memory``: that of the process.
     """
 
     backend: str

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from tests import programs
 from tests.fakes import in_child
 from tests.stress.contents import content
-from tiered import ForkedStore, Generation, KeyNotFound, MisuseError, StoreClosed, TieredDataset, TieredStore
+from tiered import CapacityError, ForkedStore, Generation, KeyNotFound, MisuseError, StoreClosed, TieredDataset, TieredStore
 from tiered.format.generations import generations
 
 MIB = 1 << 20
@@ -240,6 +240,12 @@ def test_a_tensor_larger_than_the_smallest_budget(tmp_path: Path) -> None:
         data: Any = TieredDataset(store)
         assert data[0].numel() == 70 * MIB
         data.close()
+        for dram, words in (("1KiB", "smallest is 1,048,576 bytes"), ("64MiB", r"'large' needs 73,400,320 bytes.* dram=67,")):
+            with pytest.raises(CapacityError, match=words):
+                TieredDataset(store, dram=dram)
+        exact: Any = TieredDataset(store, dram="70MiB")
+        assert exact[0].numel() == 70 * MIB
+        exact.close()
         store.close()
 
 

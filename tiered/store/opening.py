@@ -43,6 +43,7 @@ __all__ = [
     "Parts",
     "access_of",
     "assemble",
+    "budget_of",
     "build",
     "default_dram",
 ]
@@ -85,13 +86,13 @@ class Parts:
 def build(options: OpenOptions, at_rest: DiskAtRest | None = None) -> Parts:
     """Open the parts; ``at_rest`` is a disk that is open for reading already. Raises MisuseError, CapacityError, StoreLocked,
     ManifestError; then nothing stays open."""
-    size = default_dram() if options.dram is None else _budget("a DRAM", options.dram, SMALLEST_DRAM)
+    size = default_dram() if options.dram is None else budget_of("a DRAM", options.dram, SMALLEST_DRAM)
     _refuse_beyond_cgroup(size)
     with contextlib.ExitStack() as undo:
         backend = hbm = None
         nvme: NvmeTier | DiskAtRest | None = None
         if options.hbm is not None and parse_size(options.hbm):
-            hbm = HbmTier(HbmConfig(_budget("an HBM", options.hbm, DEVICE_ALIGNMENT), str(options.device)))
+            hbm = HbmTier(HbmConfig(budget_of("an HBM", options.hbm, DEVICE_ALIGNMENT), str(options.device)))
             undo.callback(hbm.close)
         policies = tuple(_policy(options.eviction) for _ in range(1 + (hbm is not None) + (options.path is not None)))
         if options.path is not None:  # the last part that may be refused, so that no folder is made in vain
@@ -124,7 +125,8 @@ def build(options: OpenOptions, at_rest: DiskAtRest | None = None) -> Parts:
     return Parts(memories, nvme, backend, tiers, links, policies)
 
 
-def _budget(named: str, asked: int | str, smallest: int) -> int:
+def budget_of(named: str, asked: int | str, smallest: int) -> int:
+    """Return the bytes of a budget; ``named`` says of which memory. Raises CapacityError where it is below ``smallest``."""
     size = parse_size(asked)
     if size < smallest:
         raise CapacityError(

@@ -12,9 +12,10 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch.utils.data import Dataset
 
-from tiered.errors import KeyNotFound, MisuseError, TieredError, from_here, shown
+from tiered.errors import CapacityError, KeyNotFound, MisuseError, TieredError, from_here, shown
 from tiered.format.generations import fingerprint, generations
 from tiered.store.at_rest import StoreAtRest
+from tiered.store.opening import SMALLEST_DRAM, budget_of
 from tiered.tensors.specs import listed, refuse_keys
 from tiered.types import Key
 
@@ -145,7 +146,8 @@ class TieredDataset(Dataset[Any]):
         ``dram`` is the budget of the pool in each process (default: 64 MiB, or four times the largest tensor); ``options`` are
         others of ``TieredStore.open``.
 
-        Raises KeyNotFound for a key that the generation lacks, and MisuseError.
+        Raises KeyNotFound for a key that the generation lacks, CapacityError for a ``dram`` that is too small for a tensor, and
+        MisuseError.
         """
         if not isinstance(source, StoreReader) and not hasattr(source, "reader"):
             raise MisuseError(f"a data set reads an open store, or what store.reader() gives, not {shown(repr(source))}")
@@ -156,21 +158,31 @@ class TieredDataset(Dataset[Any]):
         self._samples: list[Sample] = [] if samples is None else list(samples)
         for sample in self._samples:
             refuse_keys(listed(_keys_of(sample)))
-        largest = self._look(samples is None) if small is None else 0
+        budget = None if dram is None else budget_of("a DRAM", dram, SMALLEST_DRAM)  # here, and not first in a worker
+        largest = self._look(samples is None, budget) if small is None else 0
         self._options = {"dram": max(SMALLEST_BUDGET, LARGEST_IN_BUDGET * largest) if dram is None else dram, **options}
         if small is not None:
             self._look_at_small(small, samples is None)
         self._transform = transform
         self._opened: tuple[int, Any, Callable[[], object]] | None = None
 
-    def _look(self, take_all: bool) -> int:
-        """Look for all samples, or take all keys for samples; return the bytes of the largest one."""
+    def _look(self, take_all: bool, budget: int | None) -> int:
+        """Look for all samples, or take all keys for samples; return the bytes of the largest tensor. Raises CapacityError
+        where a pool of ``budget`` bytes has no room for one."""
         largest = 0
         with StoreAtRest(self._reader.folder, paths=self._reader.paths, generation=self._reader.generation) as rest:
             if take_all:
                 self._samples = [*sorted(rest)]
             for sample in self._samples:
-                largest = max(largest, max((rest.spec(key).nbytes for key in _keys_of(sample)), default=0))
+                for key in _keys_of(sample):
+                    nbytes = rest.spec(key).nbytes
+                    largest = max(largest, nbytes)
+                    room = -(-nbytes // rest.disk.alignment) * rest.disk.alignment
+                    if budget is not None and room > budget:
+                        raise CapacityError(
+                            f"{key!r} needs {room:,} bytes, and the pool of each process has dram={budget:,} bytes: "
+                            f"give the data set at least that, better {LARGEST_IN_BUDGET} times as much"
+                        )
         return largest
 
     def _look_at_small(self, name: str, take_all: bool) -> None:
