@@ -17,6 +17,7 @@ from tests.cli.test_generate import llama, moe
 from tests.cli.train.test_train import failure
 from tiered import Machine, MisuseError, TieredStore
 from tiered.cli.main import main
+from tiered.measuring.probes import measured_machine
 from tiered.planning.generation import FORMS, PlannedWeights, Sequences, plan_generation, weights_of
 
 MIB = 1 << 20
@@ -82,13 +83,8 @@ def test_the_smallest_budget_is_what_generate_asks_for(form: str, tmp_path: Path
     assert main([*given, str(smallest)]) == 0
 
 
-def test_no_budget_is_smaller_than_that_of_a_store(tmp_path: Path) -> None:
-    moe().save_pretrained(tmp_path / "moe")
-    report = tmp_path / "plan.json"
-    asked = ["plan", str(tmp_path / "moe"), "--generate", "--no-measure", "--dram", "512KiB", "--json", str(report)]
-    assert main(asked) == 0
-    found = json.loads(report.read_text())
-    assert [one["smallest"] for one in found["forms"]] == [MIB] * 3
+def test_no_budget_is_smaller_than_that_of_a_store() -> None:
+    assert set(weights_of(moe()).least.values()) == {MIB}
 
 
 def test_what_does_not_fit_is_planned_with_the_budget_that_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,10 +176,23 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     told = capsys.readouterr().out
     assert "a device of 512.0 KiB" in told
     assert "to the device" in told
-    assert main(["plan", str(tmp_path / "moe"), "--generate", "--no-measure", "--dram", "64KiB"]) == 0
-    told = capsys.readouterr().out
-    assert "fits      no: 64.0 KiB of DRAM is too little; 1,048,576 bytes work" in told
-    assert "tokens/s" not in told
+    assert "the first token is that after a prompt of 1,024 tokens of 4 sequences" in told
+    assert main(["plan", str(tmp_path / "moe"), "--generate", "--no-measure", "--dram", "1MiB"]) == 0
+    assert "tokens" not in capsys.readouterr().out.partition("weights   on")[2].partition("note")[0]
+
+
+@pytest.mark.parametrize("options", [("--generate",), ()])
+def test_a_budget_without_its_unit(options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    moe().save_pretrained(tmp_path)
+    assert "did you mean '12GiB'?" in failure(capsys, "plan", tmp_path, *options, "--no-measure", "--dram", "12")
+
+
+def test_updates_are_not_measured(tmp_path: Path) -> None:
+    asked: list[str] = []
+    machine = measured_machine(str(tmp_path), progress=lambda what, share: asked.append(what), of="generation")
+    assert "measuring updates" not in asked
+    assert "measuring leases" in asked
+    assert machine.update == Machine(read=1, write=1).update
 
 
 @pytest.mark.parametrize(

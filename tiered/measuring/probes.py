@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Collection
 from importlib import import_module
+from typing import Literal
 
 import psutil
 import torch
@@ -45,9 +46,15 @@ RESIDENT = 96 << 20
 """Bytes of a pool that has such a model with its states."""
 
 
-def measured_machine(folder: str, *, progress: Callable[[str, float], object] = lambda what, share: None) -> Machine:
+def measured_machine(
+    folder: str,
+    *,
+    progress: Callable[[str, float], object] = lambda what, share: None,
+    of: Literal["training", "generation"] = "training",
+) -> Machine:
     """Measure this machine with a scratch store in ``folder``; ``progress`` is called with what is measured next, and the share
-    of all that was, and may raise, to stop.
+    of all that was, and may raise, to stop. ``of`` what the machine is planned for: generation updates nothing, and updates are
+    not measured for it.
 
     Raises MisuseError where the folder cannot have a store, or its filesystem has no room.
     """
@@ -74,13 +81,13 @@ def measured_machine(folder: str, *, progress: Callable[[str, float], object] = 
     hashing = _hashing()
     updates, leases = [], []
     for turn in range(TURNS):
-        progress("measuring updates", 0.5 + turn / 2 / TURNS)
-        updates.append(_update(folder, hashing))
+        if of == "training":
+            progress("measuring updates", 0.5 + turn / 2 / TURNS)
+            updates.append(_update(folder, hashing))
         progress("measuring leases", 0.5 + (turn + 0.5) / 2 / TURNS)
         leases.append(_lease(folder))
-    update, handling = (statistics.median(one) for one in zip(*updates, strict=True))
     lease = statistics.median(leases)
-    return Machine(
+    machine = Machine(
         read=rates.read,
         write=rates.write,
         transfer=transfer,
@@ -91,14 +98,16 @@ def measured_machine(folder: str, *, progress: Callable[[str, float], object] = 
         operation=operation,
         lease=lease,
         gradient=lease,
-        update=update,
         hashing=hashing,
-        handling=handling,
         threads=torch.get_num_threads(),
         cores=psutil.cpu_count() or 1,
         base=base,
         name=f"{platform.node()}, {psutil.cpu_count()} cores, {torch.get_num_threads()} threads",
     )
+    if of == "generation":
+        return machine
+    update, handling = (statistics.median(one) for one in zip(*updates, strict=True))
+    return machine.but(update=update, handling=handling)
 
 
 def _least(work: Callable[[], object], times: int) -> float:

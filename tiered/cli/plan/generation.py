@@ -75,7 +75,10 @@ def _described(
             row += [f"{one.seconds:.3g}", f"{each:.3g}", one.limit, f"{one.first:.3g} s"]
         rows.append(row)
     columns = "lrr" + ("r" if machine is not None and machine.hbm else "") + "rrlr"
-    notes = ["note      int8 and int4 are inexact (tiered import --quantize); unpacking takes computing that is not planned"]
+    notes = [f"note      the first token is that after a prompt of {of}, a whole --context; a shorter one takes less"]
+    if machine is None:
+        notes = []
+    notes += ["note      int8 and int4 are inexact (tiered import --quantize); unpacking takes computing that is not planned"]
     if weights.experts:
         notes.append("note      experts are taken to be chosen evenly; routers have favourites, so a token reads less")
     return "\n".join([*lines, "", table(rows, columns), *notes])

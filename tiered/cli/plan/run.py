@@ -25,6 +25,7 @@ from tiered.measuring.probes import measured_machine
 from tiered.planning.machine import Machine
 from tiered.planning.plan import Plan, Prediction, Told
 from tiered.planning.sources import Numbers, model_of_folder
+from tiered.store.opening import SMALLEST_DRAM, budget_of
 from tiered.types import format_size
 
 __all__ = ["describe", "planned"]
@@ -38,6 +39,8 @@ def planned(parsed: argparse.Namespace) -> int:
     parser: Parser = parsed.parser
     refuse_unplottable(parsed.plot, (".svg", ".png"))
     refuse_unwritable(parsed.json)
+    if parsed.dram is not None:
+        budget_of("a DRAM", parsed.dram, SMALLEST_DRAM)
     if parsed.generate:
         _refuse_options_of_training(parsed, parser)
     model = _model(parsed, parser)
@@ -121,7 +124,7 @@ def _machine(parsed: argparse.Namespace, told: Told) -> Machine | None:
     if parsed.machine is not None:
         machine = Machine.of(parsed.machine)
     elif parsed.measure:
-        machine = measured_machine(parsed.folder, progress=told)
+        machine = measured_machine(parsed.folder, progress=told, of="generation" if parsed.generate else "training")
     else:
         return None
     if parsed.rated_life is not None:
