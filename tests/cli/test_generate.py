@@ -491,3 +491,14 @@ def test_a_tokenizer_that_cannot_be_read_is_not_called_missing(tmp_path: Path) -
         import_model(folder, store)
         with pytest.raises(MisuseError, match=r"the tokenizer that .* keeps of model 'model' cannot be read"):
             open_tokenizer(store)
+
+
+def test_the_tokens_of_several_answers_are_counted_together() -> None:
+    pace = Pace(tokens=2, seconds=4.0, read=0, busy=0.0, leases=4, hits=4, stalled=0.0)
+
+    def told(count: int) -> str:
+        answers = [Answer(3, ByteText(), (), ()) for _ in range(count)]
+        return describe(GenerationSummary("Llama", answers, 0.1, pace, pace, weights=1000, routed=0, memory=2000))
+
+    assert "(0.50 tokens/s): computing" in told(1)
+    assert "(1.50 tokens/s of all 3 together): computing" in told(3)

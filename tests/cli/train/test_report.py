@@ -59,6 +59,8 @@ def test_one_step_and_a_slow_disk() -> None:
     slow = describe(summary(7, moved=Usage(9.0, 1.0, 10 * MIB, 0, None, None, 5.0, 0.25)), None, "again")
     assert "waited    5.25 s per step for the disk; alone it needs 2.62 s" in slow
     assert "write 2.0 MB/s): none of its work was hidden\n" in slow
+    little = describe(summary(7, moved=Usage(9.0, 1.0, MIB // 2, 0, None, None, 5.0, 0.25)), None, "again")
+    assert "write 2.0 MB/s)\n" in little
 
 
 @pytest.mark.parametrize(("ranks", "exported"), [(1, "'/data/my store'"), (2, "/data")])

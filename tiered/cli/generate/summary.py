@@ -104,6 +104,7 @@ def describe(summary: GenerationSummary) -> str:
     several = len(summary.answers)
     prompts = counted(sum(answer.prompt for answer in summary.answers), "token")
     prompts += " of prompt" if several == 1 else f" of {several} prompts"
+    together = f" of all {several} together" if several > 1 else ""
     lines = [
         f"model     {format_size(summary.weights)} of weights"
         + (f" ({format_size(summary.routed)} experts)" if summary.routed else "")
@@ -113,7 +114,7 @@ def describe(summary: GenerationSummary) -> str:
     if summary.seconds is not None and summary.read is not None and summary.compute is not None:
         lines += [
             f"then      {duration(summary.seconds)} a token{' of each answer' if several > 1 else ''} "
-            f"({several / summary.seconds:.2f} tokens/s): computing {duration(summary.compute)}, waiting "
+            f"({several / summary.seconds:.2f} tokens/s{together}): computing {duration(summary.compute)}, waiting "
             f"{duration(rest.stalled / rest.tokens)}",
             f"disk      {_amount(summary.read)} read for a token; {rest.hit_share:.0%} of what it needs was in memory in time",
         ]

@@ -295,10 +295,12 @@ def _waited(summary: Summary) -> list[str]:
     unit, factor = rate_unit(summary.rates.read, summary.rates.write)
     read, write = summary.rates.read * factor, summary.rates.write * factor
     share = max(0.0, 1 - summary.moved.stalled / summary.serial_seconds)
-    hidden = f"{share:.0%} of its work was hidden behind computing" if share else "none of its work was hidden"
+    hidden = f": {share:.0%} of its work was hidden behind computing" if share else ": none of its work was hidden"
+    if summary.serial_seconds < LITTLE * summary.moved.seconds:
+        hidden = ""  # what there is of it is noise
     return [
         f"{told}; alone it needs {summary.serial_seconds / summary.steps:.2f} s for these bytes",
-        f"          (just now: read {read:.1f}, write {write:.1f} {unit}): {hidden}",
+        f"          (just now: read {read:.1f}, write {write:.1f} {unit}){hidden}",
     ]
 
 
@@ -308,6 +310,8 @@ def _amount(nbytes: float) -> str:
 
 TEMPERATURE, TOP_P, WIDTH = 0.7, 0.8, 68
 """How the text that the model writes is drawn, and characters of a line of it."""
+LITTLE = 0.05
+"""Share of a training below which nothing is said of how much of the drive's work computing hid."""
 WARM_UP = 5
 """Steps before the recording: they make the moments, and the store learns the order of a step."""
 
