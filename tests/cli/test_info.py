@@ -12,11 +12,12 @@ import torch
 
 from tests.cli.train.test_train import MIB, failure
 from tests.filesystems import mounted, root
-from tiered import MisuseError, TieredStore
+from tiered import Machine, MisuseError, TieredStore
 from tiered.cli.info import machine as facts
 from tiered.cli.main import main
 from tiered.interfaces import IOBackend
 from tiered.io.backends import BACKENDS, Shipped, open_backend, unavailable
+from tiered.measuring import probes
 from tiered.types import BackendName
 
 
@@ -59,6 +60,22 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wanted = ["versions", "machine", "backends", "CUDA", "filesystem", "huge pages", "limits", "budget", "rates"]
     assert labels == wanted
     assert json.loads((tmp_path / "it.json").read_text())["rates"]["memory_copy"] > 0
+
+
+def test_the_drive_is_measured_once_for_the_table_and_for_a_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"TURNS": 2, "STEPS": 2, "UPDATES": 2, "HASHED": MIB, "MOVED": MIB}.items():
+        monkeypatch.setattr(probes, name, value)
+    monkeypatch.setattr("tiered.cli.output.INTERVAL", 0.0)
+    machine = tmp_path / "machine.json"
+    assert main(["info", "--drive", str(tmp_path), "--machine", str(machine), "--json"]) == 0
+    told = capsys.readouterr()
+    rates, file = json.loads(told.out)["rates"], Machine.of(machine)
+    assert (rates["disk_read"], rates["disk_write"]) == (file.read, file.write)
+    said = [line for line in told.err.splitlines() if line.startswith("measuring")]
+    assert len(said) == len(set(said)) > 6, "each line once"
+    assert "measuring leases, 2 of 2" in said
 
 
 def test_nothing_is_made_without_measuring(

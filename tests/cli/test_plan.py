@@ -28,6 +28,7 @@ def test_a_plan_on_one_screen(machine: str, capsys: pytest.CaptureFixture[str]) 
     assert main([*SMALL, "--machine", machine, "--rated-life", "1TB"]) == 0
     printed = capsys.readouterr().out
     assert "GPT of 117,504 parameters" in printed
+    assert "are enough, and 1.0 MiB the least that works" in printed
     for said in ("a box: drive 0.10 GB/s", "1.0 MiB of DRAM", "activations", "waiting", "TB written", "its rated life lasts"):
         assert said in printed, printed
     assert printed.count("\n") <= 24
@@ -144,7 +145,8 @@ def test_long_work_says_how_far_it_is(
     assert not capsys.readouterr().err  # it was over before
     monkeypatch.setattr("tiered.cli.plan.run.INTERVAL", 0.0)
     assert main([*SMALL, *ONE, "--machine", machine]) == 0
-    assert capsys.readouterr().err.startswith("playing steps with update='on_fetch', activations='memory', 1.0 MiB\n")
+    said = capsys.readouterr().err
+    assert said.startswith("playing steps with update='on_fetch', activations='memory', 1.0 MiB (1 of about 1)\n")
 
 
 def test_a_machine_by_hand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -214,6 +214,32 @@ def test_what_does_not_fit_in_the_memory_of_a_device_is_not_chosen() -> None:
     assert none.changes == ("a device with more memory: beside activations and with the smallest budget it takes 1.0 MiB",)
 
 
+def test_what_the_thread_of_the_store_takes_from_computing() -> None:
+    """Nothing of forward and backward where a device computes, or where a core is left."""
+    asked: dict[str, Any] = ASKED | {"update": "on_fetch", "activations": "memory"}
+    taken = {}
+    for name, machine in (
+        ("alone", {"cores": 2, "threads": 1}), ("all cores", {"cores": 2, "threads": 2}),
+        ("device", {"cores": 2, "threads": 2, "hbm": "1GiB"}),
+    ):  # fmt: skip
+        found = tiered.plan(DEEP, machine=RATES | machine, **asked).chosen
+        assert found is not None
+        taken[name] = found.by_work.get("transfers", 0.0)
+    assert taken["alone"] == 0
+    assert 0 < taken["device"] < 0.7 * taken["all cores"]
+
+
+def test_a_plan_says_where_a_default_of_a_machine_decides() -> None:
+    asked: dict[str, Any] = ASKED | {"dram": "16MiB", "update": "on_fetch", "activations": "memory"}
+    machine = {**RATES, "lease": 0, "gradient": 0, "operation": 0, "flops": 1e15, "memory": 1e15}
+    found = tiered.plan(SMALL, machine=machine, **asked)
+    told = [one for one in found.notes if "by the default update=5e+08" in one]
+    assert len(told) == 1
+    assert told[0].startswith("the longest part, update ")
+    for given in ({"update": 4e8}, {"update": 1e15, "gradient": 1.0}):
+        assert not any("by the default" in one for one in tiered.plan(SMALL, machine=machine | given, **asked).notes)
+
+
 def test_recomputing_takes_less_memory_and_more_time() -> None:
     ways = {
         way: tiered.plan(

@@ -82,9 +82,9 @@ def measured_machine(
     updates, leases = [], []
     for turn in range(TURNS):
         if of == "training":
-            progress("measuring updates", 0.5 + turn / 2 / TURNS)
+            progress(f"measuring updates, {turn + 1} of {TURNS}", 0.5 + turn / 2 / TURNS)
             updates.append(_update(folder, hashing))
-        progress("measuring leases", 0.5 + (turn + 0.5) / 2 / TURNS)
+        progress(f"measuring leases, {turn + 1} of {TURNS}", 0.5 + (turn + 0.5) / 2 / TURNS)
         leases.append(_lease(folder))
     lease = statistics.median(leases)
     machine = Machine(

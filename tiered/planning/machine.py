@@ -34,7 +34,7 @@ class Machine:
     ``lease``: seconds of a lease and of what paging does around it; ``update``: elements that Adam updates; ``gradient``:
     seconds of storing a gradient, beside its bytes. ``hashing``: bytes that the store's thread checks, ``handling``: seconds
     that a transfer takes of it beside that; both are taken from computing where torch has as many ``threads`` as there are
-    ``cores``. ``base``: bytes of a process after its imports.
+    ``cores``, with a device from updates alone. ``base``: bytes of a process after its imports.
     ``hbm``: bytes of memory of a device that computes (0: the processor does); ``device_flops``, ``device_memory``: its
     operations a second, and bytes of its memory a second; ``link``: bytes a second to it, each way.
     ``network``, ``latency``: between nodes; ``ranks_per_node`` share drive and network, and have a device each.
@@ -129,6 +129,10 @@ class Machine:
         if device:
             return self.device_flops, self.device_memory
         return (self.flops_half or self.flops) if width == 2 else self.flops, self.memory
+
+    def assumes(self, name: str) -> bool:
+        """Return whether a number is the one that is taken where nobody measured or gave it."""
+        return bool(getattr(self, name) == next(one.default for one in fields(self) if one.name == name))
 
     def but(self, **numbers: Any) -> Machine:
         """Return this machine with other numbers."""

@@ -58,6 +58,11 @@ ENOUGH, SHARE = 8, 128
 """Times the smallest budget, and one in so many of all bytes of a state: with less, units are cut into so many pieces that
 leases take more time than bytes. Planned steps of two models, of 113 and 184 million parameters, take 5 and 7 % longer with 8
 times the smallest budget than with 16 times, and 75 and 84 % longer with the smallest."""
+DECIDES = {
+    "forward": "flops", "backward": "flops", "update": "update", "store": "lease", "gradients": "gradient",
+    "transfers": "handling", "activations": "memory",
+}  # fmt: skip
+"""The number of a machine that decides most how long work of a kind takes."""
 OPEN, TABLES = 8 << 20, 256
 """Bytes beside a pool: of an open store, and one in so many of the pool for its page tables."""
 
@@ -338,7 +343,8 @@ class Planner:
     def _tell(self, what: str) -> None:
         """Tell that another prediction begins, which may raise, to stop."""
         if self._told is not None:
-            self._told(f"playing steps with {what}", min(0.99, self._played / max(1, self.expected)))
+            most = max(self.expected, self._played + 1)
+            self._told(f"playing steps with {what} ({self._played + 1} of about {most})", min(0.99, self._played / most))
         self._played += 1
 
     def _predict(self, choice: Choice, warm_up: int, counted: int) -> Prediction:
@@ -434,6 +440,26 @@ class Planner:
         if choice.activations != "store" or self.machine is None:
             return None
         return self.predict(replace(choice, activations="memory")).seconds
+
+    def note_assumed(self, found: Prediction) -> None:
+        """Note where the longest part of a step takes so long by a number of the machine that nobody measured or gave."""
+        machine, by = self.machine, DECIDES
+        parts = dict(found.by_work)
+        if machine is None or not found.seconds:
+            return
+        if machine.hbm:
+            by = DECIDES | {"forward": "device_flops", "backward": "device_flops", "sending": "link"}
+            parts["sending"] = found.sending
+        longest = max(parts, key=lambda kind: parts[kind], default="")
+        if parts.get(longest, 0.0) < found.waiting or (self._measured and longest in ("forward", "backward")):
+            return
+        number = by.get(longest)
+        if number is not None and machine.assumes(number):
+            by_hand = number in ("device_flops", "link")
+            self.notes[
+                f"the longest part, {longest} {parts[longest]:.2f} s, is by the default {number}={getattr(machine, number):g}: "
+                f"{'give it in the file of --machine' if by_hand else 'tiered info --machine measures it'}"
+            ] = None
 
     def optimum(self, choice: Choice) -> float:
         """Return the bytes that no way to serve a step of a choice goes below, in the long run: of four steps without those of
@@ -608,7 +634,7 @@ def plan(
             changes=(f"a budget of {format_size(enough)} (dram={enough})", *_smaller_units(planner, budget)),
         )
     updates: Sequence[Update] = [update] if update else (["on_fetch"] if accumulate > 1 else ["on_fetch", "in_backward"])
-    planner.expected = len(ways) + len(updates) + len(sweep.budgets) * len(updates) + len(sweep.ranks)
+    planner.expected = len(ways) * len(updates) + len(sweep.budgets) * len(updates) + len(sweep.ranks)
     predictions = _predictions(planner, [way for way in ways if smallest_of[way] <= budget], updates)
     chosen, *rest = sorted(predictions, key=_order)
     others = tuple(rest)
@@ -616,6 +642,7 @@ def plan(
     changes = _to_fit(planner, chosen, _rows_of(subject)) if refused else _faster(chosen, planner, update, activations)
     if optimum:
         chosen = replace(chosen, optimum=planner.optimum(chosen.choice))
+    planner.note_assumed(chosen)
     curve = _curve(planner, chosen.choice, sweep.budgets, updates)
     rows = _rows(planner, chosen.choice, sweep.ranks, tokens)
     return Plan(
@@ -669,6 +696,7 @@ def _predictions(
         kept = [one for one in found if not one.choice.saves and one.fits]
         if kept and way.saves:
             modes = [min(kept, key=_order).choice.update]
+            planner.expected -= len(updates) - 1
         try:
             steps = {"warm_up": 2, "counted": 1} if kept and way.saves else {}
             found += [planner.predict(replace(way, update=one), **steps) for one in modes]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -28,9 +29,9 @@ WARM_UP, COUNTED = 3, 2
 
 class Seconds(Protocol):
     """What steps take of the processor: each operation the kind of work, and seconds; and ``lost`` seconds that the store's
-    thread takes from computing to move so many bytes in so many transfers."""
+    thread takes from work of a kind to move so many bytes in so many transfers beside it."""
 
-    def lost(self, nbytes: float, transfers: int) -> float: ...
+    def lost(self, nbytes: float, transfers: int, beside: str) -> float: ...
 
     def __call__(self, operation: Operation, /) -> tuple[str, float]: ...
 
@@ -66,7 +67,7 @@ class Rehearsed:
 class _NoTime:
     """Takes no time for anything: the drive sets the pace."""
 
-    def lost(self, nbytes: float, transfers: int) -> float:
+    def lost(self, nbytes: float, transfers: int, beside: str) -> float:
         return 0.0
 
     def __call__(self, operation: Operation) -> tuple[str, float]:
@@ -122,14 +123,14 @@ def _play(
     begins = free = store.clock.now  # of the network: when the next gather may begin, and when the last exchange has ended
     trace.forward_begins("training", list)
     moved, transfers = sum(store.moved), store.transfers
-    for operation in step.operations:
+    works = [seconds(operation) for operation in step.operations]
+    for operation, (kind, taken), beside in zip(step.operations, works, _computing(works), strict=True):
         if (now := store.transfers) > transfers:
-            taken = seconds.lost(sum(store.moved) - moved, now - transfers)
+            lost = seconds.lost(sum(store.moved) - moved, now - transfers, beside)
             moved, transfers = sum(store.moved), now
-            if taken:
-                work["transfers"] = work.get("transfers", 0.0) + taken
-                store.compute(taken)
-        kind, taken = seconds(operation)
+            if lost:
+                work["transfers"] = work.get("transfers", 0.0) + lost
+                store.compute(lost)
         if taken and kind == "network":  # it goes on beside computing, for the unit that follows
             free = max(begins, free) + taken
             taken, begins = max(0.0, free - store.clock.now), max(free, store.clock.now)
@@ -165,6 +166,17 @@ def _play(
             assert isinstance(operation, PauseNote | WorkNote)
     trace.step_ended()
     return touches
+
+
+def _computing(works: Sequence[tuple[str, float]]) -> list[str]:
+    """Return, for each piece of work, which kind of computing comes next, itself included: what is moved before goes on beside
+    that."""
+    found, kind = list[str](), ""
+    for next_kind, taken in reversed(works):
+        if taken and next_kind not in ("store", "network"):
+            kind = next_kind
+        found.append(kind)
+    return found[::-1]
 
 
 def _add(to: dict[str, float], **more: float) -> None:

@@ -66,11 +66,11 @@ class Timing:
             return "gradients", moved + machine.gradient * operation.pieces
         return "store", 0.0
 
-    def lost(self, nbytes: float, transfers: int) -> float:
-        """Return the seconds that computing loses to the store's thread, which moves so many bytes in so many transfers: none
-        where a core is left for it."""
+    def lost(self, nbytes: float, transfers: int, beside: str) -> float:
+        """Return the seconds that work of a kind loses to the store's thread, which moves so many bytes in so many transfers
+        beside it: none where a core is left for that thread, as also while a device computes, but for updates."""
         machine = self.machine
-        if machine.threads < machine.cores:
+        if machine.threads < machine.cores or (machine.hbm and beside != "update"):
             return 0.0
         return nbytes / machine.hashing + transfers * machine.handling
 

@@ -39,14 +39,16 @@ def add_parser(commands: Commands) -> None:
 
 
 def _run(parsed: argparse.Namespace, given: list[str]) -> int:
+    machine = None
     if parsed.machine is not None:
         from tiered.cli.output import INTERVAL, Progress, refuse_unwritable
         from tiered.measuring.probes import measured_machine
 
         refuse_unwritable(parsed.machine, "--machine")
         with Progress(sys.stderr, quiet=INTERVAL) as progress:
-            measured_machine(parsed.folder, progress=progress.working).save(parsed.machine)
+            machine = measured_machine(parsed.folder, progress=progress.working)
+        machine.save(parsed.machine)
         print(f"machine     {parsed.machine}: read it with tiered plan --machine {parsed.machine}", file=sys.stderr)
     from tiered.cli.info.machine import info
 
-    return info(parsed.folder, "rates" if parsed.measure else "none", parsed.json)
+    return info(parsed.folder, "rates" if parsed.measure else "none", parsed.json, machine)

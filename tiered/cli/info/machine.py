@@ -24,6 +24,7 @@ from tiered.cli.stop import Stopped, StopRequest
 from tiered.format.locked_file import makes_direct
 from tiered.io.backends import unavailable
 from tiered.measuring.meters import DATA_FILE, bytes_of, environment, measure, scratch_store
+from tiered.planning.machine import Machine
 from tiered.store.opening import SMALLEST_DRAM, default_dram
 from tiered.system import cgroup_room, direct_io_alignment
 from tiered.tiers.dram import HUGE_PAGE, DramConfig, DramTier
@@ -185,8 +186,9 @@ COPIED = 128 << 20
 """Bytes of one copy in memory, or over a device's link."""
 
 
-def info(folder: str, what: Literal["rates", "none"], json: str | None) -> int:
-    """Print the description, and the ``rates`` where ``what`` asks for them; returns the exit code."""
+def info(folder: str, what: Literal["rates", "none"], json: str | None, measured: Machine | None = None) -> int:
+    """Print the description, and the ``rates`` where ``what`` asks for them, of the drive those of the machine that was
+    ``measured`` just before; returns the exit code."""
     refuse_unwritable(json)
     report: dict[str, Any] = environment()
     memory = psutil.virtual_memory()
@@ -205,7 +207,7 @@ def info(folder: str, what: Literal["rates", "none"], json: str | None) -> int:
     if what == "rates":
         try:
             with StopRequest() as stop:
-                report["rates"] = _rates(report, stop)
+                report["rates"] = _rates(report, stop, measured)
         except Stopped as stopped:
             print("tiered: stopped while measuring; the scratch store is removed", file=sys.stderr)
             return stopped.exit_code
@@ -215,10 +217,12 @@ def info(folder: str, what: Literal["rates", "none"], json: str | None) -> int:
     return 0
 
 
-def _rates(report: dict[str, Any], stop: StopRequest) -> dict[str, Any]:
+def _rates(report: dict[str, Any], stop: StopRequest, measured: Machine | None) -> dict[str, Any]:
     """Measure rates in bytes per second; None where impossible, and ``why_no_disk``."""
     read, write, why = None, None, _why_no_disk(report["filesystem"])
-    if why is None:
+    if measured is not None:
+        read, write = measured.read, measured.write
+    elif why is None:
         try:
             read, write, why = _disk(report["filesystem"]["folder"], report["default_dram_bytes"], stop)
         except TieredError as error:

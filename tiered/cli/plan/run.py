@@ -165,7 +165,7 @@ def describe(plan: Plan) -> str:
         return "\n".join([*lines, *_listed("would fit", plan.changes)])
     if plan.refused is None:
         least = f"; the smallest budget is {format_size(plan.smallest)}"
-        if plan.smallest < plan.enough < found.choice.dram:
+        if plan.smallest < plan.enough:
             least = f"; {format_size(plan.enough)} are enough, and {format_size(plan.smallest)} the least that works, slowly"
         device = f" and {format_size(found.memory.device)} of the device" if found.memory.device else ""
         lines.append(f"fits      with {format_size(found.choice.dram)} of DRAM{device}{least}")
