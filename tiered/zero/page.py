@@ -539,6 +539,7 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
         for show in shown:
             show()
         pager.must_resume = continues
+        pager.checkpoint.refuse = pager.refuse_unresumed
         pager.is_recorded()
         include_in_commits(pager)
         return model

@@ -321,6 +321,8 @@ class _ModelRecord(_Struct):
     data: Any
     random: _Random
     extra: dict[Any, Any] | None
+    moment: int = 0
+    """Number of the commit that it was made for: its random states are of then."""
     persistent: list[str] | msgspec.UnsetType = msgspec.UNSET
     beside: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
     """What ``state_dict`` had of parameters and buffers that were added after paging, and of extra states."""

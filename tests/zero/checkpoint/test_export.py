@@ -198,7 +198,8 @@ def test_a_checkpoint_that_is_not_of_the_same_moment_is_refused(tmp_path: Path) 
         model, optimizer = trained(store, "tied")
         store.commit()
         zero.commit(model, optimizer)
-        model.state_dict()
+        with torch.no_grad():
+            next(model.parameters()).add_(1)
         store.commit()
         store.close()
     with StoreAtRest(tmp_path / "state") as at_rest, pytest.raises(MisuseError, match="an earlier generation"):

@@ -436,3 +436,138 @@ def test_a_commit_of_one_model_leaves_that_of_another_with_an_extra_to_its_own_c
         assert "other/checkpoint" not in store
         zero.commit(other, optimizers[1], extra={"step": 2})
         assert "one/checkpoint" in store
+
+
+def test_an_optimizer_that_makes_no_step_does_not_take_the_place_of_the_one_that_did(tmp_path: Path) -> None:
+    with TieredStore.open(tmp_path, dram=DRAM) as store:
+        model = zero.page(Tied(), store)
+        optimizer = zero.AdamW(model.parameters(), lr=1e-2)
+        step(model, optimizer)
+        zero.commit(model, optimizer)
+        other = zero.AdamW(model.parameters(), lr=0.5)
+        step(model, optimizer)
+    assert other is not None
+    with TieredStore.open(tmp_path, dram=DRAM) as store:
+        model = zero.page(Tied(), store, existing="continue")
+        optimizer = zero.AdamW(model.parameters())
+        zero.resume(model, optimizer)
+        assert optimizer.param_groups[0]["lr"] == 1e-2
+        assert {int(state["step"]) for state in optimizer.state_dict()["state"].values()} == {2}
+
+
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("commits", [False, True])
+def test_random_numbers_go_on_where_the_newest_commit_has_them(tmp_path: Path, order: int, commits: bool) -> None:
+    """Of two models, one of which nothing has changed since an earlier commit."""
+
+    def live(folder: Path, steps: int) -> list[float]:
+        torch.manual_seed(0)
+        with TieredStore.open(folder, dram=DRAM) as store:
+            models = [zero.page(Tied(), store, name=name, existing="continue") for name in ("student", "teacher")]
+            optimizers = [zero.AdamW(models[0].parameters()), None]
+            for model, optimizer in list(zip(models, optimizers, strict=True))[::order]:
+                zero.resume(model, optimizer)
+            found = []
+            for _ in range(steps):
+                found.append(torch.rand(()).item())
+                step(models[0], optimizers[0])
+                if commits:
+                    zero.commit(models[0], optimizers[0])
+            return found
+
+    assert live(tmp_path / "parts", 2) + live(tmp_path / "parts", 2) == live(tmp_path / "whole", 4)
+
+
+def test_a_model_that_has_yet_to_make_a_step_begins_again_after_a_commit_of_another(tmp_path: Path) -> None:
+    for _ in range(2):
+        with TieredStore.open(tmp_path, dram=DRAM) as store:
+            models = [zero.page(Tied(), store, name=name, existing="continue") for name in ("one", "other")]
+            optimizers = [zero.AdamW(model.parameters()) for model in models]
+            for model, optimizer in zip(models, optimizers, strict=True):
+                zero.resume(model, optimizer)
+            step(models[0], optimizers[0])
+            zero.commit(models[0], optimizers[0])
+            made = {int(state["step"]) for state in optimizers[0].state_dict()["state"].values()}
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UncommittedWarning)
+                store.close()
+    assert made == {2}
+
+
+def test_what_changed_in_memory_of_another_model_is_in_a_commit(tmp_path: Path) -> None:
+    x = torch.arange(12.0).view(3, 4)
+    with TieredStore.open(tmp_path, dram=DRAM) as store:
+        one, other = zero.page(Tied(), store, name="one"), zero.page(Normed(), store, name="other")
+        optimizer = zero.AdamW(one.parameters())
+        zero.commit(other)
+        with torch.no_grad():
+            other(x)
+        step(one, optimizer)
+        zero.commit(one, optimizer)
+        store.close()
+    with TieredStore.open(tmp_path, dram=DRAM) as store:
+        other = zero.page(Normed(), store, name="other", existing="resume")
+        zero.resume(other)
+        assert int(other.norm.num_batches_tracked) == 1
+
+
+def test_a_commit_of_the_store_after_an_evaluation_keeps_the_checkpoint(tmp_path: Path) -> None:
+    with TieredStore.open(tmp_path, dram=DRAM) as store:
+        model = zero.page(Tied(), store)
+        optimizer = zero.AdamW(model.parameters())
+        step(model, optimizer)
+        zero.commit(model, optimizer, extra={"step": 1})
+        with torch.no_grad():
+            model.loss(0)
+        store.put("metrics", torch.ones(3))
+        store.commit()
+        store.close()
+    with TieredStore.open(tmp_path, dram=DRAM) as store:
+        model = zero.page(Tied(), store, existing="continue")
+        assert zero.resume(model, zero.AdamW(model.parameters())) == {"step": 1}
+
+
+def test_nothing_is_written_before_resume(tmp_path: Path) -> None:
+    run(tmp_path / "state", 2)
+    with TieredStore.open(tmp_path / "state", dram=DRAM) as store:
+        model = zero.page(Tied(), store, existing="continue")
+        with torch.no_grad(), pytest.raises(MisuseError, match=r"call zero\.resume"):
+            model.position.mul_(0.5)
+    assert run(tmp_path / "state", 2) == run(tmp_path / "whole", 4)[2:]
+
+
+def test_an_end_that_can_have_no_checkpoint_leaves_the_last_one(tmp_path: Path) -> None:
+    def live(*, ends_within_a_step: bool) -> float:
+        with TieredStore.open(tmp_path, dram=DRAM) as store:
+            model = zero.page(Tied(), store, existing="continue")
+            optimizer, scaler = zero.AdamW(model.parameters()), zero.GradScaler()
+            zero.resume(model, optimizer, scaler=scaler)
+            scaler.scale(model.loss(0)).backward()
+            if ends_within_a_step:
+                scaler.unscale_(optimizer)
+                return 0.0
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            zero.commit(model, optimizer, scaler=scaler)
+            return model.loss(1).item()
+
+    live(ends_within_a_step=False)
+    with pytest.warns(UncommittedWarning, match=r"left without a commit .* is no checkpoint of model 'model': the gradients"):
+        live(ends_within_a_step=True)
+    assert live(ends_within_a_step=False)
+
+
+def test_gradients_that_were_clipped_after_a_commit_are_a_change(tmp_path: Path) -> None:
+    def clipped() -> None:
+        with TieredStore.open(tmp_path, dram=DRAM) as store:
+            model = zero.page(Tied(), store)
+            optimizer = zero.AdamW(model.parameters())
+            step(model, optimizer)
+            model.loss(1).backward()
+            zero.commit(model, optimizer, extra={"at": "before"})
+            model.state_dict()
+            optimizer.clip_grad_norm_(1e-3)
+
+    with pytest.warns(UncommittedWarning, match=r"only zero\.commit knows extra="):
+        clipped()

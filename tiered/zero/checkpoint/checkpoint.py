@@ -309,6 +309,7 @@ def record_of(model: nn.Module, pager: Pager, training: Training, extra: Mapping
         **{name: found for name, found in zip(("beside", "gone", "transient"), here, strict=True) if found},
         **training.record(pager),
         "random": random_states(),
+        "moment": pager.store.begun + 1,
         "extra": None if extra is None else dict(extra),
     }
 
@@ -510,9 +511,17 @@ def load_record(model: nn.Module, pager: Pager, record: Mapping[str, Any], train
         loading.append(loaders.of_generator(training.data, record["data"]))
     elif training.data is not None:
         loading.append(loaders.of_data(training.data, record["data"]))
-    loaders.load_all([*loading, loaders.of_random(record["random"])])
+    # Of several models in a store, the random states of the latest moment stay, in whichever order they resume.
+    moment = record.get("moment", 0)
+    latest = max(other.moment for other in pagers_in(pager.store))
+    awaited, pager.must_resume = pager.must_resume, False
+    try:
+        loaders.load_all([*loading, *([loaders.of_random(record["random"])] if moment >= latest else [])])
+    except BaseException:
+        pager.must_resume = awaited
+        raise
+    pager.moment = moment
     pager.checkpoint.resumed()
-    pager.must_resume = False
     return record["extra"]
 
 

@@ -34,8 +34,10 @@ __all__ = ["include_in_commits", "record"]
 
 
 def record(pager: Pager) -> None:
-    """Put into the store what makes the next commit a checkpoint of a model that nothing has been trained of."""
-    prepare_commit(pager.model, Training(), None)
+    """Put into the store what makes the next commit a checkpoint of a model that nothing has been trained of: random states of
+    any other moment are later ones."""
+    write_record(pager.store, pager.name, {**record_of(pager.model, pager, Training(), None), "moment": 0})
+    pager.is_recorded()
 
 
 def include_in_commits(pager: Pager) -> None:
@@ -48,15 +50,16 @@ def _include(pager: Callable[[], Pager | None], leaving: bool) -> str | None:
     """``leaving``: at the end of a block, whose commit has the last word, and warns of what it lacks. Returns why there must be
     no such commit; None where there may be one."""
     found = pager()
-    if found is None or (not leaving and (found.checkpoint.begun or not found.rests)):
+    begins = found is not None and found.checkpoint.begun and found.given is None
+    if found is None or (not leaving and (begins or not found.rests)):
         return None
     model, training, extra = found.given or (found.model, Training(), False)
-    store, name, optimizer = found.store, found.name, found.optimizer()
+    store, name, optimizer = found.store, found.name, found.optimizer or training.optimizer or found.made()
     if isinstance(optimizer, Optimizer):
         training = replace(training, optimizer=optimizer)
     lacks: str | None = None
     try:
-        unchanged = _unchanged(model, found, training, leaving=leaving)
+        unchanged = _unchanged(model, found, training)
         if unchanged is not None:
             if not found.checkpoint.current:
                 write_record(store, name, unchanged)
@@ -75,6 +78,8 @@ def _include(pager: Callable[[], Pager | None], leaving: bool) -> str | None:
             prepare_commit(model, training, None)
     except (MisuseError, InterruptedStep) as error:
         lacks = f"is no checkpoint of model {name!r}: {error}"
+        if leaving and found.checkpoint.was:  # the last one stays the newest commit
+            return lacks
     else:
         if training.scheduler is None and any("initial_lr" in group for group in getattr(optimizer, "param_groups", ())):
             lacks = f"has no scheduler of model {name!r}: give scheduler= to zero.resume, or to zero.commit after the last step"
@@ -83,7 +88,7 @@ def _include(pager: Callable[[], Pager | None], leaving: bool) -> str | None:
     return None
 
 
-def _unchanged(model: nn.Module, pager: Pager, training: Training, *, leaving: bool) -> dict[str, Any] | None:
+def _unchanged(model: nn.Module, pager: Pager, training: Training) -> dict[str, Any] | None:
     """Return the record of the last checkpoint as it is now, where nothing of the model has changed since but that updates were
     applied which were pending; else None. A record that has more of the training than is at hand counts as such."""
     checkpoint = pager.checkpoint
@@ -91,7 +96,7 @@ def _unchanged(model: nn.Module, pager: Pager, training: Training, *, leaving: b
         return None
     recorded = read_record(pager.store, pager.name, checkpoint.before)
     recorded["units"] = [of_unit(unit) for unit in pager.units]
-    if checkpoint.awaited or not leaving:
+    if checkpoint.awaited:
         return recorded
     now = record_of(model, pager, training, None)
     if any(now[what] is None and recorded[what] is not None for what in TRAINING):
@@ -107,5 +112,5 @@ def _written(record: Mapping[str, Any]) -> tuple[bytes, list[str]]:
         larger.append(digest_of(tensor))
         return str(len(larger))
 
-    kept = {what: found for what, found in record.items() if what not in ("random", "extra")}
+    kept = {what: found for what, found in record.items() if what not in ("random", "moment", "extra")}
     return dumps(kept, "the checkpoint", keep), larger

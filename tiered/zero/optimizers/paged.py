@@ -119,7 +119,7 @@ class PagedUpdates(Updates):
         for pager, unit, placement in found:
             self._group_of[placement] = index
             unit.claim(placement, self.update_now if self.in_backward else None)
-            pager.optimizer = ref(self.optimizer)
+            pager.made = ref(self.optimizer)
 
     def keep(self, group: Group, rule: UpdateRule) -> None:
         for parameter in group["params"]:

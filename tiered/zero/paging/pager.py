@@ -379,15 +379,18 @@ class Pager:
             self._forwards[module].append(module.__dict__.get("forward"))
         _pagers.add(self)
         store.held_by(self)
-        self.optimizer: Callable[[], object | None] = lambda: None
-        """Returns the optimizer that was made for parameters of the model last, or has made a step since; the model refers to
-        the latter."""
+        self.optimizer: object | None = None
+        """The optimizer that made the last step of the model."""
+        self.made: Callable[[], object | None] = lambda: None
+        """Returns the optimizer that was made for parameters of the model last, while it lives."""
         self.in_commit: Callable[[bool], str | None] | None = None
         """Puts what makes a commit a checkpoint of the model into the store, for one that was not called for it: at the end of
         the store's ``with`` block (True), or for another model in it. Returns why the former must not be."""
         self.given: tuple[nn.Module, Any, bool] | None = None
         """What ``zero.commit``, ``resume`` or ``rollback`` was given last: the model, which may be one around this one, what
         else a training has, and whether it has an ``extra``, which only the program knows later."""
+        self.moment = 0
+        """Number of the commit whose record ``zero.resume`` loaded, where that says so."""
         self.must_resume = False
         """Whether ``zero.resume`` has to be called before the next step (``existing="continue"``)."""
         self._is_trained = self._is_kept = False
@@ -398,7 +401,7 @@ class Pager:
         """Note that ``optimizer`` has made a step of the model, which is trained from here on: until a commit has a checkpoint
         of it the store refers to it, where its ``with`` block ends with a commit. That one has it then, also of a model that
         nobody else refers to any more."""
-        self.optimizer, self._is_trained = (lambda: optimizer), True
+        self.optimizer, self._is_trained = optimizer, True
         self._be_kept()
 
     def _be_kept(self) -> None:
@@ -409,6 +412,7 @@ class Pager:
     def is_recorded(self) -> None:
         """Note that the store has a checkpoint of the model as it is."""
         self.checkpoint.current, self.checkpoint.before, self._is_kept = True, None, False
+        self.checkpoint.was = True
         self._before_commits(weakref.ref(self))
 
     def _before_commits(self, itself: Callable[[], Pager | None]) -> None:
@@ -1576,7 +1580,9 @@ def _before_commit(pager: Callable[[], Pager | None], leaving: bool) -> str | No
     for unit in found.units:
         if unit.held:
             unit.remember()
-    return found.in_commit(True) if leaving and found.in_commit is not None else None
+    if found.in_commit is not None and (leaving or found.checkpoint.before is not None):
+        return found.in_commit(leaving)
+    return None
 
 
 def pagers_in(store: TieredStore) -> list[Pager]:

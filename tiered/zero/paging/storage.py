@@ -160,9 +160,11 @@ class CheckpointRecord:
     def __init__(self, store: TieredStore, owner: Owner) -> None:
         self.key, self.owner = f"{owner.name}/checkpoint", owner
         self._store = store
-        self.current = self.begun = False
+        self.current = self.begun = self.was = False
         """Whether the record is in the store, and of what there is now; whether the model began in this process, and nothing of
-        it has changed since."""
+        it has changed since; whether there has been a record in this process."""
+        self.refuse: Callable[[], None] | None = None
+        """Raises where a tensor of the model must not change yet."""
         self.changing: Callable[[], None] | None = None
         """Called when the record stops being ``current``."""
         self._changed_in: int | None = None
@@ -175,6 +177,8 @@ class CheckpointRecord:
     def note(self) -> None:
         """Note that something outside of the tensors is about to change."""
         self._changed_in, self.begun = self._store.begun, False
+        if not self._applying and not self.awaited:
+            self.before = None
         if self.current:
             self.current = False
             if self.changing is not None:
@@ -265,6 +269,8 @@ class CheckpointRecord:
     def invalidate(self) -> None:
         """Delete the record, because a tensor of the model is about to change."""
         if not self._applying:
+            if self.refuse is not None:
+                self.refuse()
             self.resumed()
         self.note()
         if self.key in self._store:
