@@ -176,7 +176,11 @@ def test_the_store_says_that_it_is_inexact(tmp_path: Path, capsys: pytest.Captur
         assert all(torch.equal(exported[name], value) for name, value in values.items())
 
 
-def test_help_names_it_inexact(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_it_inexact(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_file({"x": torch.ones(3)}, "x.safetensors")
     assert main(["import", "--help"]) == 0
     assert "INEXACT" in capsys.readouterr().out
     assert main(["import", "x.safetensors", "store", "--quantize", "int8"]) == 2

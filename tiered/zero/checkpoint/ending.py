@@ -66,7 +66,7 @@ def _include(pager: Callable[[], Pager | None], leaving: bool) -> str | None:
                 found.is_recorded()
             return None
         if extra:  # which is of the last commit, and of no other moment
-            return f"only zero.commit knows extra= of model {name!r}: call it after the last step, too"
+            return f"only zero.commit knows extra= of model {name!r}: call it (or save) after the last step, too"
         if leaving and found.partition.noted(store, None) is not None:  # ranks committed here: the next number is this one's
             commit(model, training.optimizer, scheduler=training.scheduler, scaler=training.scaler, data=training.data)
         else:
