@@ -571,3 +571,18 @@ def test_gradients_that_were_clipped_after_a_commit_are_a_change(tmp_path: Path)
 
     with pytest.warns(UncommittedWarning, match=r"only zero\.commit knows extra="):
         clipped()
+
+
+def test_an_optimizer_that_was_given_the_states_of_another_is_the_one_that_goes_on(tmp_path: Path) -> None:
+    with TieredStore.open(tmp_path, dram=DRAM) as store:
+        model = zero.page(Tied(), store)
+        optimizer = zero.AdamW(model.parameters(), lr=1e-2)
+        step(model, optimizer)
+        other = zero.AdamW(model.parameters(), lr=0.5)
+        other.load_state_dict(optimizer.state_dict() | {"param_groups": other.state_dict()["param_groups"]})
+    with TieredStore.open(tmp_path, dram=DRAM) as store:
+        model = zero.page(Tied(), store, existing="continue")
+        optimizer = zero.AdamW(model.parameters())
+        zero.resume(model, optimizer)
+        assert optimizer.param_groups[0]["lr"] == 0.5
+        assert {int(state["step"]) for state in optimizer.state_dict()["state"].values()} == {1}

@@ -465,6 +465,7 @@ class PagedUpdates(Updates):
                 loaded[placement] = steps[index]
         self.steps = loaded
         for pager in self.pagers():
+            pager.stepped_by(self.optimizer)  # the states are its own from here on
             pager.intent.spoil(None)
         return ()
 

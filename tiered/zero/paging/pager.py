@@ -380,7 +380,7 @@ class Pager:
         _pagers.add(self)
         store.held_by(self)
         self.optimizer: object | None = None
-        """The optimizer that made the last step of the model."""
+        """The optimizer that made the last step of the model, or was given states since."""
         self.made: Callable[[], object | None] = lambda: None
         """Returns the optimizer that was made for parameters of the model last, while it lives."""
         self.in_commit: Callable[[bool], str | None] | None = None
@@ -398,9 +398,9 @@ class Pager:
         self.checkpoint.changing = self._be_kept
 
     def stepped_by(self, optimizer: object) -> None:
-        """Note that ``optimizer`` has made a step of the model, which is trained from here on: until a commit has a checkpoint
-        of it the store refers to it, where its ``with`` block ends with a commit. That one has it then, also of a model that
-        nobody else refers to any more."""
+        """Note that ``optimizer`` has made a step of the model, or was given states, and that it is trained from here on: until
+        a commit has a checkpoint of it the store refers to it, where its ``with`` block ends with a commit. That one has it
+        then, also of a model that nobody else refers to any more."""
         self.optimizer, self._is_trained = optimizer, True
         self._be_kept()
 
