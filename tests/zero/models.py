@@ -86,3 +86,14 @@ def parameter_groups(model: nn.Module) -> list[dict[str, object]]:
     vectors = [p for p in model.parameters() if p.dim() <= 1]
     matrices = [p for p in model.parameters() if p.dim() > 1]
     return [{"params": vectors, "weight_decay": 0.0}, {"params": matrices[::-1], "weight_decay": 0.1, "lr": 2e-3}]
+
+
+class Normed(nn.Module):
+    """A model with buffers that change in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(x))

@@ -18,7 +18,7 @@ from torch import nn
 
 from tests.quick import quick
 from tests.zero.harness import equal
-from tests.zero.models import Tied
+from tests.zero.models import Normed, Tied
 from tests.zero.striking import KINDS, Result, Struck, StruckError, Trainer, described, outcome, shuffled, struck_at
 from tiered import Eviction, InterruptedStep, ManifestError, MisuseError, TieredStore, zero
 from tiered.store.activations import hooks_active
@@ -591,15 +591,6 @@ def test_a_rollback_that_fails_is_not_remembered(store: TieredStore) -> None:
     store.rollback()
     with pytest.raises(InterruptedStep, match=r"has not followed yet.*generation=1"):
         model.loss(9)
-
-
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.linear(x))
 
 
 def test_a_model_that_only_half_followed_is_refused_though_its_tensors_stayed(store: TieredStore) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from tests.quick import quick
-from tests.zero.models import Tied
+from tests.zero.models import Normed, Tied
 from tiered import CapacityError, InterruptedStep, LeaseConflict, MisuseError, TieredStore, UncommittedWarning, zero
 from tiered.store.at_rest import StoreAtRest
 from tiered.zero.checkpoint.safetensors import export_at_rest
@@ -151,15 +151,6 @@ def test_the_commit_at_the_end_can_be_exported(tmp_path: Path) -> None:
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(written[name], value) for name, value in expected.items() if name in written)
     assert written
-
-
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.linear(x))
 
 
 def test_what_changed_in_memory_alone_is_in_the_commit_and_nothing_is_not_one(tmp_path: Path) -> None:

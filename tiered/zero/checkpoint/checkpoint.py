@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 __all__ = ["Training", "commit", "commit_async", "load_record", "resume", "rollback"]
 
 TRAINING = ("optimizer", "scheduler", "scaler", "data")
-"""Fields of ``Training``."""
+"""What a record has of a training, by the fields of ``Training``: None where it has none."""
 Alike = Literal["none", "floats"]
 """Which types of a buffer count as the same: see ``other_buffer``."""
 
