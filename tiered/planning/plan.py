@@ -256,15 +256,30 @@ class Planner:
         self.subject, self.machine, self._rule, self._policy, self.passes = subject, machine, rule, policy, passes
         self._rehearsed = rehearsed
         self._updates_whole = any(form.block == WHOLE for form in forms_of(rule, torch.float32).values())
+        self._divided: dict[tuple[int, int, bool], ModelPlan] = {}
+        self._sizes: dict[tuple[int, int, int], list[UnitSizes]] = {}
         self._steps: dict[tuple[Choice, int, int], StepNotes] = {}
         self._predicted: dict[tuple[object, ...], Prediction] = {}
         self._measured: dict[str, float] = {}
         self._measures = measure and not (machine is not None and machine.hbm)  # a device is not measured here
         self.notes: dict[str, None] = {}
 
-    def divided(self, dram: int, ranks: int = 1) -> ModelPlan:
-        """Return the model's units for a budget."""
-        return divide(self.subject.model, Limits.of(dram, ranks), {}, self._policy, ranks)
+    def divided(self, dram: int, ranks: int = 1, *, largest_alone: bool = False) -> ModelPlan:
+        """Return the model's units for a budget; ``largest_alone`` as in ``divide``."""
+        key = dram, ranks, largest_alone
+        if key not in self._divided:
+            limits = Limits.of(dram, ranks)
+            self._divided[key] = divide(self.subject.model, limits, {}, self._policy, ranks, largest_alone=largest_alone)
+        return self._divided[key]
+
+    def sizes(self, dram: int, ranks: int = 1, together: int = 1) -> list[UnitSizes]:
+        """Return the tensors of each unit for a budget, with so many chunks of optimizer states as one."""
+        key = dram, ranks, together
+        if key not in self._sizes:
+            plan = self.divided(dram, ranks)
+            larger = replace(plan.limits, chunk=plan.limits.chunk * together)
+            self._sizes[key] = sizes_of(replace(plan, limits=larger), NAME, self._rule)
+        return self._sizes[key]
 
     def fits(self, choice: Choice) -> bool:
         """Return whether ``zero.page``, and the optimizer, take the model with the budget of ``choice``."""
@@ -276,7 +291,7 @@ class Planner:
         """
         dram = max(least, SMALLEST_DRAM)
         while True:
-            needed = self._needed(self.divided(dram), way is not None and way.saves)
+            needed = self._needed(self.divided(dram, largest_alone=True), way is not None and way.saves)
             if needed <= dram:
                 return dram
             dram = needed
@@ -312,7 +327,7 @@ class Planner:
                 f"{choice}: no module of this model holds all of its parameters while it runs, so none can be computed "
                 "again: use activations='store', or a larger memory budget"
             )
-        together = self._together(plan) if together is None else together
+        together = self._together(choice.dram, ranks) if together is None else together
         key = choice, ranks, together
         if key not in self._steps:
             limits = replace(plan.limits, chunk=plan.limits.chunk * together)
@@ -325,9 +340,9 @@ class Planner:
                 self._measured |= measure_operations(found, self.machine, known=self._measured)
         return self._steps[key]
 
-    def _together(self, plan: ModelPlan) -> int:
+    def _together(self, dram: int, ranks: int = 1) -> int:
         """Return how many chunks of optimizer states are played as one."""
-        return max(1, -(-_leases_of_states(sizes_of(plan, NAME, self._rule)) // self._rehearsed))
+        return max(1, -(-_leases_of_states(self.sizes(dram, ranks)) // self._rehearsed))
 
     def seconds(self) -> Seconds:
         return no_time if self.machine is None else Timing(self.machine, self._measured)
@@ -348,20 +363,17 @@ class Planner:
         self._played += 1
 
     def _predict(self, choice: Choice, warm_up: int, counted: int) -> Prediction:
-        plan = self.divided(choice.dram)
         if not self.fits(choice):
             raise CapacityError(
                 f"a budget of {choice.dram:,} bytes of DRAM is too small for this model: the smallest that works is "
                 f"{self.smallest(choice, choice.dram):,} bytes"
             )
-        step, sizes, together = self.step(choice), sizes_of(plan, NAME, self._rule), self._together(plan)
+        step, sizes, together = self.step(choice), self.sizes(choice.dram), self._together(choice.dram)
         keys = _touched(step)[0]
         touches, of_activations = len(keys), sum(key in step.activations for key in keys)
         if together > 1:
             self.notes["chunks of optimizer states are taken together in the rehearsal, of which a step has very many"] = None
-            larger = replace(plan.limits, chunk=plan.limits.chunk * together)
-            played = sizes_of(replace(plan, limits=larger), NAME, self._rule)
-            touches += _leases_of_states(sizes) - _leases_of_states(played)
+            touches += _leases_of_states(sizes) - _leases_of_states(self.sizes(choice.dram, together=together))
         if touches > LONGEST:
             self.notes[
                 f"a step leases {touches:,} tensors, and a store follows orders of up to {LONGEST:,}: it would evict by last "
@@ -391,8 +403,7 @@ class Planner:
 
     def enough(self, smallest: int) -> int:
         """Return the bytes of the smallest budget with which one would want to run, where ``smallest`` works."""
-        model = self.divided(max(smallest, self.subject.nbytes // 16))
-        sizes = sizes_of(model, NAME, self._rule)
+        sizes = self.sizes(max(smallest, self.subject.nbytes // 16))
         everything = sum(one.nbytes + one.states + one.gradient for one in sizes)
         return max(min(ENOUGH * smallest, everything), everything // SHARE // 4096 * 4096, smallest)
 
@@ -486,12 +497,12 @@ class Planner:
         if needed > choice.dram:
             raise CapacityError(f"{ranks} ranks need {format_size(needed)} of DRAM each")
         self._tell(f"{ranks:,} ranks")
-        step, together = self.step(choice, ranks), self._together(plan)
+        step, together = self.step(choice, ranks), self._together(choice.dram, ranks)
         sharing = min(ranks, machine.ranks_per_node)
         drive = _in_blocks(DriveRates(machine.read / sharing, machine.write / sharing, machine.transfer), together)
         found = rehearse(step, choice.dram, drive, Timing(machine, self._measured, ranks), warm_up=3, counted=2)
         sent = sum(one.nbytes for one in step.operations if isinstance(one, WorkNote) and one.kind in ("gather", "reduce"))
-        seconds = max(found.seconds, self._sending(sizes_of(self.divided(choice.dram), NAME, self._rule), step))
+        seconds = max(found.seconds, self._sending(self.sizes(choice.dram), step))
         return PlannedRanks(
             ranks=ranks,
             seconds=seconds,
@@ -501,7 +512,7 @@ class Planner:
             written=found.written,
             waiting=found.waiting,
             network=found.by_work.get("network", 0.0),
-            process=self._memory(choice, sizes_of(plan, NAME, self._rule), step, found).process,
+            process=self._memory(choice, self.sizes(choice.dram, ranks), step, found).process,
         )
 
     def _pieces(self, choice: Choice, touches: int) -> int:

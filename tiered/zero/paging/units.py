@@ -337,12 +337,13 @@ def _of_one_slice(name: str) -> MisuseError:
 class Sliced:
     """Parameter that is divided along its first dimension: slice ``i`` is a parameter with the values of ``parameter[i]``, or,
     where there are ``rows`` of them in a slice, of ``parameter[i * rows : (i + 1) * rows]``. It has memory of its own where a
-    unit gives it some. Its name is ``NAME[i]``."""
+    unit gives it some. Its name is ``NAME[i]``. ``most``: of more slices only the first so many are made."""
 
     parameter: nn.Parameter
     name: str
     stored: torch.dtype
     rows: int | None = None
+    most: int | None = None
     slices: list[nn.Parameter] = field(init=False)
     shape: torch.Size = field(init=False)
     dtype: torch.dtype = field(init=False)
@@ -354,7 +355,8 @@ class Sliced:
         if self.rows is None:
             shapes = [inside] * count
         else:
-            shapes = [torch.Size((min(self.rows, count - at), *inside)) for at in range(0, count, self.rows)]
+            starts = range(0, count, self.rows)[: self.most]
+            shapes = [torch.Size((min(self.rows, count - at), *inside)) for at in starts]
         with torch.inference_mode(False):
             nothing = torch.zeros((), dtype=whole.dtype, device="meta" if whole.is_meta else "cpu")
             self.slices = [Slice(nothing.data.expand(shape), whole.requires_grad) for shape in shapes]  # each its own version
@@ -512,12 +514,15 @@ def divide(
     policy: Policy,
     shares: int = 1,
     slicing: Slicing | None = None,
+    *,
+    largest_alone: bool = False,
 ) -> ModelPlan:
     """Divide ``model``'s parameters into units of at most ``limits.unit`` bytes where a single parameter allows it.
 
     ``strides``: those of parameters that do not show their own, because they were released. ``shares``: by how many ranks each
     unit is divided in turn; then parameters of different types, and those that need no gradient, are in units of their own, and
-    none is sliced. ``slicing``: which may be (None: all that can).
+    none is sliced. ``slicing``: which may be (None: all that can). ``largest_alone``: of each weight that is sliced, make the
+    first slice alone, which is as large as any: enough to say what budget the model needs.
     """
     order = {parameter: index for index, parameter in enumerate(model.parameters())}
     plan, limit = ModelPlan([], {}, limits), limits.unit
@@ -572,7 +577,8 @@ def divide(
         for placements in zip(*(one.placements(order[one.parameter], quantize) for one in found), strict=True):
             plan.units.append(made(f"{prefix}[{placements[0].number}]".lstrip("."), list(placements)))
     for parameter, (name, rows) in large.items():
-        one = plan.sliced[parameter] = Sliced(parameter, name, policy.stored(parameter.dtype), rows)
+        most = 1 if largest_alone else None
+        one = plan.sliced[parameter] = Sliced(parameter, name, policy.stored(parameter.dtype), rows, most)
         plan.units += [made(placement.name, [placement]) for placement in one.placements(order[parameter], quantize)]
     _hold(model, home, limit, plan)
     return plan
