@@ -3,7 +3,7 @@ it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -61,33 +61,40 @@ class Readable(Protocol):
 
 @dataclass(frozen=True)
 class Training:
-    """What a training has beside its model, which a commit keeps. ``optimizer``: of paged parameters; MisuseError says what to
-    do with another one."""
+    """What a training has beside its model, which a commit keeps. ``optimizer``: of paged parameters, or several, each of
+    others; MisuseError says what to do with another one."""
 
-    optimizer: Optimizer | None = None
+    optimizer: Optimizer | Sequence[Optimizer] | None = None
     scheduler: Stateful | None = None
     scaler: Stateful | None = None
     data: Stateful | torch.Generator | None = None
 
     def __post_init__(self) -> None:
-        optimizer: object = self.optimizer
-        name = type(optimizer).__name__
-        if isinstance(optimizer, Optimizer):
+        if self.optimizer is not None and not self.optimizers:
+            raise MisuseError("optimizer= is an empty list: leave it out, or give the optimizers of the model")
+        for optimizer in self.optimizers:
+            name = type(optimizer).__name__
+            if not isinstance(optimizer, Optimizer):
+                raise MisuseError(
+                    f"optimizer= is a {name}, which is none of tiered.zero for paged parameters: of one for parameters in memory "
+                    "give extra={'optimizer': optimizer.state_dict()}, and load what zero.resume returns of it"
+                )
             if optimizer.resident:
                 raise MisuseError(
                     f"optimizer= is a {name} of parameters in memory, whose states a commit of its store has anyway: leave it "
                     "out here"
                 )
-        elif optimizer is not None:
-            raise MisuseError(
-                f"optimizer= is a {name}, which is none of tiered.zero for paged parameters: of one for parameters in memory "
-                "give extra={'optimizer': optimizer.state_dict()}, and load what zero.resume returns of it"
-            )
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """The optimizers, in the order in which they were given."""
+        given = self.optimizer
+        return () if given is None else tuple(given) if isinstance(given, list | tuple) else (given,)  # type: ignore[return-value]
 
     def record(self, pager: Pager) -> dict[str, Any]:
         """Return what a record has of it."""
         data = self.data.get_state() if isinstance(self.data, torch.Generator) else _state_of(self.data)
-        optimizer = None if self.optimizer is None else _of_optimizer(self.optimizer, pager)
+        optimizer = _of_optimizers(self.optimizers, pager) if self.optimizers else None
         return {"optimizer": optimizer, "scheduler": _state_of(self.scheduler), "scaler": _state_of(self.scaler), "data": data}
 
 
@@ -97,7 +104,7 @@ def _state_of(one: Stateful | None) -> Mapping[str, Any] | None:
 
 def commit(
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
     scheduler: Stateful | None = None,
     scaler: Stateful | None = None,
@@ -117,7 +124,8 @@ def commit(
     ``update="in_backward"``, ``rollback``).
 
     Several ranks call it together, each with the store that ``zero.open_store`` gave it; it is acknowledged once all have
-    committed. ``meta`` is the store's, for people to read (default: as before). An optimizer of torch, for parameters that are
+    committed. Several optimizers, each of other parameters of the model, are given as a list, here, to ``resume`` and to
+    ``rollback``. ``meta`` is the store's, for people to read (default: as before). An optimizer of torch, for parameters that are
     in memory, is not given: its ``state_dict()`` goes with ``extra``. Raises MisuseError for what cannot be written down, and
     what ``TieredStore.commit`` raises.
     """
@@ -129,12 +137,12 @@ def commit(
         prepare_commit(model, training, extra)
         _include_others(pager)
 
-    others = ("optimizer=", optimizer), ("scheduler=", scheduler), ("scaler=", scaler)
+    others = ("optimizer=", training.optimizers or None), ("scheduler=", scheduler), ("scaler=", scaler)
     with pager.partition.agreeing("commit") as agree:
         agree((what, "None" if given is None else "given") for what, given in others)
         agree(beside.terms(model, pager))
-        if isinstance(optimizer, Optimizer):
-            agree(optimizer.terms(pager))
+        for one in training.optimizers:
+            agree(one.terms(pager))
     _update_together(pager)
     made = pager.partition.commit(pager.store, meta, prepare, pager.checkpoint.invalidate)
     pager.given = model, training, extra is not None
@@ -143,7 +151,7 @@ def commit(
 
 def commit_async(
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
     scheduler: Stateful | None = None,
     scaler: Stateful | None = None,
@@ -172,7 +180,7 @@ def _include_others(pager: Pager) -> None:
 
 def resume(
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
     scheduler: Stateful | None = None,
     scaler: Stateful | None = None,
@@ -199,7 +207,7 @@ def resume(
 
 def rollback(
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
     scheduler: Stateful | None = None,
     scaler: Stateful | None = None,
@@ -249,7 +257,7 @@ def extra_of(store: TieredStore, name: str) -> Any:
 def optimizer_record(optimizer: Optimizer) -> dict[str, Any]:
     """Return the param groups and step counts of an optimizer for paged parameters; its states are in the store. What a commit
     has of it, for those who keep it elsewhere."""
-    return _of_optimizer(optimizer, pager_of_parameter(optimizer.param_groups[0]["params"][0]))
+    return _of_optimizers((optimizer,), pager_of_parameter(optimizer.param_groups[0]["params"][0]))
 
 
 def load_optimizer(optimizer: Optimizer, record: Mapping[str, Any]) -> None:
@@ -285,9 +293,12 @@ def record_of(model: nn.Module, pager: Pager, training: Training, extra: Mapping
     """Return what a commit needs of a model beside its tensors. Raises MisuseError and InterruptedStep where there
     can be no such commit."""
     pager.refuse_unresumed()
-    stage = getattr(training.scaler, "_per_optimizer_states", {}).get(id(training.optimizer), {}).get("stage")
-    if getattr(stage, "name", None) == "UNSCALED":  # which torch's state_dict does not tell
+    states = getattr(training.scaler, "_per_optimizer_states", {})
+    stages = [states.get(id(one), {}).get("stage") for one in training.optimizers]
+    if any(getattr(stage, "name", None) == "UNSCALED" for stage in stages):  # which torch's state_dict does not tell
         raise MisuseError("the gradients are unscaled and not used yet: commit before scaler.unscale_ or after scaler.step")
+    if training.optimizers:
+        _refuse_left_out(training.optimizers, pager)
     pager.intent.refuse()
     pager.intent.refuse_half_updated()
     beside.refuse_forgotten(pager, "a commit")
@@ -393,19 +404,39 @@ def _rule_of(found: Any) -> UpdateRule:
     return AdamWRule(*found)
 
 
-def _of_optimizer(optimizer: Optimizer, pager: Pager) -> dict[str, Any]:
-    optimizer.refuse_turns()
-    return {
-        "groups": [
+def _refuse_left_out(optimizers: Sequence[Optimizer], pager: Pager) -> None:
+    """Raise MisuseError where an optimizer that has made steps of the model is none of these, nor were its parameters
+    theirs since."""
+    theirs = {id(parameter) for one in optimizers for group in one.param_groups for parameter in group["params"]}
+    for other in pager.optimizers():
+        left = [one for group in other.param_groups for one in group["params"] if id(one) not in theirs]
+        if left and not any(other is one for one in optimizers):
+            raise MisuseError(
+                f"another optimizer, a {type(other).__name__} that updates {_names(left[:1], pager)[0]!r}, has made steps of "
+                f"model {pager.name!r}, too: give all of them to zero.commit and to zero.resume, optimizer=[first, second]; "
+                "delete one that has served"
+            )
+
+
+def _of_optimizers(optimizers: Sequence[Optimizer], pager: Pager) -> dict[str, Any]:
+    """Return the param groups of the optimizers, one after the other, and the steps of their parameters: as of one."""
+    groups: list[dict[str, Any]] = []
+    steps: dict[str, int] = {}
+    for optimizer in optimizers:
+        optimizer.refuse_turns()
+        groups += [
             {
                 **{key: value for key, value in group.items() if key != "params"},
                 "names": _names(group["params"], pager),
                 **recorded(optimizer.rule_of(index)),
             }
             for index, group in enumerate(optimizer.param_groups)
-        ],
-        "steps": {placement.name: step for placement, step in optimizer.steps.items()},
-    }
+        ]
+        steps |= {placement.name: step for placement, step in optimizer.steps.items()}
+    names = [name for group in groups for name in group["names"]]
+    if len(set(names)) < len(names):
+        raise MisuseError("two of the optimizers that were given have a parameter in common: give each parameter to one")
+    return {"groups": groups, "steps": steps}
 
 
 def _names(parameters: list[nn.Parameter], pager: Pager) -> list[str]:
@@ -500,10 +531,10 @@ def load_record(model: nn.Module, pager: Pager, record: Mapping[str, Any], train
             has = "has none" if record[what] is None else "has one"
             raise MisuseError(f"{what}= {'was given' if given is not None else 'is missing'}, and the checkpoint {has}")
     loading: list[Loader] = [beside.loader_of(model, pager, record)]
-    if training.optimizer is not None:
-        here = [_names(group["params"], pager) for group in training.optimizer.param_groups]
-        named = {placement.name: placement for placement in pager.placements}
-        loading.append(loaders.of_optimizer(training.optimizer, here, named, record["optimizer"]))
+    named = {placement.name: placement for placement in pager.placements}
+    for number, (optimizer, found) in enumerate(_by_optimizer(training.optimizers, record["optimizer"], named)):
+        here = [_names(group["params"], pager) for group in optimizer.param_groups]
+        loading.append(loaders.of_optimizer(optimizer, here, named, found, number if len(training.optimizers) > 1 else None))
     for what, one in (("scheduler", training.scheduler), ("scaler", training.scaler)):
         if one is not None:
             loading.append(loaders.of_stateful(one, record[what], f"{what}="))
@@ -523,6 +554,29 @@ def load_record(model: nn.Module, pager: Pager, record: Mapping[str, Any], train
     pager.moment = moment
     pager.checkpoint.resumed()
     return record["extra"]
+
+
+def _by_optimizer(
+    optimizers: Sequence[Optimizer], record: Mapping[str, Any], named: Mapping[str, Placement]
+) -> Iterator[tuple[Optimizer, Mapping[str, Any]]]:
+    """Yield each optimizer with its part of a record: as many of its param groups as it has here, the last one all that are
+    left, and the steps of their parameters."""
+    if len(optimizers) <= 1:
+        yield from ((one, record) for one in optimizers)
+        return
+    first = 0
+    for number, optimizer in enumerate(optimizers):
+        end = first + len(optimizer.param_groups) if number + 1 < len(optimizers) else None
+        groups = record["groups"][first:end]
+        names = {name for group in groups for name in group["names"]}
+        steps = {name: step for name, step in record["steps"].items() if name in named and _whole(named[name]) in names}
+        yield optimizer, {"groups": groups, "steps": steps}
+        first += len(optimizer.param_groups)
+
+
+def _whole(placement: Placement) -> str:
+    """Return the name of a parameter, or of the one that a slice is of."""
+    return placement.name if placement.sliced is None else placement.sliced.name
 
 
 def _difference(committed: Any, here: Any) -> str:

@@ -54,9 +54,8 @@ def _include(pager: Callable[[], Pager | None], leaving: bool) -> str | None:
     if found is None or (not leaving and (begins or not found.rests)):
         return None
     model, training, extra = found.given or (found.model, Training(), False)
-    store, name, optimizer = found.store, found.name, found.optimizer or training.optimizer or found.made()
-    if isinstance(optimizer, Optimizer):
-        training = replace(training, optimizer=optimizer)
+    store, name, optimizers = found.store, found.name, _optimizers(found, training)
+    training = replace(training, optimizer=optimizers or None)
     lacks: str | None = None
     try:
         unchanged = _unchanged(model, found, training)
@@ -70,8 +69,8 @@ def _include(pager: Callable[[], Pager | None], leaving: bool) -> str | None:
         if leaving and found.partition.noted(store, None) is not None:  # ranks committed here: the next number is this one's
             commit(model, training.optimizer, scheduler=training.scheduler, scaler=training.scaler, data=training.data)
         else:
-            if len({id(mark) for unit in found.units for mark in unit.counted_by.values()}) > 1:
-                raise MisuseError("several optimizers update it, and zero.commit takes one")
+            if any(mark() is None for unit in found.units for mark in unit.counted_by.values()):
+                raise MisuseError("an optimizer that made steps of it is gone: call zero.commit before, with all of them")
             for unit in found.units:  # updates that can be kept stay pending
                 if unit.pending is not None and not all(can_be_kept(update.rule) for update in unit.pending.updates.values()):
                     unit.apply_update()
@@ -81,11 +80,21 @@ def _include(pager: Callable[[], Pager | None], leaving: bool) -> str | None:
         if leaving and found.checkpoint.was:  # the last one stays the newest commit
             return lacks
     else:
-        if training.scheduler is None and any("initial_lr" in group for group in getattr(optimizer, "param_groups", ())):
+        if training.scheduler is None and any("initial_lr" in group for one in optimizers for group in one.param_groups):
             lacks = f"has no scheduler of model {name!r}: give scheduler= to zero.resume, or to zero.commit after the last step"
     if leaving and lacks is not None:
         warnings.warn(f"the commit at the end of the with block of {store} {lacks}", UncommittedWarning, stacklevel=6)
     return None
+
+
+def _optimizers(pager: Pager, training: Training) -> list[Optimizer]:
+    """Return the optimizers of a model: what ``zero.commit`` or ``resume`` was given, but for those whose parameters another one
+    has taken over, and those that have made steps; else the last that was made."""
+    counting = [one for one in (*pager.optimizers(), pager.optimizer) if isinstance(one, Optimizer)]
+    given = [one for one in training.optimizers if any(one is other for other in counting) or not one.is_superseded()]
+    found = list({id(one): one for one in (*given, *counting)}.values())
+    made = pager.made()
+    return found or ([made] if isinstance(made, Optimizer) else [])
 
 
 def _unchanged(model: nn.Module, pager: Pager, training: Training) -> dict[str, Any] | None:

@@ -79,15 +79,23 @@ def load_all(loaders: Sequence[Loader]) -> None:
 
 
 def of_optimizer(
-    optimizer: Optimizer, here: Sequence[list[str]], named: Mapping[str, Placement], found: Mapping[str, Any]
+    optimizer: Optimizer,
+    here: Sequence[list[str]],
+    named: Mapping[str, Placement],
+    found: Mapping[str, Any],
+    number: int | None = None,
 ) -> Loader:
-    """Make the loader of an optimizer.
+    """Make the loader of an optimizer, of several number ``number``.
 
     ``here``: the names of the parameters by param group; ``named``: all of the model's. Raises MisuseError where the groups are
     other ones, ManifestError where one has what no param group has.
     """
     if list(here) != [group["names"] for group in found["groups"]]:
-        raise MisuseError("the optimizer's param groups have other parameters than those that were committed")
+        which = "the optimizer" if number is None else f"optimizer {number} of those that were given"
+        raise MisuseError(
+            f"the param groups of {which} have other parameters than those that were committed: give the optimizers that the "
+            "commit was made with, several as a list in that order"
+        )
     groups, first = [], 0
     for index, (present, group) in enumerate(zip(optimizer.param_groups, found["groups"], strict=True)):
         rule = name_in(group)

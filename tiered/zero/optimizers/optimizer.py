@@ -463,6 +463,10 @@ class Optimizer(TorchOptimizer):
         """Raise MisuseError where another optimizer has made a step since this one did."""
         self._paged.refuse_turns()
 
+    def is_superseded(self) -> bool:
+        """Return whether other optimizers have counted the last steps of all parameters."""
+        return self._paged.is_superseded()
+
     def unscale(self, factor: torch.Tensor) -> list[bool]:
         """Multiply all gradients by ``factor`` (0-d) when they are used; return for each whether it was finite before."""
         return self._paged.unscale(factor)

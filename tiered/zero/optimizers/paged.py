@@ -67,7 +67,7 @@ class PagedUpdates(Updates):
         self._group_of: dict[Placement, int] = {}
         self._missed: dict[Sliced, dict[int, UpdateRule]] = {}
         """The rules of the steps that slices may have yet to make, by number."""
-        self._mark = object()
+        self._mark = ref(optimizer)
         """Stands for this optimizer in units."""
         self._known: dict[int, _Known] = {}
         """Where the parameters of each param group were found last, by the number of the group."""
@@ -340,6 +340,10 @@ class PagedUpdates(Updates):
         """Raise MisuseError where another optimizer has made a step since this one did."""
         for _, unit, placement in self._all():
             self._refuse_turns(unit, placement)
+
+    def is_superseded(self) -> bool:
+        """Return whether other optimizers have counted the last steps of all parameters."""
+        return all(unit.counted_by.get(placement, self._mark) is not self._mark for _, unit, placement in self._all())
 
     def _refuse_turns(self, unit: Unit, placement: Placement) -> None:
         """Raise MisuseError where this optimizer made a step of a parameter, and then another one did."""

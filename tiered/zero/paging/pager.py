@@ -397,6 +397,11 @@ class Pager:
         self._before_commits(weakref.ref(self))
         self.checkpoint.changing = self._be_kept
 
+    def optimizers(self) -> list[Any]:
+        """Return the optimizers that count the steps of parameters, as far as somebody still refers to them, each once."""
+        marks = {id(mark): mark for unit in self.units for mark in unit.counted_by.values()}  # one that is dead has no hash
+        return [found for found in (mark() for mark in marks.values()) if found is not None]
+
     def stepped_by(self, optimizer: object) -> None:
         """Note that ``optimizer`` has made a step of the model, or was given states, and that it is trained from here on: until
         a commit has a checkpoint of it the store refers to it, where its ``with`` block ends with a commit. That one has it

@@ -240,8 +240,8 @@ class Unit:
         self._kinds = {p: type(p.parameter) for p in plan.placements}
         """The class that each parameter has while it is held."""
         self._steppers: dict[Placement, weakref.WeakMethod[Stepper]] = {}
-        self.counted_by: dict[Placement, object] = {}
-        """What stands for the optimizer that counts the steps of a parameter, once one has made a step or loaded a state."""
+        self.counted_by: dict[Placement, weakref.ref[Any]] = {}
+        """The optimizer that counts the steps of a parameter, once one has made a step or loaded a state."""
         self._lent: list[StorageWeakRef] = []
         self.references: set[weakref.ref[SavedReference]] = set()  # what graphs saved of it, which has no memory of its own
         self._data: list[tuple[Placement, torch.Tensor, int]] = []
