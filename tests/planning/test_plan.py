@@ -436,6 +436,7 @@ def test_a_machine_is_kept_as_a_file(tmp_path: Path) -> None:
     whole = (tmp_path / "machine.json").read_text()
     for text, says in (
         ("{}", "has read= and write= at least"),
+        ('{"read": 3.5, "write": "3GB"}', "read=3.5 is in bytes a second, .* did you mean '3.5GB'"),
         ('{"tiered": "report", "read": 1, "write": 1}', "is no machine: .* or write one by hand"),
         ("[" * 100_000, "not JSON"),
         (whole.replace("1000000000.0", "9" * 400), "an integer of 1,329 bits"),

@@ -21,6 +21,8 @@ MOST_BYTES = 1 << 20
 """Of a machine's file."""
 LARGEST = 2.0**80
 """Of its numbers: what is computed with them stays finite."""
+SLOWEST = 1e5
+"""Bytes a second: what a file or numbers say of a drive below that was meant in another unit."""
 MEASURE = "measure one with tiered info --machine FILE"
 
 
@@ -115,6 +117,12 @@ class Machine:
         values: dict[str, Any] = {
             name: parse_size(value) if isinstance(value, str) and name != "name" else value for name, value in found.items()
         }
+        for name in ("read", "write"):
+            given = values[name]
+            if _is_number(given) and 0 < given < SLOWEST:
+                raise MisuseError(
+                    f"{where}: {name}={given:g} is in bytes a second, slower than any drive: did you mean '{given:g}GB'?"
+                )
         return cls(**values)
 
     def save(self, path: str | os.PathLike[str]) -> None:

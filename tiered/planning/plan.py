@@ -41,8 +41,9 @@ __all__ = ["Choice", "Offloading", "Plan", "PlannedMemory", "PlannedRanks", "Pre
 
 Told = Callable[[str, float], object]
 NAME = "model"
-REHEARSED = 3000
-"""Touches of a step that are played as they are; of a longer step chunks of states are taken together."""
+REHEARSED, COARSE = 3000, 600
+"""Touches of optimizer states that are played as they are; of a step with more of them chunks are taken together, until there are
+so many: of Llama-3 8B with 56 GiB a step's bytes differ by 0.6 %, and it is played nine times sooner."""
 IN_TRANSIT = 62 << 20
 """Bytes beside the pool, the activations and the imports: pieces in transit, buffers of torch's libraries, and what the C
 library keeps of what was freed (``docs/memory.md``)."""
@@ -342,7 +343,8 @@ class Planner:
 
     def _together(self, dram: int, ranks: int = 1) -> int:
         """Return how many chunks of optimizer states are played as one."""
-        return max(1, -(-_leases_of_states(self.sizes(dram, ranks)) // self._rehearsed))
+        leases = _leases_of_states(self.sizes(dram, ranks))
+        return 1 if leases <= self._rehearsed else -(-leases // min(COARSE, self._rehearsed))
 
     def seconds(self) -> Seconds:
         return no_time if self.machine is None else Timing(self.machine, self._measured)
@@ -798,7 +800,7 @@ def _faster(
     if not chosen.seconds:
         return ()
     found = []
-    if update is not None or activations is not None:
+    if (update is None) is not (activations is None):  # who names both has chosen
         modes_of_step: Sequence[Update] = get_args(Update) if planner.passes == 1 else ["on_fetch"]  # else a backward is a step
         modes: list[Choice] = [
             replace(chosen.choice, update=one, activations=way)

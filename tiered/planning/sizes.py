@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from tiered.zero.paging.storage import TensorStore
@@ -31,7 +31,26 @@ class UnitSizes:
 
 def sizes_of(plan: ModelPlan, name: str, rule: UpdateRule) -> list[UnitSizes]:
     """Return the tensors of each unit of a model that ``name`` is the name of, with the states that ``rule`` keeps."""
-    return [_unit_sizes(unit, f"{name}/param/{unit.name}", plan.limits.chunk, rule) for unit in plan.units]
+    known: dict[tuple[object, ...], UnitSizes] = {}  # of units whose parameters are alike, as layers' are
+    found = []
+    for unit in plan.units:
+        key = f"{name}/param/{unit.name}"
+        alike = _alike(unit)
+        if alike not in known:
+            known[alike] = _unit_sizes(unit, key, plan.limits.chunk, rule)
+        first = known[alike]
+        chunks = [{key + one[len(first.key) :]: size for one, size in sizes.items()} for sizes in first.chunks]
+        found.append(replace(first, key=key, chunks=chunks))
+    return found
+
+
+def _alike(unit: UnitPlan) -> tuple[object, ...]:
+    """Return what the sizes of a unit depend on."""
+    parameters = [
+        (one.full_shape, one.dtype, one.stored, one.parameter.requires_grad, one.element, one.offset, one.nbytes)
+        for one in (*unit.placements, *unit.parts(0).values())
+    ]
+    return unit.share_nbytes, unit.elements, tuple(parameters)
 
 
 def _unit_sizes(unit: UnitPlan, key: str, chunk: int, rule: UpdateRule) -> UnitSizes:
