@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -171,6 +171,18 @@ class Trainer:
         self.store.close()
 
 
+@functools.cache
+def exits(code: CodeType) -> frozenset[int]:
+    """Where the instructions begin that call ``__exit__`` of a ``with``."""
+    instructions = [(one.opname, one.argval, one.offset) for one in dis.get_instructions(code)]
+    found = [offset for name, _, offset in instructions if name == "PUSH_EXC_INFO"]
+    for number, (name, _, offset) in enumerate(instructions):
+        rest = [one[:2] for one in instructions[number + (name == "SWAP") :] if one[0] != "PRECALL"][:4]
+        if rest == [("LOAD_CONST", None)] * 3 + [("CALL", 2)]:
+            found.append(offset)
+    return frozenset(found)
+
+
 class Lines:
     """Counts the lines that run in files below ``within``, and raises at one of them. Tracing slows all down by a factor of
     about ten, and changes nothing else."""
@@ -188,9 +200,9 @@ class Lines:
             place = frame.f_code.co_filename, frame.f_lineno
             self.seen[place] += 1
             if self.at is not None and not self.fired and (*place, self.seen[place]) == self.at:
-                # An exception on its way out of ``with``: one from a tracer right here stays the thread's handled exception for
-                # good (CPython 3.11 to 3.13), and no signal is seen before ``__exit__`` is called. So strike there.
-                self.next = dis.opname[frame.f_code.co_code[frame.f_lasti]] == "PUSH_EXC_INFO"
+                # No signal is seen between a body of ``with`` and ``__exit__``, and an exception from a tracer on the way of
+                # another one out of it stays the thread's handled exception for good (CPython 3.11 to 3.13). So strike there.
+                self.next = frame.f_lasti in exits(frame.f_code)
                 if not self.next:
                     self.strike()
         return self
