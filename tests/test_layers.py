@@ -218,7 +218,7 @@ CLASSES_TWICE = {"Engine": ["engine.engine", "integrations.deepspeed.engine"]}
 # + 250: what a command refuses says what there is: models, a store that was begun, a source that is not there.
 # + 150: tiered plan refuses a budget as a store does, and measures no updates for generation.
 # + 350: a plan says which default decides its longest part, and what its transfers take from; info measures a drive once.
-# + 950: a commit takes several optimizers of a model, and refuses to leave one out; a plan's smallest budget without all slices.
+# + 950: a commit takes several optimizers of a model, and refuses to leave one out; plans take fewer slices.
 # + 200: a plan knows the sizes of layers that are alike, and refuses a drive of 3.5 bytes a second.
 TOTALS = {"tiered": 484_600, "bench": 119_700, "libaio_ext": 6_900}
 

@@ -42,8 +42,8 @@ __all__ = ["Choice", "Offloading", "Plan", "PlannedMemory", "PlannedRanks", "Pre
 Told = Callable[[str, float], object]
 NAME = "model"
 REHEARSED, COARSE = 3000, 600
-"""Touches of optimizer states that are played as they are; of a step with more of them chunks are taken together, until there are
-so many: of Llama-3 8B with 56 GiB a step's bytes differ by 0.8 %, and it is played in an eighth of the time."""
+"""Touches of optimizer states that are played as they are; of a step with more of them chunks are taken together, until there
+are so many: of Llama-3 8B with 56 GiB a step's bytes differ by 0.8 %, and it is played in an eighth of the time."""
 IN_TRANSIT = 62 << 20
 """Bytes beside the pool, the activations and the imports: pieces in transit, buffers of torch's libraries, and what the C
 library keeps of what was freed (``docs/memory.md``)."""

@@ -76,8 +76,8 @@ class Training:
             name = type(optimizer).__name__
             if not isinstance(optimizer, Optimizer):
                 raise MisuseError(
-                    f"optimizer= is a {name}, which is none of tiered.zero for paged parameters: of one for parameters in memory "
-                    "give extra={'optimizer': optimizer.state_dict()}, and load what zero.resume returns of it"
+                    f"optimizer= is a {name}, which is none of tiered.zero for paged parameters: of one for parameters in "
+                    "memory give extra={'optimizer': optimizer.state_dict()}, and load what zero.resume returns of it"
                 )
             if optimizer.resident:
                 raise MisuseError(
@@ -125,9 +125,9 @@ def commit(
 
     Several ranks call it together, each with the store that ``zero.open_store`` gave it; it is acknowledged once all have
     committed. Several optimizers, each of other parameters of the model, are given as a list, here, to ``resume`` and to
-    ``rollback``. ``meta`` is the store's, for people to read (default: as before). An optimizer of torch, for parameters that are
-    in memory, is not given: its ``state_dict()`` goes with ``extra``. Raises MisuseError for what cannot be written down, and
-    what ``TieredStore.commit`` raises.
+    ``rollback``. ``meta`` is the store's, for people to read (default: as before). An optimizer of torch, for parameters that
+    are in memory, is not given: its ``state_dict()`` goes with ``extra``. Raises MisuseError for what cannot be written down,
+    and what ``TieredStore.commit`` raises.
     """
     pager = pager_of(model)
 

@@ -88,8 +88,8 @@ def _include(pager: Callable[[], Pager | None], leaving: bool) -> str | None:
 
 
 def _optimizers(pager: Pager, training: Training) -> list[Optimizer]:
-    """Return the optimizers of a model: what ``zero.commit`` or ``resume`` was given, but for those whose parameters another one
-    has taken over, and those that have made steps; else the last that was made."""
+    """Return the optimizers of a model: what ``zero.commit`` or ``resume`` was given, but for those whose parameters another
+    one has taken over, and those that have made steps; else the last that was made."""
     counting = [one for one in (*pager.optimizers(), pager.optimizer) if isinstance(one, Optimizer)]
     given = [one for one in training.optimizers if any(one is other for other in counting) or not one.is_superseded()]
     found = list({id(one): one for one in (*given, *counting)}.values())
