@@ -220,7 +220,8 @@ CLASSES_TWICE = {"Engine": ["engine.engine", "integrations.deepspeed.engine"]}
 # + 350: a plan says which default decides its longest part, and what its transfers take from; info measures a drive once.
 # + 950: a commit takes several optimizers of a model, and refuses to leave one out; plans take fewer slices.
 # + 200: a plan knows the sizes of layers that are alike, and refuses a drive of 3.5 bytes a second.
-TOTALS = {"tiered": 484_600, "bench": 119_700, "libaio_ext": 6_900}
+# + 250: sizes of chunks of states look at the parameters near a chunk.
+TOTALS = {"tiered": 484_850, "bench": 119_700, "libaio_ext": 6_900}
 
 # Compiled, without a Python file.
 EXTENSIONS = {"io._aio": "io", "packing._unpack": "packing", "tables._rows": "tables"}

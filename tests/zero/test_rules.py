@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import itertools
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,6 +19,11 @@ from tests.versions import ADAM_DECOUPLES
 from tests.zero.harness import clipping, equal, train
 from tests.zero.ranks import on_ranks
 from tiered import MisuseError, TensorSpec, TieredStore, zero
+from tiered.zero.paging.storage import TensorStore
+from tiered.zero.paging.units import Limits, divide
+from tiered.zero.paging.update import States
+from tiered.zero.rules.forms import forms_of
+from tiered.zero.rules.known import KNOWN
 
 STEPS = 10
 
@@ -594,3 +600,22 @@ def test_ranks_are_what_one_process_is(tmp_path: Path) -> None:
         for values, states in found:
             assert equal({name: value.clone() for name, value in values.items()}, reference.state_dict())
             same_states({"state": states}, theirs.state_dict())
+
+
+def test_sizes_of_chunks_are_those_of_all_parameters_looked_at_one_by_one() -> None:
+    """Beside the few near a chunk, that ``sizes`` looks at."""
+    rng, store = random.Random(5), cast(TensorStore, None)
+    rules = [known.usual for known in KNOWN]
+    for _ in range(60):
+        shapes = [rng.choice([(0,), (1,), (rng.randint(1, 300),), (rng.randint(1, 40), rng.randint(1, 40))]) for _ in range(9)]
+        model = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
+        (unit,) = divide(model, Limits.of(8 << 20), {}, zero.Policy()).units
+        parts = list(unit.parts(0).values())
+        chunk, kind = rng.choice([64, 100, 1000]), rng.choice([torch.float32, torch.bfloat16])
+        states, rule = States(store, "unit", parts, chunk, {kind}), rng.choice(rules)
+        for part in parts:
+            states.use(part.name, forms_of(rule, torch.float32) if rng.random() < 0.7 else {})
+        for index, keys in states.chunks(part for part in parts if rng.random() < 0.8):
+            for key in keys:
+                name = key.rpartition("/")[2].partition("#")[0]
+                assert states.sizes(key) == sorted({states._size(name, index, part) for part in parts} - {0}), (rule, shapes)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import operator
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -233,7 +234,8 @@ class States:
         used: Mapping[str, Mapping[str, StateForm]] | None = None,
     ) -> None:
         self.store, self.key, self.chunk_elements = store, key, chunk_elements
-        self._placements = placements
+        self._placements = sorted(placements, key=operator.attrgetter("element"))
+        self._elements = [placement.element for placement in self._placements]
         self.update_seconds = 0.0
         self.stale_masters = set(placements)  # whose fp32 master does not yet have the parameter's value
         kinds = kinds or {placement.stored for placement in placements}
@@ -364,9 +366,14 @@ class States:
             }
             whole = any(form.block == WHOLE for form in forms.values())
             pieces.append(_Piece(placement, elements, forms, spans, whole))
-        everybody = {*placements, *self._placements}
-        most = [max(self._size(_kind(key), index, placement) for placement in everybody) for key in keys]
-        return Chunk(index, keys, pieces, most)
+        return Chunk(index, keys, pieces, [max(self.sizes(key), default=0) for key in keys])
+
+    def _near(self, index: int) -> tuple[list[Placement], list[Placement]]:
+        """Return the parameters of which chunk number ``index`` may have values, and those that begin after it, in order."""
+        begin = index * self.chunk_elements
+        first = max(0, bisect_left(self._elements, begin) - 1)  # it may reach into the chunk
+        last = bisect_left(self._elements, begin + self.chunk_elements, first)
+        return self._placements[first:last], self._placements[last:]
 
     def _within(self, placement: Placement, index: int, block: int = 0) -> range:
         """Return which elements of a parameter chunk number ``index`` has: those of the blocks (of ``block`` elements, or as
@@ -408,8 +415,15 @@ class States:
 
     def sizes(self, key: str) -> list[int]:
         """Return the sizes that the tensor of this key may have: with all parameters up to each, in order."""
-        index = int(key.rpartition("#")[2])
-        return sorted({self._size(_kind(key), index, placement) for placement in self._placements} - {0})
+        here, after = self._near(int(key.rpartition("#")[2]))
+        return self._sizes(key, here, after)
+
+    def _sizes(self, key: str, here: Iterable[Placement], after: Iterable[Placement]) -> list[int]:
+        """Return ``sizes`` where no other parameters than these have states: of those that ``_near`` returns."""
+        kind, index = _kind(key), int(key.rpartition("#")[2])
+        found = {self._size(kind, index, placement) for placement in here}
+        found.add(next(filter(None, (self._size(kind, index, placement) for placement in after)), 0))  # the others say the same
+        return sorted(found - {0})
 
     def _size(self, kind: str, index: int, placement: Placement) -> int:
         """Return how large chunk number ``index`` of a kind of state has to be for a parameter, or for one before it; 0 for a
@@ -428,10 +442,13 @@ class States:
     def _create(self, index: int, keys: list[str], placements: Iterable[Placement]) -> None:
         """Create a chunk of zeros where there is none, as large as the parameters that need states; enlarge one that is
         smaller."""
-        needing = {*placements, *(p for p in self._placements if p.parameter.requires_grad)}
+        wanted = set(placements)
+        here, after = (
+            [one for one in near if one in wanted or one.parameter.requires_grad] for near in self._near(index)
+        )
         lengths = dict(zip(keys, self._lengths(keys), strict=True))
         for key in reversed(keys):  # the first tells that all are there
-            size, dtype = max(self._size(_kind(key), index, placement) for placement in needing), self.form_of(key).dtype
+            size, dtype = max(self._sizes(key, here, after), default=0), self.form_of(key).dtype
             found = lengths[key]
             if found >= size:
                 continue
@@ -520,7 +537,8 @@ class States:
             of_whole = {p: any(form.block == WHOLE for form in self.states_of(p).values()) for p in placements}
             placements = sorted(of_whole, key=lambda placement: placement.element if of_whole[placement] else -1)
         at_once = max(UPDATED_AT_ONCE, self.chunk_elements // PIECES)
-        for placement in placements:
+        here = set(self._near(index)[0])
+        for placement in filter(here.__contains__, placements):
             block = self._block(placement)
             whole, step = self._within(placement, index, block), max(1, at_once // block) * block
             pieces += [
