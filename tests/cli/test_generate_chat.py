@@ -121,6 +121,39 @@ def test_a_kept_conversation_has_all_messages(
         assert "template" not in capsys.readouterr().err
 
 
+def test_kept_conversations_are_listed_and_deleted(
+    stores: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "store"
+    shutil.copytree(stores["template"], store)
+    with TieredStore.open(store, dram="2MiB") as opened:
+        opened.put("talk/of/somebody", torch.ones(2))  # which is no part of the conversation
+        opened.commit()
+    for name in ("talk", "text"):
+        assert main(given(store, "--prompt", PROMPT, "--keep", name)) == 0
+    capsys.readouterr()
+    assert main(["ls", str(store), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["name"] for one in found["conversations"]] == ["talk", "text"]
+    before = sum(one["bytes"] for one in found["tensors"])
+    assert main(["ls", str(store)]) == 0
+    shown = capsys.readouterr().out
+    assert "conversation" in shown
+    assert "talk/of/somebody" in shown
+    assert "/kv/" not in shown
+    assert main(["generate", str(store), "--forget", "talk"]) == 0
+    assert "the conversation 'talk' is deleted" in capsys.readouterr().err
+    assert main(["ls", str(store), "--json"]) == 0
+    left = json.loads(capsys.readouterr().out)
+    assert [one["name"] for one in left["conversations"]] == ["text"]
+    assert before - sum(one["bytes"] for one in left["tensors"]) == found["conversations"][0]["bytes"] > 0
+    assert "talk/of/somebody" in [one["name"] for one in left["tensors"]]
+    assert main(["generate", str(store), "--forget", "talk"]) == 1
+    assert "keeps no cache named 'talk' (there are: 'text')" in capsys.readouterr().err
+    assert main(["generate", str(store), "--forget", "text", "--keep", "talk"]) == 2
+    assert "--forget deletes a conversation" in capsys.readouterr().err
+
+
 def test_what_a_template_refuses_is_one_line(stores: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(given(stores["refusing"], "--prompt", PROMPT)) == 1
     told = capsys.readouterr().err.splitlines()[-1]

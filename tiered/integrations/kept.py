@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,9 +16,11 @@ import torch
 
 from tiered.errors import ManifestError, MisuseError, expect_type
 from tiered.store import TieredStore
+from tiered.types import Owner
 from tiered.zero.paging.storage import model_named
 
 __all__ = [
+    "CACHE_RECORD",
     "CHAT_TEMPLATES",
     "CONFIG",
     "FILES",
@@ -26,13 +28,16 @@ __all__ = [
     "TOKENIZER_CONFIG",
     "UNFINISHED",
     "files_of",
+    "forget_cache",
     "keep",
+    "kept_caches",
     "kept_file",
     "kept_folder",
     "kept_models",
     "only_model",
     "opening_of",
     "put_file",
+    "refuse_no_cache",
     "refuse_unfinished",
 ]
 
@@ -48,6 +53,8 @@ LARGEST = 64 << 20
 OPENING = "opening.json"
 UNFINISHED = "import.json"
 """The record of an import that is not finished."""
+CACHE_RECORD = "/kv/record"
+"""What follows the name of a kept ``TieredCache`` in the key of its record."""
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -149,3 +156,23 @@ def kept_folder(store: TieredStore, name: str) -> Iterator[Path]:
             if contents is not None:
                 (folder / file).write_bytes(contents)
         yield folder
+
+
+def kept_caches(keys: Iterable[str]) -> list[str]:
+    """Return the names of the caches of keys and values that are kept in a store with these keys."""
+    return sorted(key.removesuffix(CACHE_RECORD) for key in keys if key.endswith(CACHE_RECORD))
+
+
+def refuse_no_cache(store: TieredStore, name: str) -> None:
+    """Raise MisuseError where no cache of this name is kept."""
+    if f"{name}{CACHE_RECORD}" not in store:
+        names = ", ".join(map(repr, kept_caches(store))) or "none"
+        raise MisuseError(f"{store} keeps no cache named {name!r} (there are: {names})")
+
+
+def forget_cache(store: TieredStore, name: str) -> None:
+    """Delete a kept cache, which is not open. Nothing is committed. Raises MisuseError where there is none."""
+    refuse_no_cache(store, name)
+    owner = Owner("cache", name)
+    store.claim(owner)
+    store.delete_owned(owner)

@@ -44,6 +44,8 @@ examples:
   tiered generate llama/ --prompt 'The sea is' --keep sea
   tiered generate llama/ --prompt ', and the sky' --keep sea
   tiered generate llama/ --chat --keep sea
+  tiered ls llama/                        lists the conversations that are kept
+  tiered generate llama/ --forget sea
 """
 
 EARLIER = Spelling({"--dir": "STORE", "--name": "--model"})
@@ -59,6 +61,7 @@ def add_parser(commands: Commands) -> None:
     what.add_argument("--prompt", metavar="TEXT", help="the text to go on with")
     what.add_argument("--prompts", metavar="FILE", help="texts to go on with, one a line, all together ('-': those of stdin)")
     what.add_argument("--chat", action="store_true", help="talk to the model at the terminal")
+    what.add_argument("--forget", metavar="CHAT", help="delete the conversation that is kept by this name")
     of_chat = f"with --chat {TOKENS_OF_CHAT}"
     parser.add_argument("--tokens", metavar="N", type=count, help=f"tokens of an answer at most (default: {TOKENS}, {of_chat})")
     parser.add_argument(
@@ -89,11 +92,15 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
         parser.error("--stop: a text that ends the answer is not empty")
     if parsed.keep is not None and parsed.prompts is not None:
         parser.error("--keep: a conversation has one prompt at a time: give --prompt or --chat")
+    if parsed.forget is not None and (parsed.keep is not None or parsed.json is not None):
+        parser.error("--forget deletes a conversation, and answers nothing: leave out --keep and --json")
     if parsed.keep == "":
         parser.error("--keep: a conversation has a name that is not empty")
     if parsed.chat and parsed.json is not None:
         parser.error("--json is of one answer, or of several: give --prompt or --prompts")
     refuse_unwritable(parsed.json)
+    if parsed.forget is not None:
+        return _forgotten(parsed)
     from tiered.cli.generate.summary import GenerationSummary, describe
     from tiered.cli.stop import Stopped
 
@@ -108,6 +115,17 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
     if parsed.json != "-":
         print(describe(done), file=sys.stderr)
     write_report(parsed.json, done.as_json())
+    return 0
+
+
+def _forgotten(parsed: argparse.Namespace) -> int:
+    from tiered import TieredStore
+    from tiered.integrations.kept import forget_cache
+
+    with TieredStore.open(parsed.folder, dram=parsed.dram, paths=parsed.paths, existing="must") as store:
+        forget_cache(store, parsed.forget)
+        store.commit()
+    print(f"tiered: the conversation {parsed.forget!r} is deleted", file=sys.stderr)
     return 0
 
 

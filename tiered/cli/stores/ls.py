@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 __all__ = ["add_parser"]
 
 DESCRIPTION = """\
-List what the commits in a store hold: the models that have a checkpoint, the generations with their meta, and the
-tensors of one generation. The tensors that a model consists of are listed with --all, or where PATTERN matches.
+List what the commits in a store hold: the models that have a checkpoint, the conversations that tiered generate has
+kept, the generations with their meta, and the tensors of one generation. The tensors that a model or a conversation
+consists of are listed with --all, or where PATTERN matches.
 Nothing is changed. The command works while a job has the store open, and after one died. In a folder that cannot be
 written to, parameters are only counted while no process has the store open for writing.
 
@@ -27,6 +28,8 @@ The exit code is 1 where a manifest is damaged. Control characters in names and 
 are shortened in the middle; --json has all of them.
 """
 
+OF_CACHE = "/kv/"
+"""What follows the name of a kept cache in the keys of its tensors."""
 LINE = 1000
 """Most characters of a path or an error."""
 
@@ -60,14 +63,15 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
     found = listing(parsed.folder, parsed.generation)
     meta = next(one.meta for one in found.generations if one.number == found.number)
     models, note = _models(found, meta, parsed.paths)
+    chats = _conversations(found)
     if parsed.pattern is not None:
         keys = [one.key for one in found.tensors]
         found = replace(found, tensors=tuple(one for one in found.tensors if fnmatchcase(one.key, parsed.pattern)))
-        models, note = [], None
+        models, note, chats = [], None, []
         near = "" if found.tensors else meant(parsed.pattern, keys)
     if parsed.json != "-":
-        print(_described(found, models, note, parsed.pattern, pieces=parsed.all) + near)
-    write_report(parsed.json, _as_json(found, models, note))
+        print(_described(found, models, chats, note, parsed.pattern, pieces=parsed.all) + near)
+    write_report(parsed.json, _as_json(found, models, chats, note))
     return 1 if any(one.problem for one in found.generations) else 0
 
 
@@ -110,9 +114,21 @@ def _model(found: StoreListing, name: str) -> dict[str, Any]:
     }
 
 
+def _conversations(found: StoreListing) -> list[dict[str, Any]]:
+    """Sum up the tensors of each kept cache of keys and values: a conversation, with what the model has computed of it."""
+    from tiered.integrations.kept import kept_caches
+
+    sizes = {one.key: one.spec.nbytes for one in found.tensors}
+    return [
+        {"name": name, "bytes": sum(size for key, size in sizes.items() if key.startswith(name + OF_CACHE))}
+        for name in kept_caches(sizes)
+    ]
+
+
 def _described(
-    found: StoreListing, models: list[dict[str, Any]], note: str | None, pattern: str | None, *, pieces: bool
-) -> str:
+    found: StoreListing, models: list[dict[str, Any]], chats: list[dict[str, Any]], note: str | None, pattern: str | None, *,
+    pieces: bool,
+) -> str:  # fmt: skip
     from tiered.cli.output import counted, table
     from tiered.errors import shown
     from tiered.types import format_size
@@ -126,6 +142,9 @@ def _described(
             sizes = format_size(model["state_bytes"]), format_size(model["bytes"])
             rows.append((model["name"], count, str(model["units"]), *sizes, step))
         lines += [table(rows), *([f"parameters were not counted: {shown(note, LINE)}"] if note else []), ""]
+    if chats:
+        kept = [("conversation", "size"), *((chat["name"], format_size(chat["bytes"])) for chat in chats)]
+        lines += [table(kept), ""]
     generations = [("generation", "tensors", "size", "meta")]
     for one in found.generations:
         told = one.problem or (json.dumps(one.meta) if one.meta else "")
@@ -133,7 +152,8 @@ def _described(
         generations.append((str(one.number), *numbers, told))
     if pattern is None:
         lines += [table(generations, "rrrl"), ""]
-    listed = [one for one in found.tensors if pieces or not any(one.key.startswith(f"{m['name']}/") for m in models)]
+    parts = (*(f"{model['name']}/" for model in models), *(chat["name"] + OF_CACHE for chat in chats))
+    listed = [one for one in found.tensors if pieces or not one.key.startswith(parts)]
     if listed:
         lines.append(f"generation {found.number}:")
         tensors = [("tensor", "type", "shape", "size", "written in")]
@@ -143,7 +163,7 @@ def _described(
         lines += [table(tensors, "lllr"), ""]
     total, where = sum(one.spec.nbytes for one in found.tensors), shown(found.folder, LINE)
     hidden = len(found.tensors) - len(listed)
-    told = f" ({hidden:,} of models, listed with --all)" if hidden else ""
+    told = f" ({hidden:,} of models{' and conversations' if chats else ''}, listed with --all)" if hidden else ""
     matching = "" if pattern is None else f" matching {shown(pattern)!r}"
     number = f"{counted(len(found.tensors), 'tensor')}{matching} in generation {found.number}{told}"
     lines.append(f"{where}: {number}, {format_size(total)}; {format_size(found.nbytes)} in {_all(len(found.generations))}")
@@ -154,7 +174,9 @@ def _all(generations: int) -> str:
     return "its only generation" if generations == 1 else f"all {generations} generations"
 
 
-def _as_json(found: StoreListing, models: list[dict[str, Any]], note: str | None) -> dict[str, Any]:
+def _as_json(
+    found: StoreListing, models: list[dict[str, Any]], chats: list[dict[str, Any]], note: str | None
+) -> dict[str, Any]:
     return {
         "folder": found.folder,
         "generations": [
@@ -173,6 +195,7 @@ def _as_json(found: StoreListing, models: list[dict[str, Any]], note: str | None
             for one in found.tensors
         ],
         "models": models,
+        "conversations": chats,
         "note": note,
         "bytes": sum(one.spec.nbytes for one in found.tensors),
         "bytes_in_all_generations": found.nbytes,

@@ -22,6 +22,7 @@ from torch import nn
 from transformers.cache_utils import DummyLayer
 
 from tiered.errors import ManifestError, MisuseError, StoreClosed, expect_type, one_of, quoted, whole_number
+from tiered.integrations.kept import CACHE_RECORD, forget_cache, kept_caches, refuse_no_cache
 from tiered.integrations.transformers.kv_layer import CachedTokens, CopyMemory, PagedLayer
 from tiered.integrations.transformers.kv_model import ARGUMENT, NO_STATE, WatchingCache, unwatch, watch, windows
 from tiered.integrations.transformers.kv_record import VERSION, CacheRecord, LayerRecord, Model, read, tensor_of
@@ -81,8 +82,7 @@ class TieredCache(WatchingCache):
         """Be a cache without tokens. ``made_by``: the model as its keys and values are to be of; None: as it is now."""
         one_of("existing", existing, ("refuse", "overwrite"))
         self._prepare(model, store, name, block)
-        kept = _record_key(name) in store
-        if kept and existing == "refuse":
+        if existing == "refuse" and name + CACHE_RECORD in store:
             raise MisuseError(
                 f"{store} keeps a cache named {name!r} already: TieredCache.open goes on with it; or give another name=, or "
                 "existing='overwrite'"
@@ -100,10 +100,9 @@ class TieredCache(WatchingCache):
         ManifestError where it is damaged.
         """
         cache = cls.__new__(cls)
-        if not isinstance(store, TieredStore) or _record_key(name) not in store:
-            names = ", ".join(map(repr, cls.kept(store))) or "none"
-            raise MisuseError(f"{store} keeps no cache named {name!r} (there are: {names}): TieredCache makes one")
-        record = read(store, _record_key(name))
+        expect_type(store, TieredStore, "caches are kept in a TieredStore")
+        refuse_no_cache(store, name)
+        record = read(store, name + CACHE_RECORD)
         cache._prepare(model, store, name, record.block)
         cache._made_by = record.model.opened(model, f"the cache {name!r} in {store}")
         batch, length = len(record.ids), len(record.ids[0]) if record.ids else 0
@@ -130,8 +129,18 @@ class TieredCache(WatchingCache):
     def kept(store: TieredStore) -> list[str]:
         """Return the names of the caches that ``open`` finds in ``store``."""
         expect_type(store, TieredStore, "caches are kept in a TieredStore")
-        end = _record_key("")
-        return sorted(key.removesuffix(end) for key in store if key.endswith(end))
+        return kept_caches(store)
+
+    @staticmethod
+    def forget(store: TieredStore, name: str) -> None:
+        """Delete the kept cache ``name``: its tensors are gone from ``store``, and with ``store.commit()`` for good.
+
+        Raises MisuseError where no such cache is kept, or it is open, and for a store that is open for reading.
+        """
+        expect_type(store, TieredStore, "caches are kept in a TieredStore")
+        if name in store.attached.made(_Open, _Open):
+            raise MisuseError(f"the cache {name!r} in {store} is open: close() it first")
+        forget_cache(store, name)
 
     def _prepare(self, model: Any, store: TieredStore, name: str, block: int) -> None:
         """Check what was given, and make the layers."""
@@ -284,7 +293,7 @@ class TieredCache(WatchingCache):
             self.note,
         )
         self._stamp()
-        self._store.put(_record_key(self._name), tensor_of(record), owner=self._owner)
+        self._store.put(self._name + CACHE_RECORD, tensor_of(record), owner=self._owner)
         self._fix()
         self._collect(self._referenced())
         return self._store.commit()
@@ -384,7 +393,7 @@ class TieredCache(WatchingCache):
     def _referenced(self) -> set[str]:
         """Return the names of all tensors that the turn refers to, and what is the cache's besides."""
         blocks = {layer.key(block) for layer in self._layers for block in layer.extent.blocks}
-        return blocks | {_record_key(self._name), _stamp_key(self._name)}
+        return blocks | {self._name + CACHE_RECORD, _stamp_key(self._name)}
 
     def _collect(self, referenced: Collection[str]) -> None:
         """Delete the other tensors of this cache, and have later blocks have numbers of their own."""
@@ -579,10 +588,6 @@ def _no_model() -> None:
 
 def _prefix(name: str) -> str:
     return f"{name}/kv"
-
-
-def _record_key(name: str) -> str:
-    return f"{_prefix(name)}/record"
 
 
 def _stamp_key(name: str) -> str:
