@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -90,6 +91,10 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[TieredError], str]] = {
         lambda: TieredStore.open("s/", dram="4MiB", hbm=16, device="cpu"), CapacityError, "HBM budget.*did you mean '16GiB'",
     ),
     "a budget in words": (lambda: TieredStore.open("s/", dram="8 gigs"), MisuseError, "'8 gigs' is not a size; .*'256MiB'"),
+    "a budget in M": (lambda: TieredStore.open("s/", dram="8M"), MisuseError, "'8M' is not a size; did you mean '8MiB'"),
+    "what a restart means, of a store": (
+        lambda: TieredStore.open("s/", dram="8MiB", existing=cast(Any, "continue")), MisuseError, r"said of a model, in zero",
+    ),
     "a budget that holds no unit": (too_small, CapacityError, "the smallest that works is"),
     "the constructor": (lambda: TieredStore("s/", dram="8MiB"), MisuseError, r"TieredStore\.open\(path, dram=\) opens"),
     "an optimizer before the model is paged": (

@@ -69,7 +69,9 @@ def parse_size(size: int | str) -> int:
     match = _SIZE.fullmatch(size) if len(size) <= MOST_TEXT else None
     factor = _BY_LOWER.get(match[2].lower()) if match else None
     if match is None or factor is None:
-        raise MisuseError(f"{quoted(size)} is not a size; write bytes or a unit: '268435456', '256MiB', '1.5GB'")
+        short = match is not None and match[2].lower() in ("k", "m", "g", "t")
+        meant = f"did you mean '{size.strip()}iB'?" if short else "write bytes or a unit: '268435456', '256MiB', '1.5GB'"
+        raise MisuseError(f"{quoted(size)} is not a size; {meant}")
     return int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
 
 

@@ -227,6 +227,10 @@ class OpenOptions:
 
     def __post_init__(self) -> None:
         one_of("durability", self.durability, get_args(Durability))
+        if self.existing in ("continue", "resume", "overwrite", "refuse"):
+            raise MisuseError(
+                f"existing={self.existing!r} is said of a model, in zero.page: that of a store is 'may', 'must' or 'must-not'"
+            )
         one_of("existing", self.existing, get_args(Existing))
         whole_number("keep is a number of generations", self.keep)
         expect_type(self.eviction, Eviction, "eviction is a tiered.Eviction(policy=, deadline=)")

@@ -127,6 +127,10 @@ def _tried(kind: type[TorchOptimizer], arguments: Mapping[str, Any]) -> UpdateRu
     cut = whole.flatten().clone()
     try:
         defaults = kind([torch.zeros(SHAPE, dtype=torch.float32, device="cpu")], **arguments).defaults.items()
+    except Exception as error:
+        given = ", ".join(f"{name}={value!r:.50}" for name, value in arguments.items())
+        raise MisuseError(f"{kind.__name__}(params, {given}) cannot be made: {error}") from error
+    try:
         settings = tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in defaults)
         rule = ElementwiseRule(kind, settings, tuple(arguments.items()))
         with torch.device("cpu"):
