@@ -28,6 +28,7 @@ from torch.utils.flop_counter import flop_registry
 
 from tiered.errors import MisuseError, expect_type
 from tiered.planning.notes import NotingRanks, NotingStore, OperationKind, StepNotes, TensorForm, WorkNote
+from tiered.planning.sizes import sizes_of
 from tiered.types import TensorSpec
 from tiered.zero.optimizers.paged import PagedUpdates
 from tiered.zero.optimizers.updates import Group
@@ -41,9 +42,8 @@ __all__ = ["Activations", "Loss", "TrainingSetup", "Update", "dry_run", "on_meta
 Activations = Literal["memory", "recompute", "store"]
 Loss = Callable[[Any, Any], torch.Tensor]
 Update = Literal["on_fetch", "in_backward"]
-BEFORE = 2
-"""Steps that are made before the one that is written down: in the first no unit has an update that waits, in the second states
-are made."""
+BEFORE = 1
+"""Steps that are made before the one that is written down: in the first no unit has an update that waits."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,9 @@ def _paged(model: nn.Module, store: NotingStore, training: TrainingSetup) -> _Op
     plan = divide(model, training.limits, {}, training.policy, training.ranks)
     for unit in plan.units:
         store.have(f"{training.name}/param/{unit.name}", TensorSpec("uint8", (unit.share_nbytes,), 1))
+    for chunk in (chunk for unit in sizes_of(plan, training.name, training.rule) for chunk in unit.chunks):
+        for key, spec in chunk.items():
+            store.have(key, spec)  # as after a step, which makes them
     config = PagerConfig(
         *(training.name, training.pool, partition, training.micro_batch, training.activations), Paging(prefetch="off")
     )

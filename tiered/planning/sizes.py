@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import cast
 
+from tiered.types import TensorSpec
 from tiered.zero.paging.storage import TensorStore
 from tiered.zero.paging.units import ModelPlan, UnitPlan, even_chunks
 from tiered.zero.paging.update import States
@@ -16,17 +17,17 @@ __all__ = ["UnitSizes", "sizes_of"]
 
 @dataclass
 class UnitSizes:
-    """The tensors that a store has of one unit, in bytes: parameters, gradient (0: nothing is trained), and the states of each
-    chunk by key. Of one of several ranks they are its share."""
+    """The tensors that a store has of one unit: bytes of the parameters and of the gradient (0: nothing is trained), and the
+    states of each chunk by key. Of one of several ranks they are its share."""
 
     key: str
     nbytes: int
     gradient: int
-    chunks: list[dict[str, int]]
+    chunks: list[dict[str, TensorSpec]]
 
     @property
     def states(self) -> int:
-        return sum(sum(sizes.values()) for sizes in self.chunks)
+        return sum(spec.nbytes for chunk in self.chunks for spec in chunk.values())
 
 
 def sizes_of(plan: ModelPlan, name: str, rule: UpdateRule) -> list[UnitSizes]:
@@ -39,7 +40,7 @@ def sizes_of(plan: ModelPlan, name: str, rule: UpdateRule) -> list[UnitSizes]:
         if alike not in known:
             known[alike] = _unit_sizes(unit, key, plan.limits.chunk, rule)
         first = known[alike]
-        chunks = [{key + one[len(first.key) :]: size for one, size in sizes.items()} for sizes in first.chunks]
+        chunks = [{key + one[len(first.key) :]: spec for one, spec in chunk.items()} for chunk in first.chunks]
         found.append(replace(first, key=key, chunks=chunks))
     return found
 
@@ -60,8 +61,11 @@ def _unit_sizes(unit: UnitPlan, key: str, chunk: int, rule: UpdateRule) -> UnitS
     trained = [part for part in parts if part.parameter.requires_grad and part.dtype.is_floating_point]
     for part in trained:
         states.use(part.name, forms_of(rule, states.wide))
-    chunks = [
-        {one: max(states.sizes(one)) * states.form_of(one).dtype.itemsize for one in keys} for _, keys in states.chunks(trained)
-    ]
+
+    def spec(key: str) -> TensorSpec:
+        count, dtype = max(states.sizes(key)), states.form_of(key).dtype
+        return TensorSpec(str(dtype).removeprefix("torch."), (count,), dtype.itemsize)
+
+    chunks = [{one: spec(one) for one in keys} for _, keys in states.chunks(trained)]
     gradient = max((part.offset + part.nbytes for part in trained), default=0)
     return UnitSizes(key, unit.share_nbytes, gradient, chunks)
