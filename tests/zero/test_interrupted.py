@@ -8,6 +8,7 @@ import gc
 import itertools
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from tests.zero.striking import KINDS, Result, Struck, StruckError, Trainer, des
 from tiered import Eviction, InterruptedStep, ManifestError, MisuseError, TieredStore, zero
 from tiered.store.activations import hooks_active
 from tiered.tiers.nvme import NvmeTier
-from tiered.zero.paging.pager import placement_of
+from tiered.types import Access
+from tiered.zero.paging.pager import pager_of, placement_of
 
 DRAM = "1.25MiB"
 ERRORS = itertools.cycle([Struck, Struck, StruckError])
@@ -261,6 +263,55 @@ USES: dict[str, Callable[[Trainer], None]] = {
     "average": average,
     "custom": read_custom,
 }
+
+
+@counts(30)
+@pytest.mark.parametrize("use", ["a view", "gathered", "gathered to read"])
+def test_what_is_read_after_a_strike_is_what_the_store_has(tmp_path: Path, use: str, count: int) -> None:
+    """Rounded, where it is stored in fewer bits."""
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        model: Any = zero.page(nn.Linear(8, 8), store, policy=zero.Policy(torch.bfloat16))
+        def write() -> None:
+            if use == "a view":
+                model.weight.data.view(-1)[::2].add_(1.001)
+            else:
+                with torch.no_grad(), zero.gathered([model.weight], write=use == "gathered"):
+                    model.weight.add_(1.001)
+
+        with torch.no_grad():
+            model.weight.copy_(torch.zeros(8, 8))
+        zero.commit(model)
+        with struck_at(None) as lines:
+            write()
+        zero.rollback(model)
+        fired = 0
+        for place in shuffled(lines.seen, 5)[:count]:
+            with struck_at(place) as lines:
+                write()
+            fired += lines.fired
+            with suppress(InterruptedStep):
+                found = model.weight.detach().clone()
+                assert torch.equal(found, model.state_dict()["weight"]), described(place, Struck)
+                assert torch.equal(found, found.bfloat16().float()), described(place, Struck)
+            zero.rollback(model)
+            assert not model.weight.detach().any(), described(place, Struck)
+        assert fired >= 30
+
+
+def test_a_block_that_ends_late_lets_go_of_nothing_that_others_hold(tmp_path: Path) -> None:
+    """Where a signal struck its end, the collector ends it, whenever it comes."""
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        model: Any = zero.page(nn.Linear(8, 8), store)
+        weight, before = model.weight, model.weight.detach().clone()
+        for left in (pager_of(model).accessing([weight], Access.READ), pager_of(model).gathering([weight], Access.READ)):
+            left.__enter__()
+            pager_of(model)._gatherings.clear()  # as where its end was struck
+            pager_of(model).start_anew()
+            with zero.gathered([weight]):
+                left.__exit__(None, None, None)
+                assert type(weight) is nn.Parameter  # which is in memory still
+                assert torch.equal(weight, before)
+            assert torch.equal(weight.detach().clone(), before)
 
 
 @pytest.mark.parametrize("kind", ["plain", pytest.param("stored as bf16", marks=pytest.mark.soak)])

@@ -29,8 +29,6 @@ from tiered.zero.paging.saved_tensors import outside_inference
 
 __all__ = ["Construction", "ConstructionStatistics", "init", "unguard"]
 
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-
 _PROPERTIES = (
     *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "requires_grad", "grad", "grad_fn", "is_leaf"),
     *("is_meta", "is_cpu", "is_cuda", "is_sparse", "is_quantized", "_version"),
@@ -196,7 +194,7 @@ class _Serving(TorchFunctionMode):
                 found = window.known(tensor)
                 if found is not None:
                     known[id(tensor)] = tensor, found
-            replaced = args[0] if func == _SET_DATA else None
+            replaced = args[0] if func == torch.Tensor.data.__set__ else None  # type: ignore[attr-defined]
             window.bring(tensor for tensor, _ in known.values() if tensor is not replaced)
         result = func(*args, **kwargs)
         if known:

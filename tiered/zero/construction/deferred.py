@@ -335,9 +335,6 @@ def _keeps(source: torch.dtype, dtype: torch.dtype) -> bool:
     return all(mine <= theirs for mine, theirs in zip(_MANTISSA[source], _MANTISSA[dtype], strict=True))
 
 
-_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-
-
 # -- what torch sees -----------------------------------------------------------------------------------------------------------
 
 
@@ -369,7 +366,7 @@ class Deferred(torch.Tensor):
     ) -> Any:
         """Refuse to assign ``data``, of which ``__torch_dispatch__`` is not told."""
         with torch._C.DisableTorchFunctionSubclass():
-            if func == _SET_DATA:
+            if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
                 raise _refused(args[0], "assigning data")
             return func(*args, **(kwargs or {}))
 

@@ -342,6 +342,7 @@ class Pager:
         self._shown: dict[int, Unit] = {}
         """By the address of the memory of each parameter: the units that are held for what computes."""
         self._accesses = 0  # functions of torch that use parameters, outside of modules whose forward holds them
+        self._era = 0  # how often all was let go of
         self._thread = threading.get_ident()
         self._claimed: dict[str, tuple[int, nn.Module]] = {}
         """The one that began the running forward, or the running use of parameters."""
@@ -736,22 +737,36 @@ class Pager:
         self._thread = threading.get_ident()
         if not self._accesses:
             self.start_anew()
-        hooks = self._hooks()
+        hooks, accesses, era = self._hooks(), self._accesses, self._era
         held: list[Unit] = []
         shown: set[int] = set()
-        self._accesses += 1
         try:
-            for unit in self.units_of(parameters):
-                self.take(unit, access)
-                self._held_for(held, unit)
-                shown.update(unit.places)
-            if hooks is not None:
-                push_hooks(*hooks)
-            yield lambda tensor: memory_of(tensor) in shown
-        finally:
+            try:
+                self._accesses = accesses + 1
+                for unit in self.units_of(parameters):
+                    self.take(unit, access)
+                    self._held_for(held, unit)
+                    shown.update(unit.places)
+                if hooks is not None:
+                    push_hooks(*hooks)
+                yield lambda tensor: memory_of(tensor) in shown
+            finally:
+                _pop(hooks)
+                if era == self._era:  # else all was let go of since, and others may hold the units
+                    self._accesses = accesses
+                    self._drop_all(held)
+        except BaseException as error:
+            if not accesses:
+                self._let_go_struck(error, parameters, hooks)
+            raise
+
+    def _let_go_struck(self, error: BaseException, parameters: Collection[torch.Tensor], hooks: Hooks | None) -> None:
+        """Let go of the units of ``parameters`` where a signal struck as somebody who held them alone dropped them. A parameter
+        that is left in memory is read there, where what was written is not yet rounded; and who pops hooks would pop ours."""
+        if not isinstance(error, TieredError | GeneratorExit) and not self.computing:
             _pop(hooks)
-            self._accesses = max(0, self._accesses - 1)
-            self._drop_all(held)
+            for unit in self.units_of(parameters):
+                unit.let_go()
 
     @contextmanager
     def holding(self, parameters: Collection[torch.Tensor]) -> Iterator[None]:
@@ -827,20 +842,26 @@ class Pager:
             )
         gathering = Gathering()
         self._gatherings.add(gathering)
-        hooks = self._hooks()
-        self._accesses += 1
+        hooks, accesses, era = self._hooks(), self._accesses, self._era
         try:
-            for unit in self.units_of(parameters):
-                self.take(unit, access)
-                self._held_for(gathering.units, unit)
-            if hooks is not None:
-                push_hooks(*hooks)
-            yield
-        finally:
-            _pop(hooks)
-            self._accesses = max(0, self._accesses - 1)
-            self._gatherings.discard(gathering)
-            self._drop_all(gathering.units)
+            try:
+                self._accesses = accesses + 1
+                for unit in self.units_of(parameters):
+                    self.take(unit, access)
+                    self._held_for(gathering.units, unit)
+                if hooks is not None:
+                    push_hooks(*hooks)
+                yield
+            finally:
+                _pop(hooks)
+                self._gatherings.discard(gathering)
+                if era == self._era:
+                    self._accesses = accesses
+                    self._drop_all(gathering.units)
+        except BaseException as error:
+            if not accesses:
+                self._let_go_struck(error, parameters, hooks)
+            raise
 
     def _gathered(self) -> set[Unit]:
         return {unit for gathering in self._gatherings for unit in gathering.units}
@@ -959,6 +980,7 @@ class Pager:
 
     def _let_go(self, how: Callable[[Unit], None]) -> None:
         frames, self._frames, self._accesses = self._frames, [], 0
+        self._era += 1
         for frame in frames:
             frame.end_span()
         if self._backward is not None:

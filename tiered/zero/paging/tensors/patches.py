@@ -38,32 +38,33 @@ __all__ = ["in_force_for"]
 _DATA: Any = torch._C.TensorBase.data
 
 
-class _Data:
-    """``torch.Tensor.data``, which refuses memory of a tensor that has none: torch asks only the tensor that is assigned to."""
-
-    def __get__(self, tensor: Any, kind: Any = None) -> Any:
-        return _DATA if tensor is None else _DATA.__get__(tensor)
-
-    def __set__(self, tensor: Any, values: Any) -> None:
-        if isinstance(values, StoredTensor) and not isinstance(tensor, StoredTensor):
-            raise MisuseError(
-                f"{values.source.shown} has no memory that another tensor could share: write tensor.data.copy_(values)"
-            )
-        _DATA.__set__(tensor, values)
+def _data(tensor: Any) -> Any:
+    return _DATA.__get__(tensor)
 
 
-class _ParameterData(_Data):
-    """``nn.Parameter.data``, which also tells the unit that holds a parameter what may be written to. A write to
-    ``parameter.data`` leaves ``parameter._version`` as it is: only the version of the tensor that was given tells of it."""
+def _set_data(tensor: Any, values: Any) -> None:
+    if isinstance(values, StoredTensor) and not isinstance(tensor, StoredTensor):
+        raise MisuseError(
+            f"{values.source.shown} has no memory that another tensor could share: write tensor.data.copy_(values)"
+        )
+    _DATA.__set__(tensor, values)
 
-    def __get__(self, parameter: Any, kind: Any = None) -> Any:
-        if parameter is None:
-            return _DATA
-        values = _DATA.__get__(parameter)
-        handle = None if isinstance(parameter, PagedParameter) else parameter.__dict__.get("_tiered")
-        if handle is not None:
-            handle.lend(values)
-        return values
+
+def _data_of_parameter(parameter: Any) -> Any:
+    values = _DATA.__get__(parameter)
+    handle = None if isinstance(parameter, PagedParameter) else parameter.__dict__.get("_tiered")
+    if handle is not None:
+        handle.lend(values)
+    return values
+
+
+_data.__name__ = _data_of_parameter.__name__ = "data"  # by which functions are known
+# Properties, which C asks for themselves: where a signal strikes a descriptor that torch asks of its class, the process ends.
+_WATCHED_DATA = property(_data, _set_data)
+"""``torch.Tensor.data``, which refuses memory of a tensor that has none: torch asks only the tensor that is assigned to."""
+_PARAMETER_DATA = property(_data_of_parameter, _set_data)
+"""``nn.Parameter.data``, which also tells the unit that holds a parameter what may be written to. A write to ``parameter.data``
+leaves ``parameter._version`` as it is: only the version of the tensor that was given tells of it."""
 
 
 def _with_copies(takes: Callable[..., Any], at: int) -> Callable[..., Any]:
@@ -183,8 +184,8 @@ def _parts(value: Any) -> list[Any]:
 
 def _changes() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     """Yield what is changed: of what, its name, and what makes of it what takes its place."""
-    yield torch.Tensor, "data", lambda _: _Data()
-    yield nn.Parameter, "data", lambda _: _ParameterData()
+    yield torch.Tensor, "data", lambda _: _WATCHED_DATA
+    yield nn.Parameter, "data", lambda _: _PARAMETER_DATA
     yield torch.Tensor, "set_", _on_memory
     yield torch.utils.dlpack, "to_dlpack", _with_memory
     yield torch, "to_dlpack", _with_memory
