@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
 PROGRAM = """
 import gc
 import sys
@@ -72,6 +74,8 @@ def test_torch_is_changed_while_a_model_is_paged_and_not_else(tmp_path: Path) ->
     ended = subprocess.run(program, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     said = dict(line.split(": ") for line in ended.stdout.splitlines())
-    assert (said["imported"], said["gone"]) == ("[]", "[] set()"), said
+    listens = [(module, "_engine_run_backward") for module in ("torch.autograd", "torch.autograd.graph")]
+    always = [] if hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks") else listens  # see docs/limits.md
+    assert (said["imported"], said["gone"]) == (f"{always}", f"{always} set()"), said
     assert int(said["paged"]) >= 10, said
     assert (said["one gone"], said["again"]) == ("0", said["paged"]), said
