@@ -737,12 +737,12 @@ class Pager:
         self._thread = threading.get_ident()
         if not self._accesses:
             self.start_anew()
-        hooks, accesses, era = self._hooks(), self._accesses, self._era
+        hooks, alone, era, entered = self._hooks(), not self._accesses, self._era, 0
         held: list[Unit] = []
         shown: set[int] = set()
         try:
             try:
-                self._accesses = accesses + 1
+                self._accesses, entered = self._accesses + 1, 1
                 for unit in self.units_of(parameters):
                     self.take(unit, access)
                     self._held_for(held, unit)
@@ -753,10 +753,10 @@ class Pager:
             finally:
                 _pop(hooks)
                 if era == self._era:  # else all was let go of since, and others may hold the units
-                    self._accesses = accesses
+                    self._accesses -= entered
                     self._drop_all(held)
         except BaseException as error:
-            if not accesses:
+            if alone:
                 self._let_go_struck(error, parameters, hooks)
             raise
 
@@ -842,10 +842,10 @@ class Pager:
             )
         gathering = Gathering()
         self._gatherings.add(gathering)
-        hooks, accesses, era = self._hooks(), self._accesses, self._era
+        hooks, alone, era, entered = self._hooks(), not self._accesses, self._era, 0
         try:
             try:
-                self._accesses = accesses + 1
+                self._accesses, entered = self._accesses + 1, 1
                 for unit in self.units_of(parameters):
                     self.take(unit, access)
                     self._held_for(gathering.units, unit)
@@ -856,10 +856,10 @@ class Pager:
                 _pop(hooks)
                 self._gatherings.discard(gathering)
                 if era == self._era:
-                    self._accesses = accesses
+                    self._accesses -= entered
                     self._drop_all(gathering.units)
         except BaseException as error:
-            if not accesses:
+            if alone:
                 self._let_go_struck(error, parameters, hooks)
             raise
 
