@@ -146,7 +146,6 @@ LARGEST_PACKAGE = 12  # files and subpackages
 
 # The one thing that each file of more than 600 or fewer than 60 lines owns.
 LONG_OR_SHORT: dict[str, str] = {
-    "integrations.transformers.kv_cache": "TieredCache, whole",
     "engine.residency": "the table of states: which edges a copy may take, what holds after each, and who is told",
     "cli.info.command": "the options of `tiered info`; what they ask for imports torch, and --help must not",
     "cli.bench.reports": "what all commands of `tiered bench` do around a measurement",

@@ -292,6 +292,27 @@ def test_it_goes_on_after_a_restart(family: str, tmp_path: Path) -> None:
     assert torch.equal(ids, expected)
 
 
+def test_a_cache_is_forgotten_once_it_is_closed(tmp_path: Path) -> None:
+    model, ids = made(), prompt(13)
+    with TieredStore.open(tmp_path / "store", dram=POOL) as store:
+        cache = TieredCache(model, store, name="one")
+        cache.commit(generated(model, ids, cache))
+        with pytest.raises(MisuseError, match=r"the cache 'one' in .* is open: close\(\) it first"):
+            TieredCache.forget(store, "one")
+        cache.close()
+        TieredCache.forget(store, "one")
+        assert (TieredCache.kept(store), list(store)) == ([], [])
+        with pytest.raises(MisuseError, match=r"keeps no cache named 'one' \(there are: none\)"):
+            TieredCache.forget(store, "one")
+        store.rollback()  # nothing was committed
+        assert TieredCache.kept(store) == ["one"]
+    with (
+        TieredStore.open(tmp_path / "store", dram=POOL, access="read") as reader,
+        pytest.raises(MisuseError, match="open for reading"),
+    ):
+        TieredCache.forget(reader, "one")
+
+
 def test_beams_and_padding_are_kept(tmp_path: Path) -> None:
     model, ids = made(), prompt(13, batch=2)
     mask = torch.ones_like(ids)

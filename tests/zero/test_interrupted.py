@@ -295,7 +295,7 @@ def test_what_is_read_after_a_strike_is_what_the_store_has(tmp_path: Path, use: 
                 assert torch.equal(found, found.bfloat16().float()), described(place, Struck)
             zero.rollback(model)
             assert not model.weight.detach().any(), described(place, Struck)
-        assert fired >= 30
+        assert fired >= 20  # a line may run in the first of all writes alone
 
 
 def test_a_block_that_ends_late_lets_go_of_nothing_that_others_hold(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ __all__ = [
     "CHAT_TEMPLATES",
     "CONFIG",
     "FILES",
+    "OF_CACHE",
     "TOKENIZER",
     "TOKENIZER_CONFIG",
     "UNFINISHED",
@@ -53,8 +54,9 @@ LARGEST = 64 << 20
 OPENING = "opening.json"
 UNFINISHED = "import.json"
 """The record of an import that is not finished."""
-CACHE_RECORD = "/kv/record"
-"""What follows the name of a kept ``TieredCache`` in the key of its record."""
+OF_CACHE = "/kv/"
+"""What follows the name of a kept ``TieredCache`` in the keys of its tensors."""
+CACHE_RECORD = f"{OF_CACHE}record"
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

@@ -28,8 +28,6 @@ The exit code is 1 where a manifest is damaged. Control characters in names and 
 are shortened in the middle; --json has all of them.
 """
 
-OF_CACHE = "/kv/"
-"""What follows the name of a kept cache in the keys of its tensors."""
 LINE = 1000
 """Most characters of a path or an error."""
 
@@ -116,7 +114,7 @@ def _model(found: StoreListing, name: str) -> dict[str, Any]:
 
 def _conversations(found: StoreListing) -> list[dict[str, Any]]:
     """Sum up the tensors of each kept cache of keys and values: a conversation, with what the model has computed of it."""
-    from tiered.integrations.kept import kept_caches
+    from tiered.integrations.kept import OF_CACHE, kept_caches
 
     sizes = {one.key: one.spec.nbytes for one in found.tensors}
     return [
@@ -131,6 +129,7 @@ def _described(
 ) -> str:  # fmt: skip
     from tiered.cli.output import counted, table
     from tiered.errors import shown
+    from tiered.integrations.kept import OF_CACHE
     from tiered.types import format_size
 
     lines = []

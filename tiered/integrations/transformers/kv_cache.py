@@ -22,7 +22,7 @@ from torch import nn
 from transformers.cache_utils import DummyLayer
 
 from tiered.errors import ManifestError, MisuseError, StoreClosed, expect_type, one_of, quoted, whole_number
-from tiered.integrations.kept import CACHE_RECORD, forget_cache, kept_caches, refuse_no_cache
+from tiered.integrations.kept import CACHE_RECORD, OF_CACHE, forget_cache, kept_caches, refuse_no_cache
 from tiered.integrations.transformers.kv_layer import CachedTokens, CopyMemory, PagedLayer
 from tiered.integrations.transformers.kv_model import ARGUMENT, NO_STATE, WatchingCache, unwatch, watch, windows
 from tiered.integrations.transformers.kv_record import VERSION, CacheRecord, LayerRecord, Model, read, tensor_of
@@ -156,7 +156,7 @@ class TieredCache(WatchingCache):
             )
         if name in store.attached.made(_Open, _Open):
             raise MisuseError(f"the cache {name!r} in {store} is open already: close() it first, or give another name=")
-        prefix, self._owner = _prefix(name), Owner("cache", name)
+        self._owner = Owner("cache", name)
         store.claim(self._owner)
         self._store, self._name, self._block = store, name, block
         self._model: Callable[[], Any] = weakref.ref(model)
@@ -167,7 +167,7 @@ class TieredCache(WatchingCache):
             if window == NO_STATE:
                 layers.append(DummyLayer())
                 continue
-            layer = PagedLayer(store, self._owner, f"{prefix}/{len(layers)}", block, window, copies)
+            layer = PagedLayer(store, self._owner, f"{name}{OF_CACHE}{len(layers)}", block, window, copies)
             layers.append(layer)
             self._layers.append(layer)
         super().__init__(layers=layers)
@@ -586,12 +586,8 @@ def _no_model() -> None:
     """Stand for a weak reference to nothing."""
 
 
-def _prefix(name: str) -> str:
-    return f"{name}/kv"
-
-
 def _stamp_key(name: str) -> str:
-    return f"{_prefix(name)}/stamp"
+    return f"{name}{OF_CACHE}stamp"
 
 
 class _Open(weakref.WeakValueDictionary[str, TieredCache]):

@@ -23,7 +23,7 @@ import threading
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial, wraps
@@ -727,34 +727,40 @@ class Pager:
         for unit in self.units:
             unit.plan.refuse_writing()
 
-    @contextmanager
     def accessing(
         self, parameters: Collection[torch.Tensor], access: Access
-    ) -> Iterator[Callable[[torch.Tensor], bool]]:
+    ) -> AbstractContextManager[Callable[[torch.Tensor], bool]]:
         """Hold the units of ``parameters`` for a function of torch; what autograd saves of them is packed as in forward. Gives
         a function that tells whether a tensor shows memory of these units. Raises what ``hold`` raises."""
         self._refuse_another_thread()
         self._thread = threading.get_ident()
         if not self._accesses:
             self.start_anew()
+        return self._held_outside(parameters, access, Gathering())
+
+    @contextmanager
+    def _held_outside(
+        self, parameters: Collection[torch.Tensor], access: Access, gathering: Gathering
+    ) -> Iterator[Callable[[torch.Tensor], bool]]:
+        """Hold the units of ``parameters`` for somebody who is no module; ``gathering`` has them meanwhile."""
         hooks, alone, era, entered = self._hooks(), not self._accesses, self._era, 0
-        held: list[Unit] = []
         shown: set[int] = set()
         try:
             try:
                 self._accesses, entered = self._accesses + 1, 1
                 for unit in self.units_of(parameters):
                     self.take(unit, access)
-                    self._held_for(held, unit)
+                    self._held_for(gathering.units, unit)
                     shown.update(unit.places)
                 if hooks is not None:
                     push_hooks(*hooks)
                 yield lambda tensor: memory_of(tensor) in shown
             finally:
                 _pop(hooks)
+                self._gatherings.discard(gathering)
                 if era == self._era:  # else all was let go of since, and others may hold the units
                     self._accesses -= entered
-                    self._drop_all(held)
+                    self._drop_all(gathering.units)
         except BaseException as error:
             if alone:
                 self._let_go_struck(error, parameters, hooks)
@@ -829,8 +835,7 @@ class Pager:
         """Return the units of ``parameters``, which are this model's and not sliced, without repeats."""
         return list(dict.fromkeys(self._home[parameter][0] for parameter in parameters))  # type: ignore[index]
 
-    @contextmanager
-    def gathering(self, parameters: Collection[torch.Tensor], access: Access) -> Iterator[None]:
+    def gathering(self, parameters: Collection[torch.Tensor], access: Access) -> AbstractContextManager[object]:
         """Hold the units of ``parameters`` for a block of code. Raises CapacityError where they do not fit."""
         self.start_anew()
         units = [unit for unit in self.units_of(parameters) if unit not in self._gathered()]
@@ -842,26 +847,7 @@ class Pager:
             )
         gathering = Gathering()
         self._gatherings.add(gathering)
-        hooks, alone, era, entered = self._hooks(), not self._accesses, self._era, 0
-        try:
-            try:
-                self._accesses, entered = self._accesses + 1, 1
-                for unit in self.units_of(parameters):
-                    self.take(unit, access)
-                    self._held_for(gathering.units, unit)
-                if hooks is not None:
-                    push_hooks(*hooks)
-                yield
-            finally:
-                _pop(hooks)
-                self._gatherings.discard(gathering)
-                if era == self._era:
-                    self._accesses -= entered
-                    self._drop_all(gathering.units)
-        except BaseException as error:
-            if alone:
-                self._let_go_struck(error, parameters, hooks)
-            raise
+        return self._held_outside(parameters, access, gathering)
 
     def _gathered(self) -> set[Unit]:
         return {unit for gathering in self._gatherings for unit in gathering.units}
