@@ -262,12 +262,15 @@ class Terminal:
     def type(self, keys: str) -> None:
         os.write(self._master, keys.encode())
 
-    def until(self, said: Callable[[str], bool], seconds: float = 120.0) -> str:
-        """Return what is shown from here until ``said`` is true of it."""
+    def until(self, said: Callable[[str], bool], seconds: float = 120.0, again: str = "") -> str:
+        """Return what is shown from here until ``said`` is true of it. Types ``again`` after each second without anything new:
+        input() of CPython looks for signals only when it is woken, and a signal may arrive just before it waits."""
         began, now = time.monotonic(), ""
         while not said(now):
-            assert time.monotonic() - began < seconds, self.shown
-            if select.select([self._master], [], [], 1)[0]:
+            assert time.monotonic() - began < seconds, self.shown + now
+            if not select.select([self._master], [], [], 1)[0]:
+                self.type(again)
+            else:
                 try:
                     now += os.read(self._master, 4096).decode(errors="replace")
                 except OSError:  # it has ended
@@ -294,7 +297,7 @@ def test_a_conversation_at_a_terminal(stores: dict[str, Path], tmp_path: Path) -
     terminal.type("and the sky\r")
     terminal.until(lambda now: "tokens/s)" in now and now.endswith("> "))
     terminal.type("something that is never sent\x03")
-    terminal.until(lambda now: "(Ctrl-D ends the conversation)" in now and now.endswith("> "))
+    terminal.until(lambda now: "(Ctrl-D ends the conversation)" in now and now.endswith("> "), again="\x03")
     terminal.type("\x04")
     assert terminal.close() == 0, terminal.shown
     assert "the same command goes on with it" in terminal.shown

@@ -101,7 +101,7 @@ GRADIENT = "units/0/gradients/first.weight"
         (at("buffers/normal.running_mean", KeyError), "the buffer 'normal.running_mean'"),
         (at("persistent", ["other"]), "a state_dict has the buffer 'other'"),
         (at("optimizer", []), r"\$\.optimizer"),
-        (at("optimizer/steps", torch.ones(2)), "'Tensor' object has no attribute 'keys'"),
+        (at("optimizer/steps", torch.ones(2)), r"'Tensor' object has no attribute 'keys'|`Tensor` - at `\$\.optimizer\.steps`"),
         (at("optimizer/steps/other", 3), "the optimizer counts steps of 'other'"),
         (at("optimizer/steps/first.weight", -1), r"\$\.optimizer\.steps"),
         (at("optimizer/steps/first.weight", 2**60), r"\$\.optimizer\.steps"),
