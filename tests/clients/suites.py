@@ -21,6 +21,9 @@ __all__ = ["SUITES", "Outcome", "Result", "Suite", "run"]
 PLUGINS = Path(__file__).parent / "plugins"
 ROOT = PLUGINS.parents[2]
 
+FAMILIES = ("bert", "electra", "gemma2", "gpt2", "llama", "mamba", "mixtral", "opt", "qwen3", "t5", "vit", "wav2vec2")
+"""Of transformers, whose tests that all models share are run: encoders, decoders, both, experts, states, images and sound."""
+
 
 @dataclass(frozen=True)
 class Suite:
@@ -93,6 +96,15 @@ SUITES = (
             *((name, "commits") for name in ("trainer_optimizers", "trainer_resume", "trainer_evaluation", "trainer_callback")),
             *((name, "commits") for name in ("trainer_data", "gradient_clipping")),
         )
+    ),
+    Suite(
+        "transformers-models",
+        "transformers",
+        tuple(f"tests/models/{family}/test_modeling_{family}.py" for family in FAMILIES),
+        "tiered_models",
+        version=("src/transformers/__init__.py", r'__version__ = "(.*?)"'),
+        variables={"HF_HUB_OFFLINE": "1"},
+        options=("-k", "ModelTest"),
     ),
     Suite(
         "peft-custom_models",

@@ -158,7 +158,8 @@ class Job:
         self.scheduler.step()
 
     def goes_on(self) -> None:
-        self.step()
+        if any(parameter.grad is not None for parameter in self.model.parameters()):  # which no step has used yet
+            self.step()
         self.optimizer.zero_grad()
         self.backward()
         self.step()

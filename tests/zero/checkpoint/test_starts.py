@@ -311,6 +311,48 @@ def test_what_is_read_after_the_last_commit_leaves_it_whole(tmp_path: Path, read
     assert found["whole"] == found[read]
 
 
+ZEROED = ("before backward", "after step", "after commit", "after commit, to zeros")
+
+
+@pytest.mark.filterwarnings(f"error::{UncommittedWarning.__module__}.UncommittedWarning")
+@pytest.mark.parametrize("zeroed", quick(ZEROED, ZEROED[:3]))
+@pytest.mark.parametrize("ends", ["at a step", "between two backward passes", "after a step that was left out"])
+def test_gradients_that_a_step_has_used_are_in_no_commit(tmp_path: Path, zeroed: str, ends: str) -> None:
+    """Wherever the loop calls ``zero_grad``, each life goes on bit for bit, as with the state_dicts of torch; what is
+    accumulated for a step to come is in the commit, and is added to."""
+
+    def life(folder: Path, passes: int) -> list[float]:
+        losses = []
+        with TieredStore.open(folder, dram=DRAM) as store:
+            torch.manual_seed(0)
+            model = zero.page(Tied(), store, existing="continue")
+            optimizer, scaler = zero.AdamW(model.parameters(), lr=1e-2), zero.GradScaler(init_scale=4.0)
+            made = (zero.resume(model, optimizer, scaler=scaler) or {"made": 0})["made"]
+            for number in range(made, made + passes):
+                steps = number % 2 == 1
+                if zeroed == "before backward" and not steps:
+                    optimizer.zero_grad()
+                loss = model.loss(number)
+                losses.append(loss.item())
+                (scaler.scale(loss) * (float("inf") if number == 5 else 1.0)).backward()
+                if steps:
+                    scaler.step(optimizer)
+                    scaler.update()
+                    if zeroed == "after step":
+                        optimizer.zero_grad()
+                zero.commit(model, optimizer, scaler=scaler, extra={"made": number + 1})
+                if steps and zeroed.startswith("after commit"):
+                    optimizer.zero_grad(set_to_none="zeros" not in zeroed)
+                    if "zeros" in zeroed:
+                        zero.commit(model, optimizer, scaler=scaler, extra={"made": number + 1})
+        return losses
+
+    lives = {"at a step": (2, 4, 4), "between two backward passes": (1, 4, 5), "after a step that was left out": (6, 2)}[ends]
+    whole = life(tmp_path / "whole", sum(lives))
+    assert [loss for passes in lives for loss in life(tmp_path / "parts", passes)] == whole
+    assert len(set(whole)) == len(whole)
+
+
 def test_steps_after_the_last_commit_with_an_extra_are_made_again(tmp_path: Path) -> None:
     """Only the program knows what its extra would be by then: the last moment that it named is the one that stays."""
     losses: list[float] = []

@@ -115,13 +115,13 @@ def commit(
     """Make all that training needs to go on durable, and return the generation: ``store.commit`` with what is not in tensors.
 
     That is: all that ``model.state_dict()`` has (what was added or replaced after ``zero.page``, too), buffers, moments,
-    masters, gradients and updates that are pending (none is applied for this, but those of parameters that several ranks
-    gather), step counts and param groups, ``scheduler``, ``scaler``, the random states of Python, NumPy and torch, the position
-    of ``data`` (a ``torch.Generator``, or what has ``state_dict``), and ``extra``: JSON values, tuples, tensors. So are all
-    other tensors of the store, and in one process its other models, with what was given for these last; those that have an
-    ``extra`` have a call of their own. Costs what is still dirty in memory. Between steps, or between backward and ``step()``;
-    not within forward or backward. After an exception in one of these call ``optimizer.zero_grad()`` first (with
-    ``update="in_backward"``, ``rollback``).
+    masters, updates that are pending (none is applied for this, but those of parameters that several ranks gather), gradients
+    that no step has used yet, so that ``zero_grad`` may stand anywhere in a loop, step counts and param groups,
+    ``scheduler``, ``scaler``, the random states of Python, NumPy and torch, the position of ``data`` (a ``torch.Generator``,
+    or what has ``state_dict``), and ``extra``: JSON values, tuples, tensors. So are all other tensors of the store, and in
+    one process its other models, with what was given for these last; those that have an ``extra`` have a call of their own.
+    Costs what is still dirty in memory. Between steps, or between backward and ``step()``; not within forward or backward.
+    After an exception in one of these call ``optimizer.zero_grad()`` first (with ``update="in_backward"``, ``rollback``).
 
     Several ranks call it together, each with the store that ``zero.open_store`` gave it; it is acknowledged once all have
     committed. Several optimizers, each of other parameters of the model, are given as a list, here, to ``resume`` and to

@@ -175,6 +175,7 @@ class PagedUpdates(Updates):
         deeds.append(partial(self.steps.update, steps))
         deeds += [partial(unit.counted_by.update, dict.fromkeys(changed, self._mark)) for unit, changed in updates.items()]
         deeds += [partial(unit.counted_by.update, dict.fromkeys(slices, self._mark)) for unit, slices in missed.items()]
+        deeds += [partial(unit.gradients.use, changed) for unit, changed in updates.items()]
         deeds += [unit.defer_update(changed) for unit, changed in updates.items()]
         deeds += [unit.defer_missed(slices) for unit, slices in missed.items()]
         deeds += [pager.intent.all_updated for pager in self.pagers()]
@@ -236,10 +237,11 @@ class PagedUpdates(Updates):
                 deeds.append(partial(unit.gradients.forget, placement))
             elif placement.grad is not None or unit.gradients.was_added_to(placement):
                 units.setdefault(unit, []).append(placement)
-        self._decide(deeds)
+        changes = bool(units) or any(unit.gradients.is_kept(placement) for _, unit, placement in self._all())
+        self._decide(deeds, changes=changes)
         if set_to_none:
             for unit in self._units():  # also of one that no parameter shows, when an exception struck as it was stored
-                unit.forget_gradients()
+                unit.forget_gradients(kept=changes)
         else:
             for unit, placements in units.items():
                 unit.apply_update()
@@ -371,8 +373,9 @@ class PagedUpdates(Updates):
                 'update="on_fetch"'
             )
 
-    def _decide(self, deeds: Sequence[Callable[[], object]]) -> None:
-        for pager in self.pagers():
+    def _decide(self, deeds: Sequence[Callable[[], object]], *, changes: bool = True) -> None:
+        """Do all of ``deeds`` or none. ``changes``: something that a commit has."""
+        for pager in self.pagers() if changes else ():
             pager.checkpoint.note()
         all_or_none([pager.intent for pager in self.pagers()], deeds)
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -61,7 +62,8 @@ class GradientState:
     its known norms. ``orders``: those that were asked for before, which are computed while a gradient is at hand; they will be
     asked for when it has been multiplied by ``expected``, if it is as last time. ``finite``: whether the stored
     gradient, as it is, has neither NaN nor infinity. ``accumulate``: the next gradient is added to it. ``spent``: an update
-    within backward used it up, and ``optimizer.step()`` was not called since. ``adding``: the stored gradient is not in
+    within backward used it up, and ``optimizer.step()`` was not called since. ``used``: a step was made with it, or it was
+    unscaled for one, so no commit keeps it. ``adding``: the stored gradient is not in
     ``parameter.grad`` now, or only half added to; an interruption leaves it so. ``defined``: so is what autograd accumulates
     now; else ``parameter.grad`` stays what it is. ``unreduced``: this rank's sum of it is in ``LocalGradients``, and the mean
     over the ranks is not stored yet. ``taken``: the parameter has the hook that takes what autograd has accumulated.
@@ -78,6 +80,7 @@ class GradientState:
     accumulate: bool = False
     finite: bool = True
     spent: bool = False
+    used: bool = False
     adding: bool = False
     defined: bool = False
     unreduced: bool = False
@@ -164,6 +167,7 @@ class UnitGradients:
         elif not state.marker.is_inference():
             torch.autograd.graph.increment_version(state.marker)
         state.marker.of_graph = state.marker.of_graph or of_graph
+        state.used = False
         placement.grad = state.marker
 
     def shown(self, placement: Placement) -> StoredTensor | None:
@@ -394,6 +398,7 @@ class UnitGradients:
 
         def unscale() -> None:
             state.norms, state.expected, state.wide_scales = dict(norms), factor, list(wide_scales)
+            state.used = True  # also where the scaler leaves the step out
 
         return finite, unscale
 
@@ -447,6 +452,17 @@ class UnitGradients:
                 f"a checkpointed segment reads {placement.name!r} again after its update during this backward pass, because it "
                 'uses it without a gradient there: make the optimizer with update="on_fetch"'
             )
+
+    def use(self, placements: Iterable[Placement]) -> None:
+        """Note that a step is made with the gradients."""
+        for placement in placements:
+            if placement in self.states:
+                self.states[placement].used = True
+
+    def is_kept(self, placement: Placement) -> bool:
+        """Return whether a commit keeps the gradient, for more of the step to be added to it: not one that a step has used, to
+        which a loop that starts with the commit would add, where it calls ``zero_grad`` after it."""
+        return self.was_added_to(placement) or (self.has(placement) and not self.states[placement].used)
 
     def close_step(self, placement: Placement) -> None:
         """Forget a gradient that an update within backward used up, because the step is over."""
@@ -505,13 +521,13 @@ class UnitGradients:
         record = {}
         for placement, state in self.states.items():
             self.refuse_interrupted(placement)
-            there = self.has(placement)
-            if there:
+            if self.has(placement):
                 self.collect(placement)
+            there = self.is_kept(placement)
             record[placement.name] = {
                 "there": there,
-                "scales": list(state.scales),
-                "wide_scales": list(state.wide_scales),
+                "scales": list(state.scales) if there else [],
+                "wide_scales": list(state.wide_scales) if there else [],
                 "expected": state.expected,
                 "norms": {norm.order: value for norm, value in state.norms.items() if not norm.listed},
                 "orders": sorted(norm.order for norm in state.orders if not norm.listed),
@@ -535,12 +551,13 @@ class UnitGradients:
             if kept["there"]:
                 self.show(placement)
 
-    def delete(self) -> None:
-        """Delete the stored gradients, because nothing refers to them any more."""
+    def delete(self, *, kept: bool = True) -> None:
+        """Delete the stored gradients, because nothing refers to them any more. ``kept``: the last commit may do so."""
         self.close()
         if self.key in self.store:
-            self._checkpoint.invalidate()
-            self.store.delete(self.key)
+            with nullcontext() if kept else self._checkpoint.applying():
+                self._checkpoint.invalidate()
+                self.store.delete(self.key)
         for state in self.states.values():
             state.marker = None
             state.scales.clear()
@@ -593,8 +610,8 @@ class ArrivingGradients(Protocol):
         """End the lease, because no gradient of this unit comes next."""
         ...
 
-    def delete(self) -> None:
-        """Delete the unit's stored gradients, because nothing refers to them any more."""
+    def delete(self, *, kept: bool = True) -> None:
+        """Delete the unit's stored gradients, because nothing refers to them any more. ``kept``: the last commit may do so."""
         ...
 
 
@@ -659,9 +676,9 @@ class LocalGradients:
         self._opened = None
         self._lease.close()
 
-    def delete(self) -> None:
+    def delete(self, *, kept: bool = True) -> None:
         self.discard()
-        self._gradients.delete()
+        self._gradients.delete(kept=kept)
 
     # -- reduced -----------------------------------------------------------------------------------------------------------
 

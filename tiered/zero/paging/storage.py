@@ -171,8 +171,8 @@ class CheckpointRecord:
         self._remembered: _Remembered | None = None
         self.awaited = self._applying = False
         self.before: torch.Tensor | None = None
-        """The record, which is not in the store any more because updates of its commit were applied; nothing else has changed
-        since. Where it is ``awaited``, it is loaded from here."""
+        """The record, which is not in the store any more because updates of its commit were applied, or gradients deleted that
+        it does not need; nothing else has changed since. Where it is ``awaited``, it is loaded from here."""
 
     def note(self) -> None:
         """Note that something outside of the tensors is about to change."""
@@ -256,7 +256,7 @@ class CheckpointRecord:
 
     @contextmanager
     def applying(self) -> Iterator[None]:
-        """Delete the record, because a pending update is about to be applied, within a block."""
+        """Delete the record within a block that applies a pending update, or deletes what the record does not need."""
         if (self.awaited or self.current) and self.before is None and self.key in self._store:
             self.before = self._store.get(self.key)
         self._applying = True

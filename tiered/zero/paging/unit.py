@@ -668,10 +668,11 @@ class Unit:
             "store, and the change is lost: change paged parameters with load_state_dict, and others before zero.page"
         )
 
-    def forget_gradients(self) -> None:
-        """Delete the stored gradients when neither a parameter nor a pending update refers to them any more."""
+    def forget_gradients(self, *, kept: bool = True) -> None:
+        """Delete the stored gradients when neither a parameter nor a pending update refers to them any more. ``kept``: the last
+        commit may do so."""
         if self.pending is None and not self.gradients.any:
-            self.arriving.delete()
+            self.arriving.delete(kept=kept)
 
     # -- updates within backward ---------------------------------------------------------------------------------------------
 
