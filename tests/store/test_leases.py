@@ -96,6 +96,29 @@ def test_an_exception_in_a_lease_ends_it(store: TieredStore) -> None:
     store.delete("a")
 
 
+@pytest.mark.parametrize("keys", ["a", ["b", "a"]])
+@pytest.mark.parametrize("gives", ["data", "set_"])
+def test_other_memory_in_place_of_a_write_is_refused(store: TieredStore, keys: str | list[str], gives: str) -> None:
+    """What the tensor has then is not in the store, and nobody would notice."""
+    for key in "ab":
+        store.put(key, torch.zeros(4))
+
+    def give() -> None:
+        with store.lease(keys, access="write") as held:
+            tensor = held if isinstance(held, torch.Tensor) else held[-1]
+            if gives == "data":
+                tensor.data = torch.ones(4)
+            else:
+                tensor.set_(torch.ones(4))
+
+    with pytest.raises(MisuseError, match=r"the tensor of 'a' was given other memory .* write in place, as with tensor\.copy_"):
+        give()
+    assert store.get("a").tolist() == [0.0] * 4
+    with store.lease(keys, access="write") as held:
+        (held if isinstance(held, torch.Tensor) else held[-1]).copy_(torch.ones(4))
+    assert store.get("a").tolist() == [1.0] * 4
+
+
 def test_writing_under_a_read_lease_raises_at_its_end(store: TieredStore) -> None:
     store.put("a", torch.zeros(3))
     with pytest.raises(MisuseError, match="'a' was written to under a READ lease"), store.lease("a") as a:

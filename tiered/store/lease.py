@@ -13,6 +13,7 @@ import gc
 import inspect
 import sys
 import traceback
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -175,7 +176,11 @@ class _Held(Generic[Made]):
 
 
 class _HeldTensors(_Held[torch.Tensor]):
-    """A lease that gives tensors on the slots. Whoever forgets the ``with`` and uses it as a tensor is told."""
+    """A lease that gives tensors on the slots. Whoever forgets the ``with`` and uses it as a tensor is told, and so is whoever
+    gives one of the tensors other memory in place of writing to its own."""
+
+    _lent: Sequence[tuple[weakref.ref[torch.Tensor], int]] = ()
+    """Of a WRITE lease the tensors, and their addresses."""
 
     def _made(self, engine: Engine, request: Lease) -> list[torch.Tensor]:
         tensors: list[torch.Tensor] = []
@@ -183,8 +188,23 @@ class _HeldTensors(_Held[torch.Tensor]):
             if request.stream is not None:
                 engine.state.claims.used_on(view, request.stream)
             tensors.append(_view(engine, self._memory, copy, entry, view))
+        if self._access is Access.WRITE:
+            self._lent = [(weakref.ref(tensor), tensor.data_ptr()) for tensor in tensors]
         return tensors
 
+    def _exit(self, kind: type[BaseException] | None) -> None:
+        elsewhere: int | None = None
+        for number, (reference, address) in enumerate(self._lent):
+            tensor = reference()
+            if tensor is not None and tensor.data_ptr() != address:
+                elsewhere = number
+        tensor = None  # else an alias of it
+        super()._exit(kind)
+        if elsewhere is not None and kind is None:
+            raise MisuseError(
+                f"the tensor of {self._keys[elsewhere]!r} was given other memory under a WRITE lease (by .data = or set_); its "
+                "values are not in the store: write in place, as with tensor.copy_(values)"
+            )
 
     def _without_with(self, *_: object) -> NoReturn:
         raise MisuseError(self._mend())
@@ -333,7 +353,7 @@ def without_ended(call: Callable[[], Made], holders: Iterable[Holder]) -> Made:
 
 
 _METHODS = (
-    *(_Held.__exit__, _Held.__aexit__, _Held._exit, _Held._enter, _Held._arrive),
+    *(_Held.__exit__, _Held.__aexit__, _Held._exit, _HeldTensors._exit, _Held._enter, _Held._arrive),
     *(LeaseOfOne.__enter__, LeaseOfOne.__aenter__, LeaseOfMany.__enter__, LeaseOfMany.__aenter__),
     LeaseOfAddresses.__enter__,
 )

@@ -552,7 +552,8 @@ class TieredStore(TensorMapping):
         even after the lease; but only what is written before the end of a WRITE lease is stored.
 
         Entering raises KeyNotFound, LeaseConflict, TransferError, and CapacityError after the deadline. Leaving a READ lease
-        whose tensor was written to raises MisuseError.
+        whose tensor was written to raises MisuseError, and so does leaving a WRITE lease whose tensor was given other memory
+        (``tensor.data = values``), which is not stored.
         """
         wanted = access if isinstance(access, Access) else access_of(access)
         if wanted is Access.WRITE:

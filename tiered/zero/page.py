@@ -1003,7 +1003,7 @@ def _refuse_small_pool(
             fresh = divide(model, limits, {}, options.policy, shares, slicing)
             least = smallest_pool(fresh, model, saves=saves, shares=shares, beside=store.access is Access.READ)
             if least < needed:
-                how = "make the store anew"
+                how = "make the store anew, with a smaller --unit where `tiered import` made it"
                 if store.access is not Access.READ:
                     how = "page it into a store in another folder, with existing='resume' and source= this one's folder"
                 works = "this budget" if least <= pool else f"{least:,} bytes"
