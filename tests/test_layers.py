@@ -226,7 +226,8 @@ CLASSES_TWICE = {"Engine": ["engine.engine", "integrations.deepspeed.engine"]}
 # + 100: what was written is rounded wherever a signal strikes, and blocks that end late let go of nothing.
 # + 200: gradients that a step has used are in no commit.
 # + 150: a tensor that was given other memory under a WRITE lease is refused.
-TOTALS = {"tiered": 485_950, "bench": 119_700, "libaio_ext": 6_900}
+# + 100: other memory for a state, which is in the store, is refused.
+TOTALS = {"tiered": 486_050, "bench": 119_700, "libaio_ext": 6_900}
 
 # Compiled, without a Python file.
 EXTENSIONS = {"io._aio": "io", "packing._unpack": "packing", "tables._rows": "tables"}

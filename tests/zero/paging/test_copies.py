@@ -159,6 +159,7 @@ def test_states_cannot_be_written_to(store: TieredStore) -> None:
         lambda: optimizer.state[weight]["exp_avg"].zero_(),
         lambda: optimizer.state[weight]["exp_avg_sq"][0].add_(1),
         lambda: optimizer.state[weight]["step"].fill_(7),
+        lambda: setattr(optimizer.state[weight]["exp_avg"], "data", torch.zeros(weight.shape)),
         lambda: optimizer.state[weight].update(step=0),
         lambda: optimizer.state[weight].__setitem__("exp_avg", torch.zeros(96, 48)),
         lambda: optimizer.state.__setitem__(weight, {}),
@@ -169,6 +170,7 @@ def test_states_cannot_be_written_to(store: TieredStore) -> None:
         with pytest.raises(MisuseError, match=r"optimizer\.state.*load_state_dict"):
             write()
     optimizer.state[weight] = optimizer.state[weight]  # as libraries that move states to a device
+    optimizer.state[weight]["exp_avg"].data = optimizer.state[weight]["exp_avg"].data.to("cpu")
     for index, states in optimizer.state_dict()["state"].items():
         assert all(torch.equal(value, before[index][name]) for name, value in states.items())
     with pytest.raises(MisuseError, match="in none of the optimizer's param_groups"):

@@ -31,6 +31,9 @@ GEOMETRY_ONLY = {
 }
 """Functions that change the tensor object that they are given, and no value of the memory that it shares in torch."""
 
+OTHER_MEMORY = {"_set_data", "data.__set__"}
+"""Of these, what gives the tensor object other memory: a write, where the copy stands for the tensor itself, and the values are
+others. (torch asks no class before ``set_``.)"""
 
 ACROSS_DEVICES = {
     *("copy_", "_foreach_copy_", "__setitem__", "__getitem__", "to", "type_as", "data.__set__", "_set_data"),
@@ -40,7 +43,9 @@ ACROSS_DEVICES = {
 
 
 class Origin(Protocol):
-    """What a copy was made of."""
+    """What a copy was made of. ``itself``: torch would give the tensor itself there, and not another object on its memory."""
+
+    itself: bool
 
     def before_write(self, values: torch.Tensor) -> None:
         """Raise MisuseError where a write could not land. ``values``: the whole copy, as it is before the write."""
@@ -82,6 +87,8 @@ class CopiedValues(torch.Tensor):
             _refuse_apart(name, given, (args, kwargs))
         writes = name not in GEOMETRY_ONLY
         targets = [one for one in _copies(written_by(name, args, kwargs)) if writes and _is_on_its_memory(one)]
+        if name in OTHER_MEMORY and isinstance(args[0], CopiedValues) and args[0].origin.itself:
+            targets += [] if torch.equal(_plain(args[0]), args[1].to(args[0].device)) else [args[0]]
         for one in targets:
             one.origin.before_write(one.whole)
         before = [_version(one) for one in given]
@@ -118,6 +125,8 @@ class CopiedValues(torch.Tensor):
 class CopiedParameter:
     """Where a value of ``state_dict`` came from. A write to it lands in the parameter, whose memory it is in torch, unless the
     parameter has got other values since."""
+
+    itself = False
 
     def __init__(self, parameter: nn.Parameter, version: int) -> None:
         self._parameter, self._version = weakref.ref(parameter), version

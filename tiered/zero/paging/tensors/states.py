@@ -122,6 +122,8 @@ class StateView(Mapping[torch.Tensor, ParameterState]):
 class _ReadOnly:
     """Origin of a copy of a state."""
 
+    itself = True
+
     def __init__(self, name: str, key: str) -> None:
         self._name, self._key = name, key
 
