@@ -738,6 +738,13 @@ def _refuse_shared_memory(model: nn.Module, staged: Mapping[nn.Parameter, Staged
     a write to one would not be seen in the other."""
     parameters = [("parameter", name, one) for name, one in model.named_parameters() if one not in staged]
     found = []
+    for _, name, parameter in parameters:
+        steps = zip(parameter.shape, parameter.stride(), strict=True)
+        if _has_memory(parameter) and any(step == 0 for size, step in steps if size > 1):
+            raise MisuseError(
+                f"parameter {name!r} has several elements in one place of its memory, because it was expanded; they would be "
+                "apart in the store: give the module a copy (.contiguous()), before zero.page"
+            )
     for kind, name, tensor in (*parameters, *(("buffer", name, one) for name, one in model.named_buffers())):
         if _has_memory(tensor) and 0 not in tensor.stride():
             last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

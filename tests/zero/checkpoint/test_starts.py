@@ -353,6 +353,36 @@ def test_gradients_that_a_step_has_used_are_in_no_commit(tmp_path: Path, zeroed:
     assert len(set(whole)) == len(whole)
 
 
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "nothing": lambda p: None,
+    "by a number": lambda p: p.grad.mul_(0.5),
+    "by a factor above one": lambda p: p.grad.mul_(1.5),
+    "by one that is negative": lambda p: p.grad.neg_(),
+    "a part": lambda p: p.grad[0].add_(1.0),
+    "by clipping": lambda p: torch.nn.utils.clip_grad_norm_([p], 1e-3),
+    "assigned": lambda p: setattr(p, "grad", p.grad * 2.0),
+    "to zeros": lambda p: p.grad.zero_(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_gradient_that_was_changed_after_its_step_is_in_the_commit(tmp_path: Path, change: str) -> None:
+    with TieredStore.open(tmp_path, dram=DRAM) as store:
+        model = zero.page(Tied(), store)
+        optimizer = zero.AdamW(model.parameters(), lr=1e-2)
+        step(model, optimizer)
+        parameter = next(model.parameters())
+        CHANGES[change](parameter)
+        expected = None if change == "nothing" else parameter.grad.clone()
+        zero.commit(model, optimizer)
+    with TieredStore.open(tmp_path, dram=DRAM) as store:
+        model = zero.page(Tied(), store, existing="resume")
+        zero.resume(model, zero.AdamW(model.parameters(), lr=1e-2))
+        found = next(model.parameters()).grad
+        assert (found is None) == (expected is None)
+        assert expected is None or torch.equal(found.clone(), expected)
+
+
 def test_steps_after_the_last_commit_with_an_extra_are_made_again(tmp_path: Path) -> None:
     """Only the program knows what its extra would be by then: the last moment that it named is the one that stays."""
     losses: list[float] = []

@@ -274,6 +274,10 @@ def test_parameters_that_share_memory_are_named(store: TieredStore) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     beside(model)
     zero.page(model, store)
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].weight = nn.Parameter(torch.ones(4).expand(4, 4))
+    with pytest.raises(MisuseError, match=r"'0.weight' has several elements in one place .*expanded.*\.contiguous\(\)"):
+        zero.page(model, store, name="expanded")
 
 
 @pytest.mark.parametrize(

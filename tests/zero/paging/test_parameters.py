@@ -139,6 +139,7 @@ READS: dict[str, Callable[[Model], Any]] = {
     "facts": lambda m: [(p.dtype, p.device, p.numel(), p.nbytes, p.element_size(), p.is_leaf, p.dim()) for p in m.parameters()],
     "recording": lambda m: [(p.detach().requires_grad, p.data.is_leaf, p.reshape(-1).is_leaf) for p in m.parameters()],
     "like": lambda m: [torch.zeros_like(p) for p in m.parameters()] + [m.extra.new_ones(3)],
+    "an element, like": lambda m: (m.extra.new_full((2,), m.extra.detach()[0, 0]), torch.full_like(m.extra, m.scale.detach())),
     "numpy": lambda m: [p.detach().numpy() for p in m.parameters()],
     "asarray": lambda m: np.asarray(m.extra.data) + np.asarray(m.extra.detach().t().t()),
     "lists": lambda m: (m.scale.tolist(), m.extra[0].tolist(), float(m.scale.detach()), bool(m.scale > 1), len(m.extra)),

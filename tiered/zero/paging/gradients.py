@@ -60,10 +60,10 @@ class GradientState:
     was kept of a former one is not taken for it. ``scales``: factors that the stored gradient has yet to be multiplied by;
     then, as fp32 where its type is narrower, by ``wide_scales``, which a scaled loss leaves once it was unscaled. ``norms``:
     its known norms. ``orders``: those that were asked for before, which are computed while a gradient is at hand; they will be
-    asked for when it has been multiplied by ``expected``, if it is as last time. ``finite``: whether the stored
-    gradient, as it is, has neither NaN nor infinity. ``accumulate``: the next gradient is added to it. ``spent``: an update
-    within backward used it up, and ``optimizer.step()`` was not called since. ``used``: a step was made with it, or it was
-    unscaled for one, so no commit keeps it. ``adding``: the stored gradient is not in
+    asked for when it has been multiplied by ``expected``, if it is as last time. ``finite``: whether the stored gradient, as
+    it is, has neither NaN nor infinity. ``accumulate``: the next gradient is added to it. ``spent``: an update within backward
+    used it up, and ``optimizer.step()`` was not called since. ``used``: a step was made with it, and it is as it was then;
+    ``unscaled``: for a step, which a scaler may leave out: no commit keeps either. ``adding``: the stored gradient is not in
     ``parameter.grad`` now, or only half added to; an interruption leaves it so. ``defined``: so is what autograd accumulates
     now; else ``parameter.grad`` stays what it is. ``unreduced``: this rank's sum of it is in ``LocalGradients``, and the mean
     over the ranks is not stored yet. ``taken``: the parameter has the hook that takes what autograd has accumulated.
@@ -81,6 +81,7 @@ class GradientState:
     finite: bool = True
     spent: bool = False
     used: bool = False
+    unscaled: bool = False
     adding: bool = False
     defined: bool = False
     unreduced: bool = False
@@ -167,7 +168,7 @@ class UnitGradients:
         elif not state.marker.is_inference():
             torch.autograd.graph.increment_version(state.marker)
         state.marker.of_graph = state.marker.of_graph or of_graph
-        state.used = False
+        state.used = state.unscaled = False
         placement.grad = state.marker
 
     def shown(self, placement: Placement) -> StoredTensor | None:
@@ -380,6 +381,8 @@ class UnitGradients:
 
         def scale() -> None:
             state.scales, state.wide_scales, state.norms = list(scales), list(wide_scales), dict(norms)
+            if state.used:
+                state.used = state.unscaled = False
 
         return scale
 
@@ -398,7 +401,7 @@ class UnitGradients:
 
         def unscale() -> None:
             state.norms, state.expected, state.wide_scales = dict(norms), factor, list(wide_scales)
-            state.used = True  # also where the scaler leaves the step out
+            state.unscaled = True
 
         return finite, unscale
 
@@ -462,7 +465,10 @@ class UnitGradients:
     def is_kept(self, placement: Placement) -> bool:
         """Return whether a commit keeps the gradient, for more of the step to be added to it: not one that a step has used, to
         which a loop that starts with the commit would add, where it calls ``zero_grad`` after it."""
-        return self.was_added_to(placement) or (self.has(placement) and not self.states[placement].used)
+        if not self.has(placement):
+            return self.was_added_to(placement)
+        state = self.states[placement]
+        return state.adding or not (state.used or state.unscaled)
 
     def close_step(self, placement: Placement) -> None:
         """Forget a gradient that an update within backward used up, because the step is over."""

@@ -204,7 +204,7 @@ def refuse_transforms() -> None:
     if torch._C._are_functorch_transforms_active():
         raise MisuseError(
             "a paged model cannot compute within torch.func.grad, vmap, jvp and the like, which need all parameters at a time: "
-            "use torch.autograd, or transform a function of copies of the parameters (parameter.clone())"
+            "use torch.autograd, or a model in memory (copy.deepcopy(model))"
         )
 
 

@@ -407,7 +407,12 @@ def _call(call: Call) -> Any:
     if name in GEOMETRY:
         return func(*changed(args, geometry_of), **changed(kwargs, geometry_of))
     if name in LIKE and "out" not in kwargs:
-        return func(*changed(args, geometry_of), **{"device": stored[0].source.device, **changed(kwargs, geometry_of)})
+        of = first if args else kwargs.get("input")
+
+        def given(value: Any) -> Any:
+            return value.clone() if value is not of and isinstance(value, StoredTensor) else geometry_of(value)
+
+        return func(*changed(args, given), **{"device": stored[0].source.device, **changed(kwargs, given)})
     if func is torch.autograd.grad:
         return _gradients(call, stored)
     if name == "backward" and any(map(_is_own, leaves(kwargs.get("inputs")))):
