@@ -8,13 +8,13 @@ is leased; ``bench/optimum.py`` says how few bytes that takes in the whole budge
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import sys
 from contextlib import ExitStack
 
 from bench.command import tiered
 from bench.watched import least_of_round, watch
+from tiered.cli.arguments import Parser
 from tiered.cli.bench import command
 from tiered.cli.bench.train import WARM_UP
 from tiered.cli.bench.trainer import Trainer, TrainerOptions
@@ -37,7 +37,7 @@ def optimum(options: TrainerOptions) -> float:
 
 def options_of(arguments: list[str]) -> TrainerOptions:
     """As the command reads them."""
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     command.add_parser(parser.add_subparsers())
     parsed = parser.parse_args(["bench", "train", *arguments])
     found: TrainerOptions = command.options_of(TrainerOptions, parsed)

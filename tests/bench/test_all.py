@@ -10,12 +10,18 @@ from pathlib import Path
 import pytest
 
 import bench
+import bench.train
 
 
 @pytest.mark.parametrize("name", [found.name for found in pkgutil.iter_modules(bench.__path__)])
 def test_it_imports(name: str) -> None:
     module = importlib.import_module(f"bench.{name}")
     assert module.__doc__, "what it measures, and how to run it"
+
+
+def test_the_page_of_a_training_reads_the_options_of_the_command() -> None:
+    found = bench.train.options_of(["--layers", "2", "--dram", "8MiB"])
+    assert (found.shape.layers, found.pool) == (2, 8 << 20)
 
 
 @pytest.mark.parametrize("name", ["calls", "engine", "leases"])
