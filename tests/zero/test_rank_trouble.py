@@ -486,8 +486,8 @@ def test_acknowledged_commits_are_not_dropped_for_one_rank(tmp_path: Path) -> No
         assert there == [f"manifest.{number}" for number in (2, 3, 4, 5)]
 
 
-def kept_gradients(rank: int, folder: Path, where: Path, source: Path | None) -> Any:
-    """They are there after ``step()``, whose update is pending, and one more backward pass adds to them."""
+def kept_gradients(rank: int, folder: Path, where: Path, source: Path | None, stepped: bool) -> Any:
+    """A commit after a backward pass, or after the step that used it and whose update is pending; then another pass."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 40))
     with zero.open_store(where, dram="4MiB") as store:
@@ -498,18 +498,23 @@ def kept_gradients(rank: int, folder: Path, where: Path, source: Path | None) ->
             zero.resume(model, optimizer)
         else:
             model(torch.ones(2, 40)).square().mean().backward()
-            optimizer.step()
+            if stepped:
+                optimizer.step()
             zero.commit(model, optimizer)
+            if stepped:
+                optimizer.zero_grad()
         model(torch.ones(2, 40)).square().mean().backward()
         found = [optimizer.grad(parameter) for parameter in model.parameters()]
         store.close()
     return found
 
 
-def test_gradients_that_a_pending_step_used_are_taken_over(tmp_path: Path) -> None:
-    had = on_ranks(2, kept_gradients, tmp_path / "a", tmp_path / "old", None)
-    has = on_ranks(1, kept_gradients, tmp_path / "b", tmp_path / "new", tmp_path / "old")
+@pytest.mark.parametrize("stepped", [False, True], ids=("to_be_added_to", "used_by_a_pending_step"))
+def test_gradients_of_several_ranks_are_taken_over_until_a_step_uses_them(tmp_path: Path, stepped: bool) -> None:
+    had = on_ranks(2, kept_gradients, tmp_path / "a", tmp_path / "old", None, stepped)
+    has = on_ranks(1, kept_gradients, tmp_path / "b", tmp_path / "new", tmp_path / "old", stepped)
     for one, other in zip(had[0], has[0], strict=True):
+        assert one.any()
         assert torch.equal(one, other)
 
 
