@@ -27,14 +27,14 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from tiered.errors import MisuseError, expect_type
-from tiered.planning.notes import NotingRanks, NotingStore, OperationKind, StepNotes, TensorForm, WorkNote
+from tiered.planning.notes import Alive, NotingRanks, NotingStore, OperationKind, StepNotes, TensorForm, WorkNote
 from tiered.planning.sizes import sizes_of
 from tiered.types import TensorSpec
 from tiered.zero.optimizers.paged import PagedUpdates
 from tiered.zero.optimizers.updates import Group
 from tiered.zero.paging.pager import Pager, PagerConfig, Paging
 from tiered.zero.paging.sharding import Partition, Sharded, Stage3, Unsharded
-from tiered.zero.paging.units import Limits, Policy, divide
+from tiered.zero.paging.units import NOTHING_ABSENT, Absent, Limits, ModelPlan, Policy, divide
 from tiered.zero.rules.rule import UpdateRule
 
 __all__ = ["Activations", "Loss", "TrainingSetup", "Update", "dry_run", "on_meta"]
@@ -50,7 +50,7 @@ BEFORE = 1
 class TrainingSetup:
     """How a model is trained in a store of ``pool`` bytes: divided into units by ``limits`` and ``policy``, and updated by
     ``rule``; ``passes`` forwards and backwards make a step. ``update`` is as in ``zero.AdamW``, ``activations`` and
-    ``micro_batch`` are as in ``zero.page``; ``ranks``: of so many, with ZeRO stage 3, one."""
+    ``micro_batch`` are as in ``zero.page``; ``ranks``: of so many, with ZeRO stage 3, one. ``absent``: as in ``divide``."""
 
     pool: int
     limits: Limits
@@ -62,6 +62,16 @@ class TrainingSetup:
     micro_batch: int = 1
     ranks: int = 1
     name: str = "model"
+    absent: Absent = NOTHING_ABSENT
+
+    @property
+    def computes_again(self) -> bool:
+        """Whether backward computes the inside of modules again."""
+        return self.activations == "recompute" or self.micro_batch > 1
+
+    def divided(self, model: nn.Module) -> ModelPlan:
+        """Return the units of a model."""
+        return divide(model, self.limits, {}, self.policy, self.ranks, absent=self.absent)
 
 
 class _Optimizer:
@@ -105,10 +115,11 @@ def on_meta(model: nn.Module) -> nn.Module:
 
 
 def dry_run(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Loss, target: Any, training: TrainingSetup
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Loss, target: Any, training: TrainingSetup,
+    *, follow: bool = False,
 ) -> StepNotes:
     """Train a copy of ``model``, which is on the meta device, with these arguments and ``loss(output, target)``, and return
-    what a step asks of its store.
+    what a step asks of its store. ``follow``: the notes say of each operation what is alive.
 
     Raises MisuseError where the model cannot run without values, with the reason, and what paging it raises.
     """
@@ -116,14 +127,13 @@ def dry_run(
     try:
         with torch.enable_grad(), closing(NotingStore(training.pool)) as store:
             optimizer, live = _paged(paged, store, training), _Live(store)
-            store.put_away = live.watch
+            store.put_away, store.alive = live.watch, live.since if follow else None
             for number in range(BEFORE + 1):
                 store.step_begins()
                 for _ in range(training.passes):
                     with _whole_sequences(), _Attention(), live if number == BEFORE else _Uncompiled():  # type: ignore[no-untyped-call]
                         value = loss(paged(*args, **kwargs), target)
                         expect_type(value, torch.Tensor, "what loss(output, target) returns is a tensor")
-                        store.step.saved = live.look()
                         store.turn(backward=True)
                         _backward(value)
                         store.turn(backward=False)
@@ -146,7 +156,7 @@ def _paged(model: nn.Module, store: NotingStore, training: TrainingSetup) -> _Op
     partition: Partition = Unsharded()
     if training.ranks > 1:
         partition = Sharded(NotingRanks(store, training.ranks), Stage3())
-    plan = divide(model, training.limits, {}, training.policy, training.ranks)
+    plan = training.divided(model)
     for unit in plan.units:
         store.have(f"{training.name}/param/{unit.name}", TensorSpec("uint8", (unit.share_nbytes,), 1))
     for chunk in (chunk for unit in sizes_of(plan, training.name, training.rule) for chunk in unit.chunks):
@@ -202,7 +212,7 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, store: NotingStore) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._store = store
-        self._alive = self.peak = 0
+        self._alive = self._most = self.peak = 0
         self._seen: dict[int, int] = {}
         self._unused: set[int] = set()
         self._watched: dict[int, StorageWeakRef] = {}
@@ -247,9 +257,10 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._unused.discard(storage._cdata)
             nbytes = self._seen[storage._cdata] = storage.nbytes()
             self._alive += nbytes
-            if self._alive > self.peak:
+            if self._alive > self._most:
                 self._sweep()
-                self.peak = max(self.peak, self._alive)
+                self._most = max(self._most, self._alive)
+                self.peak = max(self.peak, self._most)
 
     def watch(self, tensor: torch.Tensor) -> None:
         """Look whether the memory of ``tensor`` was freed that will have weak references, as saved activations have: in torch
@@ -262,6 +273,11 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the bytes that are alive now."""
         self._sweep()
         return self._alive
+
+    def since(self) -> Alive:
+        """Return what is alive now, and the most since the last call."""
+        most, self._most = self._most, self.look()
+        return Alive(self._most, max(most, self._most))
 
     def _sweep(self) -> None:
         """Count without the memory that was freed."""

@@ -25,8 +25,8 @@ from tiered.zero.collectives import Agree, CollectiveProgress, Ranks, Under
 from tiered.zero.paging.unit import Unit
 
 __all__ = [
-    *("AheadNote", "Cost", "CreateNote", "DeleteNote", "EndNote", "LeaseNote", "NotingRanks", "NotingStore", "Operation"),
-    *("OperationKind", "PauseNote", "StepNotes", "TensorForm", "WorkNote", "in_groups"),
+    *("AheadNote", "Alive", "Cost", "CreateNote", "DeleteNote", "EndNote", "LeaseNote", "NotingRanks", "NotingStore"),
+    *("Operation", "OperationKind", "PauseNote", "StepNotes", "TensorForm", "WorkNote", "in_groups"),
 ]
 
 
@@ -120,21 +120,30 @@ class PauseNote(NamedTuple):
     cost: Cost
 
 
+class Alive(NamedTuple):
+    """Bytes that are alive after an operation, and at most since the one before."""
+
+    now: int
+    most: int
+
+
 Operation = CreateNote | LeaseNote | EndNote | DeleteNote | AheadNote | WorkNote | PauseNote
 
 
 @dataclass
 class StepNotes:
     """What one training step asks of a store, in order; the next one asks the same. ``initial``: the bytes of the tensors that
-    there are before it, by key; ``activations``: of those that wait in the store within it. ``saved``: bytes that are alive
-    when backward begins; ``peak``: at most at any time; both of tensors that the passes made, without parameters and with one
-    gradient at a time."""
+    there are before it, by key; ``activations``: of those that wait in the store within it. ``peak``: bytes that are alive at
+    most, of tensors that the passes made, without parameters and with one gradient at a time. ``turns``: how many operations
+    there were at each beginning and each end of a backward pass; ``alive``: where that was asked for, of each operation the
+    bytes of such tensors."""
 
     operations: list[Operation] = field(default_factory=list)
     initial: dict[str, int] = field(default_factory=dict)
     activations: dict[str, int] = field(default_factory=dict)
-    saved: int = 0
     peak: int = 0
+    turns: list[int] = field(default_factory=list, compare=False)
+    alive: list[Alive] = field(default_factory=list, compare=False)
 
     @property
     def costs(self) -> Iterator[Cost]:
@@ -229,6 +238,8 @@ class NotingStore(SimulatedStore):
         """Memory of leases, by the number that stands for it."""
         self.put_away: Callable[[torch.Tensor], None] = lambda _: None
         """Is given an activation whose memory ends elsewhere than with the last tensor."""
+        self.alive: Callable[[], Alive] | None = None
+        """Returns what is alive, where that is to be written down."""
         self._there: dict[Key, TensorSpec] = {}
         self._converting: set[Key] = set()
         self._operations: list[OperationKind] = []
@@ -240,17 +251,23 @@ class NotingStore(SimulatedStore):
     def note(self, operation: Operation) -> None:
         """Write down what was asked, after what the model has computed until then."""
         self._end_pause()
-        self.step.operations.append(operation)
+        self._append(operation)
 
     def turn(self, backward: bool) -> None:
         """Note that a backward pass begins, or ends."""
         self._end_pause()
         self._backward = backward
+        self.step.turns.append(len(self.step.operations))
 
     def _end_pause(self) -> None:
         if self._operations:
-            self.step.operations.append(PauseNote(Cost(tuple(self._operations), self._backward)))
+            self._append(PauseNote(Cost(tuple(self._operations), self._backward)))
             self._operations = []
+
+    def _append(self, operation: Operation) -> None:
+        self.step.operations.append(operation)
+        if self.alive is not None:
+            self.step.alive.append(self.alive())
 
     def computed(self, operation: OperationKind) -> None:
         """Write down what the model computes."""

@@ -638,7 +638,7 @@ def plan(
     ]
     smallest_of = {way: planner.smallest(way, budget) for way in ways}
     smallest = min(smallest_of.values())
-    parameters, enough = subject.parameters, planner.enough(smallest)
+    parameters, enough = subject.parameters, planner.enough(min(planner.smallest(way) for way in ways))
     if budget < smallest:
         return Plan(
             model=subject.name, parameters=parameters, tokens=tokens, optimizer=optimizer, machine=found, smallest=smallest,

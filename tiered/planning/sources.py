@@ -17,7 +17,8 @@ from torch import nn
 
 from tiered.errors import MisuseError, one_of, path_of, quoted, whole_number
 from tiered.integrations.hub import folder_of
-from tiered.planning.dry_run import Loss, TrainingSetup, dry_run, on_meta
+from tiered.planning.dry_run import Loss, TrainingSetup, on_meta
+from tiered.planning.layers import train
 from tiered.planning.notes import StepNotes
 
 __all__ = ["Numbers", "Subject", "Workload", "model_of_folder", "subject_of"]
@@ -141,7 +142,7 @@ class Subject:
 
     def train(self, training: TrainingSetup) -> StepNotes:
         """Return what a step of a training asks of its store. Raises as ``dry_run``."""
-        return dry_run(self.model, self.args, self.kwargs, self.loss, self.target, training)
+        return train(self.model, self.args, self.kwargs, self.loss, self.target, training)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -30,7 +30,9 @@ from tiered.packing.quantised import QUANTIZE, Loss, Packing, Quantize, packing_
 
 __all__ = [
     "ALL",
+    "NOTHING_ABSENT",
     "PARAMETER_ALIGNMENT",
+    "Absent",
     "Limits",
     "ModelPlan",
     "Placement",
@@ -38,6 +40,7 @@ __all__ = [
     "Sliced",
     "Slicing",
     "UnitPlan",
+    "aligned_size",
     "divide",
     "even_chunks",
     "experts_of",
@@ -118,6 +121,22 @@ class Limits:
         chunk = max(4096, min(LARGEST_CHUNK, part) // 4096 * 4096) // 4
         fits = shares > 1 and 4 * shares * SHARE_STEP <= pool // share  # the smallest unit there may be, in fp32
         return cls(pool // share, chunk, SHARE_STEP if fits else OLDER_SHARE_STEP)
+
+
+class Absent(NamedTuple):
+    """Bytes of parameters that were below the module at ``path``, and are not there: of those that are whole, and of those that
+    are sliced."""
+
+    path: str
+    whole: int
+    sliced: int
+
+    def is_below(self, prefix: str) -> bool:
+        """Return whether they were below the module at ``prefix``."""
+        return f"{self.path}.".startswith(f"{prefix}." if prefix else "")
+
+
+NOTHING_ABSENT = Absent("", 0, 0)
 
 
 @dataclass(eq=False)
@@ -516,13 +535,15 @@ def divide(
     slicing: Slicing | None = None,
     *,
     largest_alone: bool = False,
+    absent: Absent = NOTHING_ABSENT,
 ) -> ModelPlan:
     """Divide ``model``'s parameters into units of at most ``limits.unit`` bytes where a single parameter allows it.
 
     ``strides``: those of parameters that do not show their own, because they were released. ``shares``: by how many ranks each
     unit is divided in turn; then parameters of different types, and those that need no gradient, are in units of their own, and
     none is sliced. ``slicing``: which may be (None: all that can). ``largest_alone``: of each weight that is sliced, make the
-    first slice alone, which is as large as any: enough to say what budget the model needs.
+    first slice alone, which is as large as any: enough to say what budget the model needs. ``absent``: of a part of a model,
+    what else there is of it: the part is divided as it is in the whole.
     """
     order = {parameter: index for index, parameter in enumerate(model.parameters())}
     plan, limit = ModelPlan([], {}, limits), limits.unit
@@ -557,11 +578,12 @@ def divide(
         mine = fresh(module.named_parameters(prefix))
         if not mine:
             return
-        if is_called(module) and sum(_size(p) for _, p in mine) <= limit:
+        more = absent.whole if absent.is_below(prefix) else 0
+        if is_called(module) and sum(aligned_size(p) for _, p in mine) + more <= limit:
             make(prefix or ".", mine)
             return
         direct = fresh(module.named_parameters(prefix, recurse=False))
-        if direct and sum(_size(p) for _, p in direct) <= limit:
+        if direct and sum(aligned_size(p) for _, p in direct) <= limit:
             make(direct[0][0] if len(direct) == 1 else f"{prefix}.*".lstrip("."), direct)
         else:
             for name, parameter in direct:
@@ -580,7 +602,7 @@ def divide(
         most = 1 if largest_alone else None
         one = plan.sliced[parameter] = Sliced(parameter, name, policy.stored(parameter.dtype), rows, most)
         plan.units += [made(placement.name, [placement]) for placement in one.placements(order[parameter], quantize)]
-    _hold(model, home, limit, plan)
+    _hold(model, home, limit, plan, absent)
     return plan
 
 
@@ -672,32 +694,34 @@ def is_called(module: nn.Module) -> bool:
     return getattr(type(module), "forward", None) is not nn.Module.forward  # a scripted module has it in no attribute
 
 
-def _hold(model: nn.Module, home: dict[nn.Parameter, int], limit: int, plan: ModelPlan) -> None:
+def _hold(model: nn.Module, home: dict[nn.Parameter, int], limit: int, plan: ModelPlan, absent: Absent) -> None:
     """Fill ``plan.held``: a module holds the units of its own parameters, and where all parameters below it fit the limit,
     theirs too."""
 
-    def visit(module: nn.Module, seen: set[nn.Module]) -> list[nn.Parameter]:
+    def visit(module: nn.Module, prefix: str, seen: set[nn.Module]) -> list[nn.Parameter]:
         """Return the parameters that the nearest enclosing module with a forward has to hold."""
         if module in seen:
             return []
         seen.add(module)
         own = list(module.parameters(recurse=False))
-        for child in module.children():
-            own += visit(child, seen)  # noqa: F821 - until the last call
+        for name, child in module.named_children():
+            own += visit(child, f"{prefix}.{name}".lstrip("."), seen)  # noqa: F821 - until the last call
         if not is_called(module):
             return own
         everything = list(module.parameters())
-        wanted = everything if sum(_size(p) for p in everything) <= limit else own
+        more = absent.whole + absent.sliced if absent.is_below(prefix) else 0
+        wanted = everything if sum(aligned_size(p) for p in everything) + more <= limit else own
         units = sorted({home[parameter] for parameter in wanted if parameter in home})  # without those that are sliced
         if units:
             plan.held[module] = units
         return []
 
-    visit(model, set())
+    visit(model, "", set())
     del visit  # as in ``held_together``
 
 
-def _size(parameter: nn.Parameter) -> int:
+def aligned_size(parameter: nn.Parameter) -> int:
+    """Return the bytes that a parameter takes in a unit."""
     return _round_up(parameter.numel() * parameter.dtype.itemsize, PARAMETER_ALIGNMENT)
 
 

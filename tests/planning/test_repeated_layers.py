@@ -1,0 +1,162 @@
+"""Layers that are alike: the notes of a model that four of its layers were trained for are those of the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.quick import quick
+from tiered.planning import layers
+from tiered.planning.dry_run import TrainingSetup, dry_run
+from tiered.planning.layers import KEPT, train
+from tiered.planning.sources import Numbers, Subject, Workload, subject_of
+from tiered.zero.paging.units import Limits
+from tiered.zero.rules.known import CHOICES
+
+LAYERS = 9
+SHAPE: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "vocab_size": 300,
+    "max_position_embeddings": 128,
+}  # fmt: skip
+DEEPSEEK: dict[str, Any] = {
+    "moe_intermediate_size": 32, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2,
+    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "first_k_dense_replace": 2,
+}  # fmt: skip
+
+
+def of_transformers(kind: str, **more: Any) -> nn.Module:
+    import transformers
+
+    config = getattr(transformers, f"{kind.partition('For')[0]}Config")(**SHAPE, **more)
+    with torch.device("meta"):
+        made: nn.Module = getattr(transformers, kind)(config)
+    return made
+
+
+def gpt(gated: bool = False) -> nn.Module:
+    return Numbers(layers=LAYERS, width=64, heads=4, vocabulary=256, gated=gated).build()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "gpt": gpt,
+    "gated": lambda: gpt(gated=True),
+    "llama": lambda: of_transformers("LlamaForCausalLM", num_key_value_heads=2),
+    "bert": lambda: of_transformers("BertForMaskedLM"),
+    "experts": lambda: of_transformers(
+        "Qwen3MoeForCausalLM", num_key_value_heads=2, head_dim=16, moe_intermediate_size=32, num_experts=8,
+        num_experts_per_tok=2,
+    ),
+    "experts after dense layers": lambda: of_transformers("DeepseekV3ForCausalLM", num_key_value_heads=4, **DEEPSEEK),
+}  # fmt: skip
+SETUP = TrainingSetup(1 << 20, Limits.of(1 << 20), CHOICES["adamw"].usual)
+LARGER = replace(SETUP, pool=4 << 20, limits=Limits.of(4 << 20))
+SETUPS = {
+    "on fetch": SETUP,
+    "in backward": replace(SETUP, update="in_backward"),
+    "accumulates": replace(LARGER, passes=2),
+    "recompute": replace(LARGER, activations="recompute"),
+    "in two parts": replace(LARGER, micro_batch=2),
+    "cut": replace(SETUP, pool=256 << 10, limits=Limits.of(256 << 10)),
+}
+PAIRS = [(model, setup) for model in MODELS for setup in SETUPS]
+OTHERS = {("llama", "recompute"), ("llama", "in two parts"), ("experts", "recompute"), ("experts", "in two parts")}
+"""Whose forward, computed again, adds to a cache of keys and values: the whole model is trained."""
+REFUSED = {(model, setup) for model in MODELS for setup in ("recompute", "in two parts") if model.startswith("experts after")}
+"""What cannot be computed again without values."""
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The layers of each model that was trained."""
+    seen: list[int] = []
+
+    def noting(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        seen.append(max(len(module) for module in model.modules() if isinstance(module, nn.ModuleList)))
+        return dry_run(model, *args, **kwargs)
+
+    monkeypatch.setattr(layers, "dry_run", noting)
+    return seen
+
+
+def subject(model: nn.Module) -> Subject:
+    return subject_of(model, Workload(batch=2, sequence=16))
+
+
+def both(what: Subject, setup: TrainingSetup) -> tuple[Any, Any]:
+    asked = (what.model, what.args, what.kwargs, what.loss, what.target, setup)
+    return train(*asked), dry_run(*asked)
+
+
+@pytest.mark.parametrize(
+    ("model", "setup"),
+    quick(
+        [pair for pair in PAIRS if pair not in REFUSED],
+        [("gpt", "on fetch"), ("gated", "recompute"), ("experts", "in backward")],
+    ),
+)
+def test_notes_of_four_layers_are_those_of_all(trained: list[int], model: str, setup: str) -> None:
+    found, whole = both(subject(MODELS[model]()), SETUPS[setup])
+    assert found == whole
+    assert list(found.initial) == list(whole.initial)
+    if (model, setup) not in OTHERS:
+        first = 2 if model == "experts after dense layers" else 0
+        assert trained == [first + KEPT]
+
+
+class Loop(nn.Module):
+    """Layers that are alike, or nearly."""
+
+    def __init__(self, change: Callable[[nn.ModuleList], None], order: Callable[[Any], Any] = list) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1)) for _ in range(LAYERS))
+        self.order = order
+        change(self.layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.order(self.layers):
+            x = layer(x)
+        return x
+
+
+def shares(found: nn.ModuleList) -> None:
+    for layer in found[1:]:
+        layer[0].weight = found[0][0].weight
+
+
+def differs(found: nn.ModuleList) -> None:
+    found[4][1].p = 0.2
+
+
+def is_frozen(found: nn.ModuleList) -> None:
+    found[4][0].weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [shares, differs, is_frozen])
+def test_what_differs_from_layer_to_layer_is_trained_as_it_is(trained: list[int], change: Any) -> None:
+    what = subject_of(Loop(change), Workload(inputs=torch.zeros(4, 16)))
+    found, whole = both(what, SETUPS["cut"])
+    assert found == whole
+    assert trained[-1] == LAYERS
+
+
+def every_second(found: nn.ModuleList) -> list[nn.Module]:
+    return [*found[::2], *found[1::2]]
+
+
+def test_layers_in_another_order_are_trained_as_they_are(trained: list[int]) -> None:
+    what = subject_of(Loop(lambda _: None, every_second), Workload(inputs=torch.zeros(4, 16)))
+    found, whole = both(what, SETUPS["cut"])
+    assert found == whole
+    assert trained == [KEPT, LAYERS]
+
+
+def test_where_activations_wait_in_the_store_the_whole_model_says_which(trained: list[int]) -> None:
+    found, whole = both(subject(gpt()), replace(LARGER, activations="store"))
+    assert found == whole
+    assert trained == [LAYERS]
