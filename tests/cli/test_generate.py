@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 from tests import programs  # noqa: E402
 from tests.programs import ONE_THREAD  # noqa: E402
 from tests.quick import quick  # noqa: E402
-from tiered import MisuseError, TieredStore  # noqa: E402
+from tiered import CapacityError, MisuseError, TieredStore  # noqa: E402
 from tiered.cli.generate.answers import Answer, Pace  # noqa: E402
 from tiered.cli.generate.live import Display  # noqa: E402
 from tiered.cli.generate.summary import GenerationSummary, describe  # noqa: E402
@@ -502,3 +502,15 @@ def test_the_tokens_of_several_answers_are_counted_together() -> None:
 
     assert "(0.50 tokens/s): computing" in told(1)
     assert "(1.50 tokens/s of all 3 together): computing" in told(3)
+
+
+def test_the_budget_that_is_named_is_one_that_an_import_can_be_for(tmp_path: Path) -> None:
+    """An import divides a weight into slices of 512 rows at least, so that no unit, however small, serves each budget."""
+    wide = LlamaConfig(hidden_size=256, intermediate_size=2048, num_hidden_layers=1, **SIZES)
+    LlamaForCausalLM(wide).save_pretrained(tmp_path / "model")
+    for unit, said in (("64KiB", "the smallest that works is"), ("64MiB", "anew it works with")):
+        assert main(["import", str(tmp_path / "model"), str(tmp_path / unit), "--unit", unit]) == 0
+        refused = pytest.raises(CapacityError, match=f"{said} 6,291,456 bytes")
+        with TieredStore.open(tmp_path / unit, dram="1MiB", access="read") as store, refused:
+            open_model(store)
+    assert main(["generate", str(tmp_path / "64KiB"), "--prompt", PROMPT, "--tokens", "2", "--dram", "6291456"]) == 0

@@ -41,6 +41,7 @@ def test_without_a_command_the_help_is_printed(words: list[str], usage: str, cap
         (["bench", "stor"], "tiered bench: unknown command 'stor', did you mean store? (help: tiered bench --help)"),
         (["train", "--layer", "3"], "tiered train: unknown option --layer, did you mean --layers? (help: tiered train --help)"),
         (["train", "--step=3"], "tiered train: unknown option --step, did you mean --steps? "),
+        (["generate", "store/", "--promt", "The sea"], "tiered generate: unknown option --promt, did you mean --prompt?"),
         (["ls", "state", "--gen", "7"], "tiered ls: unknown option --gen"),
         (["verify", "state", "other"], "tiered verify: unexpected argument 'other' "),
         (["verify"], "tiered verify: the following arguments are required: STORE "),

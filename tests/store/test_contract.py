@@ -278,6 +278,21 @@ def test_statistics(store: TieredStore, chain: Chain) -> None:
     assert found.stalled == found.stalled_for_reads + found.stalled_for_room
 
 
+def test_planning_an_order_is_no_wait_for_bytes(tmp_path: Path) -> None:
+    with TieredStore.open(tmp_path, dram="1MiB", durability="none") as store:
+        keys = [f"t{number}" for number in range(64)]
+        for key in keys:
+            store.put(key, torch.ones(8))
+        store.follow(keys)
+        for key in keys:
+            with store.lease(key):
+                pass
+        store.follow(keys[::-1])
+        found = store.statistics()
+    assert (found.misses, found.links[-1].up.transfers) == (0, 0)
+    assert found.stalled_for_reads == 0
+
+
 @pytest.mark.parametrize(("written", "nbytes"), [("1GiB", 1 << 30), ("500MB", 500_000_000), (123, 123), ("1.5KiB", 1536)])
 def test_sizes(written: int | str, nbytes: int) -> None:
     """"Sizes are accepted as "1GiB", "500MB" or ints (bytes)." """

@@ -165,7 +165,7 @@ class Trainer:
     def nothing_is_held(self) -> None:
         gc.collect()
         held = self.store.statistics().tiers[0].held
-        assert held == 0, f"{held} bytes are held"
+        assert held == 0, f"{held} copies are held"
 
     def close(self) -> None:
         self.store.close()

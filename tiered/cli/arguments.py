@@ -8,7 +8,7 @@ import difflib
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
@@ -96,6 +96,7 @@ class Parser(argparse.ArgumentParser):
 
     earlier: Spelling | None = None
     named: Mapping[str, str] = MappingProxyType({})
+    _words: Sequence[str] = ()
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **{"allow_abbrev": False, **keywords})
@@ -107,12 +108,18 @@ class Parser(argparse.ArgumentParser):
             options, words = corrected
             line = shlex.join([*launched().command, *self.prog.split()[1:], *words])
             self.error(f"{' and '.join(options)} {'is' if len(options) == 1 else 'are'} written differently now: {line}")
+        self._words = [word for word in args or () if isinstance(word, str)]
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Exit with code 2. Of several ranks, which all have the same command line, the first one prints."""
         if launched().rank > 0:
             self.exit(2)
+        words, self._words = self._words, ()
+        if "required" in message:  # what is missing may be there, and mistyped
+            known = self._option_string_actions
+            options = (word for word in words if word.startswith("--") and word != "--")
+            self.refuse_unknown(word for word in options if word.partition("=")[0] not in known)
         self.exit(2, f"{self.prog}: {message.removeprefix('argument ')} (help: {self.prog} --help)\n")
 
     def refuse_unknown(self, words: Iterable[str]) -> None:

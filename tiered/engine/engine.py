@@ -306,6 +306,8 @@ class Engine:
             self.recorder.granted(request.sequence, request.keys, request.tier, request.access, asked)
 
     def _stalled(self, request: Request, seconds: float, for_room: bool) -> None:
+        if not request.moves:
+            return
         if for_room:
             self.stalled_for_room += seconds
         else:

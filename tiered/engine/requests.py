@@ -42,6 +42,9 @@ class Request(Ticket):
     deferred = False
     """``attempt`` takes long, or has more than one step: the request is abandoned by the engine's thread, too."""
 
+    moves = True
+    """Whether the caller waits for bytes, or for room, and not for what the engine's thread computes."""
+
     on_done: Callable[[], None] | None = None
 
     def attempt_here(self, state: EngineState) -> bool:
@@ -386,6 +389,8 @@ class Offload(Request):
 
 class Work(Request):
     """Runs ``work`` whole in the engine's thread; ``what`` names it in errors."""
+
+    moves = False
 
     def __init__(self, what: str, work: Callable[[], None]) -> None:
         super().__init__()

@@ -802,10 +802,11 @@ def _faster(
     found = []
     if (update is None) is not (activations is None):  # who names both has chosen
         modes_of_step: Sequence[Update] = get_args(Update) if planner.passes == 1 else ["on_fetch"]  # else a backward is a step
+        modes_of_step = [update] if update else modes_of_step
         modes: list[Choice] = [
             replace(chosen.choice, update=one, activations=way)
             for one in modes_of_step
-            for way in get_args(Activations)
+            for way in ([activations] if activations else get_args(Activations))
             if way == chosen.choice.activations or (way == "memory" and chosen.choice.saves)  # the others are not faster
         ]
         for mode in modes if chosen.waiting > 0.1 * chosen.seconds or chosen.choice.saves else ():

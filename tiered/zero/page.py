@@ -1005,7 +1005,10 @@ def _refuse_small_pool(
             f"{needed:,} bytes (its largest unit, {largest.name!r}, has {largest.nbytes:,})"
         )
         if options.existing == "resume":
-            anew = replace(options, existing="refuse", source=None)
+            paging = options.paging
+            if store.access is Access.READ:  # as an import divides it, whose slices have more rows than training needs
+                paging = replace(paging, slice_weights=True, largest_unit=paging.largest_unit or Limits.of(pool, shares).unit)
+            anew = replace(options, existing="refuse", source=None, paging=paging)
             limits, slicing = _ways(model, store, anew, Limits.of(pool, shares), {}, shares)
             fresh = divide(model, limits, {}, options.policy, shares, slicing)
             least = smallest_pool(fresh, model, saves=saves, shares=shares, beside=store.access is Access.READ)
