@@ -119,7 +119,8 @@ def commit(
     that no step has used yet, so that ``zero_grad`` may stand anywhere in a loop, step counts and param groups,
     ``scheduler``, ``scaler``, the random states of Python, NumPy and torch, the position of ``data`` (a ``torch.Generator``,
     or what has ``state_dict``), and ``extra``: JSON values, tuples, tensors. So are all other tensors of the store, and in
-    one process its other models, with what was given for these last; those that have an ``extra`` have a call of their own.
+    one process its other models, with what was given for these last, where ``zero.resume`` or a step said what that is; those
+    that have an ``extra`` have a call of their own.
     Costs what is still dirty in memory. Between steps, or between backward and ``step()``; not within forward or backward.
     After an exception in one of these call ``optimizer.zero_grad()`` first (with ``update="in_backward"``, ``rollback``).
 
