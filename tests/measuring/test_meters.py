@@ -62,6 +62,15 @@ def test_what_was_used_between_two_readings() -> None:
     assert after.until(after).kernel_bytes == 0
 
 
+def test_bytes_of_the_disk_are_the_stores_alone() -> None:
+    """The kernel counts what the process reads beside the store, and not what the page cache had."""
+    beside = meters.Usage(1.0, 0.5, read=0, written=100, kernel_read=2_088_960, kernel_written=4196)
+    assert (beside.disk_read, beside.disk_written) == (0, 100)
+    cached = meters.Usage(1.0, 0.5, read=4096, written=100, kernel_read=0, kernel_written=50)
+    assert (cached.disk_read, cached.disk_written) == (0, 50)
+    assert (meters.Usage(1.0, 0.5, 5, 6, None, None).disk_read, cached.counted_by) == (5, "kernel")
+
+
 def test_engines_that_do_not_work_are_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fio, "ENGINES", ("libaio", "nonsense", "sync"))
 

@@ -151,13 +151,14 @@ class Usage:
 
     @property
     def disk_read(self) -> int:
-        """Bytes read from drives, by the kernel's count where it has one."""
-        return self.read if self.kernel_read is None else self.kernel_read
+        """Bytes that the store read from drives, by the kernel's count where it has one: fewer than ``read`` where the page
+        cache had some. What the process read beside the store, such as modules that are loaded late, counts in neither."""
+        return self.read if self.kernel_read is None else min(self.read, self.kernel_read)
 
     @property
     def disk_written(self) -> int:
-        """Bytes written to drives, by the kernel's count where it has one."""
-        return self.written if self.kernel_written is None else self.kernel_written
+        """Bytes that the store wrote to drives, likewise."""
+        return self.written if self.kernel_written is None else min(self.written, self.kernel_written)
 
     @property
     def stalled(self) -> float:
