@@ -106,7 +106,7 @@ def test_notes_of_four_layers_are_those_of_all(trained: list[int], model: str, s
     assert list(found.initial) == list(whole.initial)
     if (model, setup) not in OTHERS:
         first = 2 if model == "experts after dense layers" else 0
-        assert trained == [first + KEPT]
+        assert trained == [first + KEPT, first + KEPT - 1]
 
 
 class Loop(nn.Module):
@@ -114,14 +114,22 @@ class Loop(nn.Module):
 
     def __init__(self, change: Callable[[nn.ModuleList], None], order: Callable[[Any], Any] = list) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.1)) for _ in range(LAYERS))
+        self.before = nn.Linear(64, 64)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1)) for _ in range(LAYERS))
         self.order = order
         change(self.layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
         for layer in self.order(self.layers):
-            x = layer(x)
+            x = x + layer(x)
         return x
+
+
+def test_a_loop_over_layers_is_trained_with_four(trained: list[int]) -> None:
+    found, whole = both(subject_of(Loop(lambda _: None), Workload(inputs=torch.zeros(4, 64))), SETUPS["cut"])
+    assert found == whole
+    assert trained == [KEPT, KEPT - 1]
 
 
 def shares(found: nn.ModuleList) -> None:
@@ -139,7 +147,33 @@ def is_frozen(found: nn.ModuleList) -> None:
 
 @pytest.mark.parametrize("change", [shares, differs, is_frozen])
 def test_what_differs_from_layer_to_layer_is_trained_as_it_is(trained: list[int], change: Any) -> None:
-    what = subject_of(Loop(change), Workload(inputs=torch.zeros(4, 16)))
+    what = subject_of(Loop(change), Workload(inputs=torch.zeros(4, 64)))
+    found, whole = both(what, SETUPS["cut"])
+    assert found == whole
+    assert trained[-1] == LAYERS
+
+
+class Gathers(Loop):
+    """Computes with what all layers gave, together."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found, x = [], self.before(x)
+        for layer in self.layers:
+            found.append(x := x + layer(x))
+        return torch.stack(found).sum(0)
+
+
+class Counts(Loop):
+    """Computes with as many numbers as there are layers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = super().forward(x) * torch.ones(len(self.layers), 64, device=x.device).mean(0)
+        return found
+
+
+@pytest.mark.parametrize("kind", [Gathers, Counts])
+def test_what_depends_on_the_number_of_layers_is_trained_as_it_is(trained: list[int], kind: type[Loop]) -> None:
+    what = subject_of(kind(lambda _: None), Workload(inputs=torch.zeros(4, 64)))
     found, whole = both(what, SETUPS["cut"])
     assert found == whole
     assert trained[-1] == LAYERS
@@ -150,10 +184,10 @@ def every_second(found: nn.ModuleList) -> list[nn.Module]:
 
 
 def test_layers_in_another_order_are_trained_as_they_are(trained: list[int]) -> None:
-    what = subject_of(Loop(lambda _: None, every_second), Workload(inputs=torch.zeros(4, 16)))
+    what = subject_of(Loop(lambda _: None, every_second), Workload(inputs=torch.zeros(4, 64)))
     found, whole = both(what, SETUPS["cut"])
     assert found == whole
-    assert trained == [KEPT, LAYERS]
+    assert trained == [KEPT, KEPT - 1, LAYERS]
 
 
 def test_where_activations_wait_in_the_store_the_whole_model_says_which(trained: list[int]) -> None:

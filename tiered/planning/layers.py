@@ -3,9 +3,10 @@
 A step of a deep model repeats itself: in forward each layer asks what the one before has asked, and in backward the other way
 round. So a model with the first two and the last two of a run of layers that are alike is trained without memory
 (``dry_run``), and what the second one asks is repeated for each that was left out. That is done where the second and the third
-of the four ask the same, as seen from each, and where the four are divided into units as in the whole model; the notes are then
-those of the whole model, operation by operation. Else the whole model is trained; so it is where activations wait in the store,
-because all layers together decide which of them stay in memory.
+of the four ask the same, as seen from each; where what comes before and after the layers does not depend on their number, as a
+model with three of them shows; and where the four are divided into units as in the whole model. The notes are then those of
+the whole model, operation by operation. Else the whole model is trained; so it is where activations wait in the store, because
+all layers together decide which of them stay in memory.
 """
 
 from __future__ import annotations
@@ -39,22 +40,34 @@ def train(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Loss, target: Any, training: TrainingSetup
 ) -> StepNotes:
     """Return what a step asks of its store, as ``dry_run`` does, and raises; sooner where many layers are alike."""
+    def of(part: nn.Module, setup: TrainingSetup, **follow: bool) -> StepNotes:
+        return dry_run(part, args, kwargs, loss, target, setup, **follow)
+
     run = _longest_run(model) if training.activations != "store" else None
     if run is not None:
-        plan, short = training.divided(model), run.shortened(model)
-        of_short = replace(training, absent=run.absent(model, plan))
+        plan, (short, fewer) = training.divided(model), (run.shortened(model, kept) for kept in (KEPT, KEPT - 1))
+        of_short, of_fewer = (replace(training, absent=run.absent(model, plan, kept)) for kept in (KEPT, KEPT - 1))
         if run.divides_alike(model, plan, short, of_short.divided(short), training):
             try:
-                notes = dry_run(short, args, kwargs, loss, target, of_short, follow=True)
+                notes, checked = of(short, of_short, follow=True), of(fewer, of_fewer)
             except MisuseError:  # of the whole model the reason may be another one
-                return dry_run(model, args, kwargs, loss, target, training)
-            parameters = {f"{training.name}/param/{unit.name}": unit.share_nbytes for unit in plan.units}
-            chunks = (chunk for unit in sizes_of(plan, training.name, training.rule) for chunk in unit.chunks)
-            states = {key: spec.nbytes for chunk in chunks for key, spec in chunk.items()}
-            found = _Lengthened(run, notes, training.computes_again).whole([parameters, states])
-            if found is not None:
-                return found
-    return dry_run(model, args, kwargs, loss, target, training)
+                return of(model, training)
+            again = training.computes_again
+            if _Lengthened(replace(run, count=KEPT - 1), notes, again).whole(_tensors(fewer, of_fewer)) == checked:
+                found = _Lengthened(run, notes, again).whole(_tensors(model, training))
+                if found is not None:
+                    return found
+    return of(model, training)
+
+
+def _tensors(model: nn.Module, training: TrainingSetup) -> list[dict[str, int]]:
+    """Return the bytes of the tensors that are there at the beginning of each step, in order: parameters, and states."""
+    plan = training.divided(model)
+    chunks = (chunk for unit in sizes_of(plan, training.name, training.rule) for chunk in unit.chunks)
+    return [
+        {f"{training.name}/param/{unit.name}": unit.share_nbytes for unit in plan.units},
+        {key: spec.nbytes for chunk in chunks for key, spec in chunk.items()},
+    ]
 
 
 @dataclass(frozen=True)
@@ -65,25 +78,28 @@ class _Run:
     begin: int
     count: int
 
-    def shortened(self, model: nn.Module) -> nn.Module:
-        """Return a copy of ``model`` on the meta device with ``KEPT`` of the layers."""
+    def shortened(self, model: nn.Module, kept: int) -> nn.Module:
+        """Return a copy of ``model`` on the meta device with so many of the layers."""
         found = on_meta(model)
         layers = found.get_submodule(self.path)
         assert isinstance(layers, nn.ModuleList)
-        left_out = range(self.begin + KEPT // 2, self.begin + self.count - KEPT // 2)
-        kept = nn.ModuleList(layer for index, layer in enumerate(layers) if index not in left_out)
+        left_out = self._left_out(kept)
         holder, _, name = self.path.rpartition(".")
-        setattr(found.get_submodule(holder), name, kept)
+        fewer = nn.ModuleList(layer for index, layer in enumerate(layers) if index not in left_out)
+        setattr(found.get_submodule(holder), name, fewer)
         return found
 
     def whole(self, index: int) -> int:
         """Return which layer of the whole model is that one of the shortened."""
         return index if index < self.begin + KEPT // 2 else index + self.count - KEPT
 
-    def absent(self, model: nn.Module, plan: ModelPlan) -> Absent:
-        """Return what the shortened model lacks."""
+    def _left_out(self, kept: int) -> range:
+        return range(self.begin + KEPT // 2, self.begin + self.count - (kept - KEPT // 2))
+
+    def absent(self, model: nn.Module, plan: ModelPlan, kept: int) -> Absent:
+        """Return what a model lacks that has so many of the layers."""
         layers = list(model.get_submodule(self.path).children())
-        left_out = layers[self.begin + KEPT // 2 : self.begin + self.count - KEPT // 2]
+        left_out = [layers[index] for index in self._left_out(kept)]
         sizes = {parameter: aligned_size(parameter) for layer in left_out for parameter in layer.parameters()}
         sliced = sum(nbytes for parameter, nbytes in sizes.items() if parameter in plan.sliced)
         return Absent(self.path, sum(sizes.values()) - sliced, sliced)
@@ -114,7 +130,7 @@ class _Run:
 
     def stays(self, layer: int | None) -> bool:
         """Return whether a layer of the whole model is one of the shortened, too."""
-        return layer is None or not self.begin + KEPT // 2 <= layer < self.begin + self.count - KEPT // 2
+        return layer not in self._left_out(KEPT)
 
     @property
     def compared(self) -> tuple[int, int]:
@@ -278,7 +294,9 @@ class _Lengthened:
 
     def _initial(self, expected: Sequence[Mapping[str, int]]) -> dict[str, int]:
         """Return the tensors of the whole model. Raises _Uneven where those of the shortened one are not among them."""
-        run, sizes, found, known = self._run, self._short.initial, dict[str, int](), dict[str, None]()
+        run, found, known = self._run, dict[str, int](), dict[str, None]()
+        left_out = () if run.count >= KEPT else run.compared[:1]
+        sizes = {key: nbytes for key, nbytes in self._short.initial.items() if run.layer(key) not in left_out}
         for kind in expected:
             mine = {key: self._run.renamed(key, run.whole) for key in sizes}
             mine = {key: name for key, name in mine.items() if name in kind}
@@ -291,11 +309,12 @@ class _Lengthened:
                 raise _Uneven
             found |= kind
             known |= dict.fromkeys(mine)
-        rest: list[Operation] = [CreateNote(key, nbytes) for key, nbytes in sizes.items() if key not in known]
-        if list(sizes) != [*known, *(_created(one) for one in rest)]:
+        everything = self._short.initial.items()
+        rest = [CreateNote(key, nbytes) for key, nbytes in everything if self._run.renamed(key, run.whole) not in found]
+        if list(sizes) != [*known, *(one.key for one in rest if one.key in sizes)]:
             raise _Uneven
         repeated = self._repeated(rest, [self._sweep(rest, 0, len(rest))])
-        return found | {_created(one): sizes[_created(rest[position])] for one, position, _ in repeated}
+        return found | {_created(one): rest[position].nbytes for one, position, _ in repeated}
 
     # -- what is asked -----------------------------------------------------------------------------------------------------
 
@@ -405,7 +424,9 @@ class _Lengthened:
                 for position in block.positions:
                     one = operations[position]
                     if isinstance(one, EndNote):
-                        yield _Repeated(EndNote(numbers[lease_of(one.number, move)]), position, later)
+                        if (ended := numbers.get(lease_of(one.number, move))) is None:
+                            raise _Uneven
+                        yield _Repeated(EndNote(ended), position, later)
                         continue
                     found = moved(one, move)
                     if isinstance(one, LeaseNote):
