@@ -165,7 +165,7 @@ class Trainer:
     def nothing_is_held(self) -> None:
         gc.collect()
         held = self.store.statistics().tiers[0].held
-        assert held == 0, f"{held} copies are held"
+        assert held == 0, f"{held} copies are held: {self.store._engine.state.pools[0].holders()}"
 
     def close(self) -> None:
         self.store.close()
@@ -232,7 +232,7 @@ def struck_at(
 
 
 def struck_after(seconds: float, error: type[BaseException], call: Callable[[], object]) -> str | None:
-    """Raise from a signal handler in the middle of ``call``: the innermost file of the package then, "" where there is none.
+    """Raise from a signal handler in the middle of ``call``: the innermost line of the package then, "" where there is none.
     None: the call ended before."""
     where: list[str] = []
     armed = True
@@ -260,7 +260,7 @@ def innermost_running() -> str:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_filename.startswith(PACKAGE):
-            return frame.f_code.co_filename
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 
