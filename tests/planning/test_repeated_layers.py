@@ -145,7 +145,15 @@ def is_frozen(found: nn.ModuleList) -> None:
     found[4][0].weight.requires_grad_(False)
 
 
-@pytest.mark.parametrize("change", [shares, differs, is_frozen])
+def twice(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    return output @ torch.ones(64, 64, device=output.device)
+
+
+def has_a_hook(found: nn.ModuleList) -> None:
+    found[4].register_forward_hook(twice)
+
+
+@pytest.mark.parametrize("change", [shares, differs, is_frozen, has_a_hook])
 def test_what_differs_from_layer_to_layer_is_trained_as_it_is(trained: list[int], change: Any) -> None:
     what = subject_of(Loop(change), Workload(inputs=torch.zeros(4, 64)))
     found, whole = both(what, SETUPS["cut"])

@@ -40,6 +40,7 @@ def train(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Loss, target: Any, training: TrainingSetup
 ) -> StepNotes:
     """Return what a step asks of its store, as ``dry_run`` does, and raises; sooner where many layers are alike."""
+
     def of(part: nn.Module, setup: TrainingSetup, **follow: bool) -> StepNotes:
         return dry_run(part, args, kwargs, loss, target, setup, **follow)
 
@@ -199,13 +200,17 @@ def _alike(one: nn.Module, other: nn.Module) -> bool:
                 key: _form(one) for key, one in getattr(beside, tensors).items()
             }:
                 return False
-        if not _same(_plain(module), _plain(beside)):
+        if not _same(_plain(module), _plain(beside)) or _hooks(module) != _hooks(beside):
             return False
     return True
 
 
 def _form(tensor: torch.Tensor | None) -> object:
     return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad)
+
+
+def _hooks(module: nn.Module) -> dict[str, list[Any]]:
+    return {key: list(value.values()) for key, value in vars(module).items() if key.endswith("_hooks")}
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:
