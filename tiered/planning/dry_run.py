@@ -37,7 +37,7 @@ from tiered.zero.paging.sharding import Partition, Sharded, Stage3, Unsharded
 from tiered.zero.paging.units import NOTHING_ABSENT, Absent, Limits, ModelPlan, Policy, divide
 from tiered.zero.rules.rule import UpdateRule
 
-__all__ = ["Activations", "Loss", "TrainingSetup", "Update", "dry_run", "on_meta"]
+__all__ = ["Activations", "Loss", "Repeats", "TrainingSetup", "Update", "dry_run", "on_meta"]
 
 Activations = Literal["memory", "recompute", "store"]
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -46,8 +46,20 @@ BEFORE = 1
 """Steps that are made before the one that is written down: in the first no unit has an update that waits."""
 
 
+class Repeats:
+    """What has ``activations`` and ``micro_batch``, as in ``zero.page``."""
+
+    activations: Activations
+    micro_batch: int
+
+    @property
+    def computes_again(self) -> bool:
+        """Whether backward computes the inside of modules again."""
+        return self.activations == "recompute" or self.micro_batch > 1
+
+
 @dataclass(frozen=True)
-class TrainingSetup:
+class TrainingSetup(Repeats):
     """How a model is trained in a store of ``pool`` bytes: divided into units by ``limits`` and ``policy``, and updated by
     ``rule``; ``passes`` forwards and backwards make a step. ``update`` is as in ``zero.AdamW``, ``activations`` and
     ``micro_batch`` are as in ``zero.page``; ``ranks``: of so many, with ZeRO stage 3, one. ``absent``: as in ``divide``."""
@@ -63,11 +75,6 @@ class TrainingSetup:
     ranks: int = 1
     name: str = "model"
     absent: Absent = NOTHING_ABSENT
-
-    @property
-    def computes_again(self) -> bool:
-        """Whether backward computes the inside of modules again."""
-        return self.activations == "recompute" or self.micro_batch > 1
 
     def divided(self, model: nn.Module) -> ModelPlan:
         """Return the units of a model."""

@@ -16,7 +16,7 @@ from torch import nn
 
 from tiered.engine.retention import bytes_moved, plan_retention
 from tiered.errors import CapacityError, MisuseError, expect_type, listed, one_of, whole_number
-from tiered.planning.dry_run import Activations, TrainingSetup, Update
+from tiered.planning.dry_run import Activations, Repeats, TrainingSetup, Update
 from tiered.planning.machine import Machine
 from tiered.planning.notes import CreateNote, LeaseNote, StepNotes, WorkNote, in_groups
 from tiered.planning.optimum import lower_bound
@@ -69,7 +69,7 @@ OPEN, TABLES = 8 << 20, 256
 
 
 @dataclass(frozen=True)
-class Choice:
+class Choice(Repeats):
     """How a model is trained: ``update`` as in ``zero.AdamW``, ``activations`` and ``micro_batch`` as in ``zero.page``, and
     ``dram`` bytes of pool."""
 
@@ -77,11 +77,6 @@ class Choice:
     activations: Activations = "memory"
     dram: int = 0
     micro_batch: int = 1
-
-    @property
-    def computes_again(self) -> bool:
-        """Whether backward computes the inside of modules again."""
-        return self.activations == "recompute" or self.micro_batch > 1
 
     @property
     def saves(self) -> bool:
