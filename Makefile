@@ -25,9 +25,10 @@ setup: $(STAMP) ## make .venv/ with the package installed in it; quick when that
 test: setup $(LIBRARIES) ## every test but the long ones
 	@PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -q -n $$(( $$(nproc) + 2 )) --maxprocesses 4 --dist loadfile
 
-check: setup ## ruff and mypy --strict
+check: setup ## ruff, mypy --strict, and whether docs/reference.md is that of the docstrings
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict tiered libaio_ext
+	$(BIN)/python docs/make_reference.py --check
 
 demo: setup ## train a small GPT under a memory budget, in demo-store/
 	$(BIN)/tiered train demo-store --existing overwrite

@@ -51,6 +51,7 @@ SECTIONS: list[tuple[str, str, list[str] | None, str]] = [
         "",
     ),
     ("A plan before the run", "tiered.planning.plan", None, ""),
+    ("What computes again", "tiered.planning.dry_run", ["Repeats"], ""),
     ("Machines", "tiered.planning.machine", None, ""),
     ("Models by numbers", "tiered.planning.sources", ["Numbers", "Workload"], ""),
     ("Errors", "tiered.errors", None, ""),
