@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import socket
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -83,6 +84,8 @@ def forked(body: Callable[[Child], object], patience: float = 60.0) -> Iterator[
         status = 1
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            # pytest's keeps what Python cannot raise, as in a destructor, and with it the frames and the tensors below it
+            sys.unraisablehook = sys.__unraisablehook__
             torch.set_num_threads(1)  # the parent's pool of threads was not forked
             body(Child(theirs))
             status = 0

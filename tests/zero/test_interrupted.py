@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.quick import quick
 from tests.zero.harness import equal
@@ -78,6 +80,35 @@ def test_rollback_works_after_a_strike_at_any_line(trainer: Trainer, kind: str, 
         assert outcome(trainer) == "right", described(place, error)
     print(f"{kind}: {fired} lines struck, all right after rollback")
     assert fired
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["plain", "checkpoint"])
+def test_what_keeps_a_strike_that_python_swallows_alone_holds_memory(
+    trainer: Trainer, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python raises nothing out of a destructor: the step goes on. Whoever keeps the exception, as a hook for such may, keeps the
+    frames below the destructor, and the tensors in them."""
+    swallowed: list[BaseException | None] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda event: swallowed.append(event.exc_value))
+    destructor = StorageWeakRef.__del__.__code__
+    within, line = destructor.co_filename, destructor.co_firstlineno + 1
+    with struck_at(None, within=within) as lines:
+        trainer.step(Trainer.WARM)
+    trainer.rollback()
+    held = []
+    for number in range(1, lines.seen[within, line] + 1):
+        with struck_at((within, line, number), within=within, error=next(ERRORS)):
+            trainer.step(Trainer.WARM)
+        assert len(swallowed) == 1
+        trainer.rollback()
+        gc.collect()
+        held.append(trainer.store.statistics().tiers[0].held)
+        swallowed.clear()
+        trainer.nothing_is_held()
+        trainer.goes_on()
+    assert max(held) > 0
+    print(f"{kind}: {len(held)} strikes in a destructor, {sum(map(bool, held))} held memory while the exception was kept")
 
 
 @pytest.mark.parametrize("kind", quick(["plain", "in backward"], ["in backward"]))
