@@ -61,9 +61,12 @@ class _Held(Generic[Made]):
     @property
     def unsaved(self) -> bool:
         """Whether the lease is open, and no tier below has the bytes of its tensors, or is being given them: what is in memory
-        now is what the store will keep, whatever wrote it."""
-        copies = self._copies
-        return copies is not None and not self.saving and all(copy.state is State.DIRTY for copy in copies)
+        now is what the store will keep, whatever wrote it. Below the lowest tier, in a store without a disk, there is none."""
+        copies, engine = self._copies, self._engine
+        if copies is None or engine is None or self.saving:
+            return False
+        bottom = engine.state.bottom
+        return all(copy.state is State.DIRTY or copy.tier == bottom for copy in copies)
 
     @property
     def saving(self) -> bool:
