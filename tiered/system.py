@@ -320,10 +320,10 @@ class Trimmer:
 
     Trimmed memory must be faulted in anew: a step that trims after every few gradients takes a third longer, one that trims its
     activations a tenth. So memory that a step takes again is left with the process: the heap may be as large as its highest use
-    at any one time, unless headroom is scarce. That use may lie between two looks: where the heap is again as large as before
-    the last trim, the step has taken again what was returned, and it is left, as far as that is an ``AGAIN``-th of the highest
-    use (within OFTEN and SELDOM bytes) more than is kept in any case: beyond, it may be what fragments leave over, which nobody
-    takes. (Blocks of 32 MiB and more are mappings of their own, which return when they are freed.) Measuring the use walks over
+    at any one time, unless headroom is scarce. ``look`` is called where that is expected. Where it lies between two looks
+    nevertheless, and the heap is again as large as before the last trim, the step has taken again what was returned, and it is
+    left, as far as that is an ``AGAIN``-th of the highest use (within OFTEN and SELDOM bytes) more than is kept in any case:
+    beyond, it may be what fragments leave over, which nobody takes. (Blocks of 32 MiB and more are mappings of their own, which return when they are freed.) Measuring the use walks over
     all free blocks, so it is done only when the process is larger than the last measurement explains.
     """
 
@@ -361,6 +361,11 @@ class Trimmer:
                 return
         if size > self._trimmed + self._every and headroom() < SCARCE:
             self.trim()
+
+    def look(self) -> None:
+        """Measure the use of the heap where it may be the highest: as backward begins, when nothing of a forward is freed."""
+        if self._size() > self._others + self._most:
+            self._most = max(self._most, self._in_use()[0])
 
     def trim(self) -> None:
         """Return all free memory to the system."""

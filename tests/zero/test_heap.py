@@ -67,6 +67,29 @@ def test_what_is_in_use_is_not_trimmed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert process.trims == 0
 
 
+def test_what_is_in_use_as_backward_begins_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first gradients come when the last layers' activations are gone already."""
+    process = Process(monkeypatch, 100 * MIB)
+    trimmer = process.trimmer()
+    for _ in range(10):
+        process.in_use, process.kept = 600 * MIB, 30 * MIB
+        trimmer.look()
+        process.in_use, process.kept = 100 * MIB, 530 * MIB
+        trimmer.passed(16 * MIB)
+    assert process.trims == 0
+
+
+def test_a_trimmer_looks_once_in_each_backward_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+    monkeypatch.setattr(Trimmer, "look", lambda trimmer: looks.append(trimmer))
+    with TieredStore.open(tmp_path / "store", dram="4MiB") as store:
+        model = zero.page(Tied(48, 2), store)
+        for number in range(3):
+            model.loss(number).backward()
+            assert len(looks) == number + 1
+        store.close()
+
+
 def test_what_a_step_takes_again_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its activations, which are freed in the middle of each step."""
     process = Process(monkeypatch, 100 * MIB)

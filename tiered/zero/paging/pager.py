@@ -1137,6 +1137,7 @@ class Pager:
         if backward is not None or (self._frames and not is_called_within({f.module for f in self._frames})):
             self.reset()  # what was before was interrupted
         self.intent.ready()
+        self._trimmer.look()
         self.gradient_sync.pass_begins(backward=True)
         torch.autograd.Variable._execution_engine.queue_callback(self._end_of_pass())
         backward = self._backward
