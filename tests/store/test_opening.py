@@ -216,6 +216,15 @@ def test_a_path_that_cannot_be_says_what_is_wrong_with_it(tmp_path: Path) -> Non
                 other()  # type: ignore[misc]
 
 
+def test_a_device_without_a_budget_is_refused_before_a_folder_is_made(tmp_path: Path) -> None:
+    for device in ("cuda", "cuda:1", torch.device("cuda")):
+        with pytest.raises(MisuseError, match="give hbm= as well"):
+            TieredStore.open(tmp_path / "state", dram=MIB, device=device)
+    assert everything(tmp_path) == set()
+    with TieredStore.open(tmp_path / "state", dram=MIB, device="cuda", hbm=0) as store:
+        assert store.device.type == "cpu"
+
+
 # Before the first commit
 
 

@@ -92,7 +92,7 @@ def build(options: OpenOptions, at_rest: DiskAtRest | None = None) -> Parts:
         backend = hbm = None
         nvme: NvmeTier | DiskAtRest | None = None
         if options.hbm is not None and parse_size(options.hbm):
-            hbm = HbmTier(HbmConfig(budget_of("an HBM", options.hbm, DEVICE_ALIGNMENT), str(options.device)))
+            hbm = HbmTier(HbmConfig(budget_of("an HBM", options.hbm, DEVICE_ALIGNMENT), str(options.device or HbmConfig.device)))
             undo.callback(hbm.close)
         policies = tuple(_policy(options.eviction) for _ in range(1 + (hbm is not None) + (options.path is not None)))
         if options.path is not None:  # the last part that may be refused, so that no folder is made in vain
@@ -214,7 +214,7 @@ class OpenOptions:
     path: str | os.PathLike[str] | None
     dram: int | str | None
     hbm: int | str | None
-    device: str | torch.device
+    device: str | torch.device | None
     nvme: int | str | None
     generation: int | Generation | None
     durability: Durability
@@ -237,6 +237,11 @@ class OpenOptions:
         for size in (self.dram, self.hbm, self.nvme):
             if size is not None:
                 parse_size(size)
+        if self.hbm is None and self.device is not None and str(self.device) != "cpu":
+            raise MisuseError(
+                f"device={str(self.device)!r} is where hbm= bytes are kept, and without hbm= none are, nor do modules compute "
+                "there: give hbm= as well, such as hbm='8GiB', or hbm=0 for a store without device memory"
+            )
         if self.generation is not None:
             if self.path is None or self.scratch:
                 raise MisuseError("there are no generations without a disk or with durability='none'")

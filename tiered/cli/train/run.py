@@ -104,7 +104,8 @@ def opened(options: StoreOptions, launched: Launched) -> dict[str, Any]:
     device = options.device
     if device == "cuda" and launched.ranks > 1:
         device = f"cuda:{launched.local}"
-    return {"dram": options.dram, "hbm": options.hbm or None, "device": device, "backend": options.backend}
+    placed = {"hbm": options.hbm, "device": device} if options.hbm else {}
+    return {"dram": options.dram, "backend": options.backend, **placed}
 
 
 def describe_model(options: Options, parameters: int) -> str:
