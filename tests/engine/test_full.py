@@ -133,6 +133,18 @@ def test_what_is_leased_is_named_as_leased(store: TieredStore) -> None:
     held.clear()
 
 
+def test_room_that_lies_apart_is_said_to(store: TieredStore) -> None:
+    held: list[torch.Tensor | None] = list(hold(store, "dram", 6, "host"))
+    for number in (1, 3):
+        held[number] = None
+        store.delete(f"host {number}")
+    apart = "655,360 of 1,048,576 bytes are in use, the largest free piece has 163,840 bytes, held by 'host 0'"
+    with pytest.raises(CapacityError, match=apart), soon(store):
+        store.put("v", kib(200))
+    held.clear()
+    store.put("v", kib(200))
+
+
 FULL_DEVICE: dict[str, Callable[[TieredStore], object]] = {
     "lease": enter,
     "create": lambda store: store.create("v", TensorSpec("uint8", (200 << 10,), 1)),
@@ -178,7 +190,7 @@ def test_both_are_named_when_both_are_full(store: TieredStore) -> None:
     store.put("v2", kib(200, 8))
     device = hold(store, "hbm", 3, "device")
     host = hold(store, "dram", 5, "host")
-    with pytest.raises(CapacityError) as raised, soon(store), store.lease(["v2", "w"]):
+    with pytest.raises(CapacityError) as raised, hurried(store, 1.0), store.lease(["v2", "w"]):  # both have to be tried
         pass
     text = str(raised.value)
     assert "tier dram: " in text

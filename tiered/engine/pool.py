@@ -462,6 +462,16 @@ class Pool:
 
     # -- looking in ------------------------------------------------------------------------------------------------------
 
+    def in_use(self) -> str:
+        """Say how many bytes are in use, and where the free ones of a memory lie apart, how many lie in one piece."""
+        text = f"{self.used:,} of {self.tier.capacity:,} bytes are in use"
+        if self._where is None:
+            return text
+        begins = [*(slot.offset for slot in self._slots), self.tier.capacity]
+        ends = [0, *(slot.offset + slot.nbytes for slot in self._slots)]
+        piece = max(begin - end for begin, end in zip(begins, ends, strict=True))
+        return text if piece == self.free else f"{text}, the largest free piece has {piece:,} bytes"
+
     def why_full(self, nbytes: int) -> str:
         """Return the error text of a full tier without a tier below."""
         return (

@@ -538,7 +538,7 @@ def why_stuck(state: EngineState, request: Request, waited: float) -> str:
         return f"{request} waited {waited:.1f} s for {_awaited(state, request)}"
     held = [pool for pool in lacking if pool.holders()]
     rooms = "; ".join(
-        f"tier {pool.tier.name}: {pool.used:,} of {pool.tier.capacity:,} bytes are in use, held by {_names(pool.holders())}"
+        f"tier {pool.tier.name}: {pool.in_use()}, held by {_names(pool.holders())}"
         for pool in held or lacking[:1]
     )
     saved = any(not copy.leased for pool in held for copy in pool.holders())

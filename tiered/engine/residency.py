@@ -516,7 +516,10 @@ class Directory:
         """Raise LeaseConflict where an open lease excludes another one."""
         if entry.writers or (access is _WRITE and entry.leased):
             held = "WRITE" if entry.writers else "READ"
-            raise LeaseConflict(f"tensor {entry.key!r} has an open {held} lease; a {access.name} lease must wait for its end")
+            raise LeaseConflict(
+                f"tensor {entry.key!r} has an open {held} lease: end it, by its with block or release(), before a "
+                f"{access.name} lease begins"
+            )
 
     def release(self, copy: Copy, access: Access) -> None:
         if access is _WRITE:
