@@ -8,6 +8,7 @@ A process runs the benchmark's file of this checkout over the package of its own
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -19,7 +20,7 @@ from typing import Any
 
 from tiered.measuring.meters import turns
 
-__all__ = ["Checkout", "beside", "in_turn", "ratio"]
+__all__ = ["Checkout", "beside", "in_turn", "likely", "ratio"]
 
 
 class Checkout:
@@ -76,3 +77,12 @@ def ratio(values: Sequence[float], others: Sequence[float]) -> str:
     """Return the median and the quartiles of the ratios of neighbouring rounds, as text."""
     low, middle, high = statistics.quantiles([one / other for one, other in zip(values, others, strict=True)], n=4)
     return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def likely(values: Sequence[float], others: Sequence[float]) -> str:
+    """Return between which ratios of neighbouring rounds their median is with a confidence of 95 %, as text: the order
+    statistics that the sign test gives (normal approximation of the binomial distribution)."""
+    ratios = sorted(one / other for one, other in zip(values, others, strict=True))
+    beside = 1.96 * len(ratios) ** 0.5 / 2
+    low, high = math.floor(len(ratios) / 2 - beside), math.ceil(len(ratios) / 2 + beside)
+    return f"{ratios[max(low, 0)]:.3f} to {ratios[min(high, len(ratios) - 1)]:.3f}"
