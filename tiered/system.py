@@ -323,8 +323,9 @@ class Trimmer:
     at any one time, unless headroom is scarce. ``look`` is called where that is expected. Where it lies between two looks
     nevertheless, and the heap is again as large as before the last trim, the step has taken again what was returned, and it is
     left, as far as that is an ``AGAIN``-th of the highest use (within OFTEN and SELDOM bytes) more than is kept in any case:
-    beyond, it may be what fragments leave over, which nobody takes. (Blocks of 32 MiB and more are mappings of their own, which return when they are freed.) Measuring the use walks over
-    all free blocks, so it is done only when the process is larger than the last measurement explains.
+    beyond, it may be what fragments leave over, which nobody takes. (Blocks of 32 MiB and more are mappings of their own, which
+    return when they are freed.) Measuring the use walks over all free blocks, so it is done only when the process is larger
+    than the last measurement explains.
     """
 
     def __init__(self, pool: int, largest: int = 0) -> None:
