@@ -173,14 +173,15 @@ class TieredStore(TensorMapping):
         """Create the store in folder ``path``, or reopen it at its newest commit, or at ``generation``.
 
         Sizes are bytes or "256MiB". ``dram`` is the hard budget of the pool (default: half of what is available), ``hbm`` that
-        on ``device`` (default: no such tier; one of ``hbm`` bytes is on "cuda", device="cpu" is a stand-in), ``nvme`` that of the
-        disk (default: its free space). ``path`` None is a store without a disk. ``durability="none"`` is scratch: nothing can be
-        committed, and the files are removed at close. ``keep`` is the number of generations that stay on disk; a
+        on ``device`` (default: no such tier; one of ``hbm`` bytes is on "cuda", device="cpu" is a stand-in), ``nvme`` that of
+        the disk (default: its free space). ``path`` None is a store without a disk. ``durability="none"`` is scratch: nothing
+        can be committed, and the files are removed at close. ``keep`` is the number of generations that stay on disk; a
         ``tiered.Generation`` also says whether those after it are removed. ``existing`` is "must" where a folder without a
-        commit is an error, and "must-not" where one with a commit is. ``eviction`` says who leaves a tier that is full, and how long a call waits for room, see
-        ``tiered.Eviction``. ``access="read"`` opens a commit for reading, in any number of processes, beside one that has the
-        store open for writing. The commit stays as it is until ``refresh`` or ``close``; calls that would change a tensor
-        raise. In a folder that cannot be written to, nothing is created, and readers and a writer exclude each other.
+        commit is an error, and "must-not" where one with a commit is. ``eviction`` says who leaves a tier that is full, and how
+        long a call waits for room, see ``tiered.Eviction``. ``access="read"`` opens a commit for reading, in any number of
+        processes, beside one that has the store open for writing. The commit stays as it is until ``refresh`` or ``close``;
+        calls that would change a tensor raise. In a folder that cannot be written to, nothing is created, and readers and a
+        writer exclude each other.
 
         ``paths`` are for several drives: a list of folders, one on each, which get one data file each; ``path`` then has the
         manifests only. A tensor is stored whole on the drive with the fewest bytes in use, one of more than 64 MiB in stripes
