@@ -87,8 +87,8 @@ def test_rollback_works_after_a_strike_at_any_line(trainer: Trainer, kind: str, 
 def test_what_keeps_a_strike_that_python_swallows_alone_holds_memory(
     trainer: Trainer, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python raises nothing out of a destructor: the step goes on. Whoever keeps the exception, as a hook for such may, keeps the
-    frames below the destructor, and the tensors in them."""
+    """Python raises nothing out of a destructor: the step goes on. Whoever keeps the exception, as a hook for such may, keeps
+    the frames below the destructor, and the tensors in them."""
     swallowed: list[BaseException | None] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda event: swallowed.append(event.exc_value))
     destructor = StorageWeakRef.__del__.__code__

@@ -92,7 +92,8 @@ def build(options: OpenOptions, at_rest: DiskAtRest | None = None) -> Parts:
         backend = hbm = None
         nvme: NvmeTier | DiskAtRest | None = None
         if options.hbm is not None and parse_size(options.hbm):
-            hbm = HbmTier(HbmConfig(budget_of("an HBM", options.hbm, DEVICE_ALIGNMENT), str(options.device or HbmConfig.device)))
+            size_there = budget_of("an HBM", options.hbm, DEVICE_ALIGNMENT)
+            hbm = HbmTier(HbmConfig(size_there, str(options.device or HbmConfig.device)))
             undo.callback(hbm.close)
         policies = tuple(_policy(options.eviction) for _ in range(1 + (hbm is not None) + (options.path is not None)))
         if options.path is not None:  # the last part that may be refused, so that no folder is made in vain
