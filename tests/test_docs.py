@@ -363,6 +363,8 @@ def test_examples_run(name: str, tmp_path: Path) -> None:
         assert done.stdout.strip()
         if name in ("many_ranks", "train"):
             command[command.index("--steps") + 1] = "3"
+        if name == "train":
+            command += ["--hbm", "4MiB", "--device", "cpu"]
     if name in ("many_ranks", "train"):  # it went on
         assert re.findall(r"step (\d)", done.stdout) == ["2"]
 
