@@ -185,8 +185,8 @@ def _device(name: str) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
         raise MisuseError(
-            f"no CUDA device: torch finds none for {name!r}; leave hbm= out, try the program with device='cpu', where host memory "
-            "stands in, or install a torch with CUDA and its driver"
+            f"no CUDA device: torch finds none for {name!r}; leave hbm= out, try the program with device='cpu', where host "
+            "memory stands in, or install a torch with CUDA and its driver"
         )
     index = torch.cuda.current_device() if device.index is None else device.index
     if index >= count:

@@ -59,7 +59,7 @@ def add_parser(commands: Commands) -> None:
     add_store(parser)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", metavar="TEXT", help="the text to go on with")
-    what.add_argument("--prompts", metavar="FILE", help="texts to go on with, one a line, all together ('-': those of stdin)")
+    what.add_argument("--prompts", metavar="FILE", help="texts, one a line, all together ('-': stdin), but for empty lines")
     what.add_argument("--chat", action="store_true", help="talk to the model at the terminal")
     what.add_argument("--forget", metavar="CHAT", help="delete the conversation that is kept by this name")
     of_chat = f"with --chat {TOKENS_OF_CHAT}"
