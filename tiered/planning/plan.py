@@ -794,26 +794,29 @@ def _faster(
     """Return what would make a step faster, the cheapest change first."""
     if not chosen.seconds:
         return ()
-    found = []
-    if (update is None) is not (activations is None):  # who names both has chosen
+    found, modes = [], list[Choice]()
+    waits = chosen.waiting > 0.1 * chosen.seconds
+    if (waits or chosen.choice.saves) and (update is None) is not (activations is None):  # who names both has chosen
         modes_of_step: Sequence[Update] = get_args(Update) if planner.passes == 1 else ["on_fetch"]  # else a backward is a step
         modes_of_step = [update] if update else modes_of_step
-        modes: list[Choice] = [
+        modes = [
             replace(chosen.choice, update=one, activations=way)
             for one in modes_of_step
             for way in ([activations] if activations else get_args(Activations))
             if way == chosen.choice.activations or (way == "memory" and chosen.choice.saves)  # the others are not faster
         ]
-        for mode in modes if chosen.waiting > 0.1 * chosen.seconds or chosen.choice.saves else ():
-            if mode == chosen.choice or not planner.fits(mode):
-                continue
-            other = planner.predict(mode)
-            if other.fits and other.seconds < 0.95 * chosen.seconds:
-                found.append(f"{mode}: {other.seconds:.2f} s a step instead of {chosen.seconds:.2f}")
-    if chosen.waiting > 0.1 * chosen.seconds:
-        twice = replace(chosen.choice, dram=2 * chosen.choice.dram)
-        if planner.fits(twice) and (more := planner.predict(twice)).seconds < 0.95 * chosen.seconds:
+    modes = [mode for mode in modes if mode != chosen.choice and planner.fits(mode)]
+    twice = replace(chosen.choice, dram=2 * chosen.choice.dram)
+    doubled = [twice] if waits and planner.fits(twice) else []
+    planner.expected += len(modes) + len(doubled)
+    for mode in modes:
+        other = planner.predict(mode)
+        if other.fits and other.seconds < 0.95 * chosen.seconds:
+            found.append(f"{mode}: {other.seconds:.2f} s a step instead of {chosen.seconds:.2f}")
+    for mode in doubled:
+        if (more := planner.predict(mode)).seconds < 0.95 * chosen.seconds:
             found.append(f"twice the budget: {more.seconds:.2f} s a step instead of {chosen.seconds:.2f}")
+    if waits:
         found.append("more tokens in a step: the drive moves as many bytes for a larger batch")
     return tuple(found)
 
@@ -828,6 +831,7 @@ def _to_fit(planner: Planner, chosen: Prediction, batch: int) -> tuple[str, ...]
         ways.append((replace(choice, activations="recompute"), "activations='recompute', about a third more computing"))
         fewer = [replace(choice, micro_batch=number) for number in PARTS if number <= batch]
         ways += [(one, f"micro_batch={one.micro_batch}, about a third more computing") for one in fewer]
+    planner.expected += len(ways)
     found: list[tuple[float, str]] = []
     for way, told in ways:
         if way.micro_batch > 1 and any(other for _, other in found):
