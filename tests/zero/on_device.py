@@ -459,7 +459,7 @@ def test_states_of_parameters_that_stay_on_the_device(
     for where in (torch.device("cpu"), device):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).to(where, dtype)
-        with TieredStore.open(tmp_path / where.type, dram="1MiB", hbm=hbm, device=fake_device.NAME) as store:
+        with TieredStore.open(tmp_path / where.type, dram="1MiB", hbm=hbm or 0, device=fake_device.NAME) as store:
             optimizer = zero.AdamW(model.parameters(), lr=1e-2, store=store)
             numbers = []
             for step in range(6):
