@@ -168,6 +168,63 @@ def test_every_write_lands(opened: TieredStore, place: str, way: str, tmp_path: 
         opened.rollback()
 
 
+KEPT: dict[str, Callable[[torch.Tensor], Any]] = {
+    "detach": lambda p: p.detach(),
+    "data": lambda p: p.data,
+    "view": lambda p: p[1:4].detach(),
+    "NumPy": lambda p: p.detach().numpy(),
+    "DLPack": lambda p: from_dlpack(to_dlpack(p.detach())),
+}
+
+
+@pytest.mark.parametrize("opened", ["all fits", "no disk"], indirect=True)
+@pytest.mark.parametrize("way", KEPT)
+@pytest.mark.parametrize("gone", [False, True])
+def test_what_is_written_after_a_step_to_a_kept_tensor_comes_after_the_update(
+    opened: TieredStore, gone: bool, way: str
+) -> None:
+    torch.manual_seed(0)
+    reference = Layers()
+    model = zero.page(copy.deepcopy(reference), opened)
+    x = torch.randn(4, WIDTH)
+    for one in (reference, model):
+        optimizer = torch.optim.AdamW(one.parameters(), fused=True) if one is reference else zero.AdamW(one.parameters())
+        kept: list[Any] = []
+        for layer in one.layers[::5]:
+            layer.within = lambda p, kept=kept: kept.append(KEPT[way](p))
+        for _ in range(3):
+            one(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for values in kept:
+                values[...] *= 0.5
+            if gone:
+                kept.clear()
+            for layer in one.layers[::5]:
+                layer.within = None
+    values = model.state_dict()
+    assert all(torch.equal(value, values[name]) for name, value in reference.state_dict().items())
+
+
+@pytest.mark.parametrize("opened", BUDGETS, indirect=True)
+def test_data_that_is_assigned_after_the_use_is_refused_by_the_graph(opened: TieredStore) -> None:
+    """In memory the graph keeps the values of before, which the store has not; the next forward has what was assigned."""
+    torch.manual_seed(0)
+    reference = Layers()
+    model = zero.page(copy.deepcopy(reference), opened)
+    x, found = torch.randn(4, WIDTH), []
+    for one in (reference, model):
+        layer: Any = one.layers[5]
+        hook = layer.register_forward_hook(lambda module, *_: setattr(module.weight, "data", module.weight.data * 0.5))
+        loss = one(x).square().mean()
+        hook.remove()
+        if one is model:
+            with pytest.raises(MisuseError, match=r"written to, after this graph was made"):
+                loss.backward()
+        found.append(one(x).square().mean().item())
+    assert found[0] == found[1]
+
+
 def test_what_is_written_in_gathered_lands(store: TieredStore) -> None:
     reference = Layers()
     model = zero.page(copy.deepcopy(reference), store)

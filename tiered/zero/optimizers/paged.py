@@ -181,6 +181,9 @@ class PagedUpdates(Updates):
         deeds += [pager.intent.all_updated for pager in self.pagers()]
         deeds += [partial(pager.stepped_by, self.optimizer) for pager in self.pagers()]
         self._decide(deeds)
+        for unit in updates:
+            if unit.is_kept:  # what is written to a tensor that somebody kept comes after this update
+                unit.apply_update()
         for trace in dict.fromkeys(pager.step_trace for pager in self.pagers()):
             trace.step_ended()
 

@@ -427,6 +427,12 @@ class Unit:
         address, storage = self._last_memory
         return address == _address(self.base) and not storage.expired()  # type: ignore[no-untyped-call]
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether nobody holds the unit, and a tensor that somebody kept since an earlier hold is on memory of it."""
+        last = self._last_memory
+        return not self.held and last is not None and not last[1].expired()  # type: ignore[no-untyped-call]
+
     def shown_by(self, tensor: torch.Tensor, address: int) -> Placement | None:
         """Return the parameter whose memory ``tensor`` shows, if one's of this unit; its storage is at ``address``."""
         if self._apart or address not in self.places:
@@ -550,8 +556,12 @@ class Unit:
                 continue
             told = now[placement] != self._digests[placement] if placement in now else saved
             changed = parameter._version != version or told
-            if self._is_replaced(placement) or (changed and not self._is_released(placement)):
+            replaced = self._is_replaced(placement)
+            if replaced or (changed and not self._is_released(placement)):
                 written[placement] = parameter.detach().clone()
+            if replaced:  # graphs saved the memory before, which in memory they would keep; what is assigned has no version
+                for one in self._references_of(placement):
+                    one.saved = -1
         return written
 
     def remember(self) -> None:
@@ -594,6 +604,11 @@ class Unit:
         """Return what graphs saved of the values of now, of which ``written`` were written."""
         there = [saved for saved in (one() for one in list(self.references)) if saved and saved.version == self.version]
         return [saved for saved in there if self._is_present(saved, written)]
+
+    def _references_of(self, placement: Placement) -> list[SavedReference]:
+        """Return what graphs saved of the memory of a parameter since the unit is as it is."""
+        there = (one() for one in list(self.references))
+        return [saved for saved in there if saved and saved.version == self.version and saved.placement is placement]
 
     def _is_present(self, saved: SavedReference, written: Collection[Placement]) -> bool:
         """Return whether what a graph saved shows the values of now, of which ``written`` were written."""
