@@ -158,6 +158,15 @@ def assigned(folder: Path, rank: int, stage: zero.Stage) -> Any:
         except MisuseError as error:
             said = str(error)
         optimizer.zero_grad()
+        kept = torch.ones(32, 32)
+        model.weight.grad = kept
+        with pytest.raises(MisuseError, match=r"'weight' and is kept.*grad\.clone"):
+            model(torch.ones(1, 32)).sum().backward()
+        optimizer.zero_grad()
+        model.weight.grad = kept.clone()
+        model(torch.ones(1, 32)).sum().backward()
+        assert torch.equal(optimizer.grad(model.weight), torch.full((32, 32), 2.0))
+        optimizer.zero_grad()
         return scaler.get_scale(), steps, said, model.state_dict()["tiny"].item()
 
 

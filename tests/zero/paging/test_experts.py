@@ -588,6 +588,7 @@ def test_given_and_taken_gradients(both: tuple[Experts, Experts], store: TieredS
 def test_a_given_gradient_that_changes_before_the_step(store: TieredStore) -> None:
     memory, paged = build(), zero.page(build(), store)
     first, second = in_memory(memory), zero.AdamW(paged.parameters(), lr=1e-2)
+    sums: list[torch.Tensor] = []
     for model, optimizer in ((memory, first), (paged, second)):
         for step in range(3):
             optimizer.zero_grad()
@@ -595,7 +596,11 @@ def test_a_given_gradient_that_changes_before_the_step(store: TieredStore) -> No
             weight: Any = model.blocks[0].experts.down_proj  # type: ignore[union-attr, index]
             weight.grad = given = torch.zeros_like(weight)
             given.add_(1e-3)
+            model.loss(step + 1).backward()  # type: ignore[no-untyped-call, operator]
+            sums.append(given.clone())
+            given.mul_(0.5)
             optimizer.step()
+    assert all(torch.equal(one, other) for one, other in zip(sums[:3], sums[3:], strict=True)), "autograd adds to what was given"
     assert same(dict(memory.state_dict()), dict(paged.state_dict()))
     assert same(states(first), states(second))
 

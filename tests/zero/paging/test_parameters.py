@@ -624,7 +624,27 @@ REFUSED: dict[str, tuple[Callable[[Model], object], str]] = {
     "a custom function's view": (lambda m: Doubled.apply(m.extra).sum(), "its backward would be lost"),
     "forward in torch.func": (lambda m: torch.func.grad(lambda x: m(x).sum())(torch.ones(2, 48)), r"within torch\.func"),
     "written in torch.func": (lambda m: torch.func.vmap(m.scale.add_)(torch.ones(2)), "cannot be written to within torch"),
+    "written as an argument": (lambda m: torch.func.vmap(negated)(m.extra.detach()), "cannot be written to within"),
+    "written as data in torch.func": (lambda m: torch.func.vmap(negated)(m.extra.data), "cannot be written to within"),
+    "written in a chunk": (lambda m: torch.func.vmap(negated, chunk_size=5)(m.extra.t()), "cannot be written to within"),
+    "written in torch.func, which failed": (
+        lambda m: torch.func.vmap(lambda row: negated(row).item())(m.extra),
+        "cannot be written to within",
+    ),
+    "written in inference": (
+        lambda m: torch.inference_mode()(torch.func.vmap(negated))(m.extra),
+        "cannot be written to within",
+    ),
+    "written by jvp": (lambda m: torch.func.jvp(negated, (m.extra,), (torch.ones(96, 48),)), "cannot be written to within"),
+    "written by jacfwd": (lambda m: torch.func.jacfwd(negated)(m.scale), "cannot be written to within"),
+    "functionalize": (lambda m: torch.func.functionalize(torch.neg)(m.extra), "'extra': torch.func.functionalize cannot"),
 }
+
+
+def negated(tensor: torch.Tensor) -> torch.Tensor:
+    """Write to ``tensor``, also where autograd records and would refuse."""
+    with torch.no_grad():
+        return tensor.neg_()
 
 
 def leaf(view: torch.Tensor, model: Model) -> list[Any]:

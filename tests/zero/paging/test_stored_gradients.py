@@ -459,6 +459,116 @@ def test_after_a_step_a_gradient_can_still_be_read_and_written(store: TieredStor
     assert equal(ours.state_dict(), theirs.state_dict())
 
 
+class Own:
+    """Gradients of a loop's own: views of one flat buffer, or whole tensors, one of them NumPy's memory."""
+
+    def __init__(self, model: nn.Module, flat: bool) -> None:
+        parameters = list(model.parameters())
+        self.flat = torch.zeros(sum(p.numel() for p in parameters))
+        parts = self.flat.split([p.numel() for p in parameters])
+        self.all = [part.view(p.shape) if flat else torch.zeros(p.shape) for part, p in zip(parts, parameters, strict=True)]
+        if not flat:
+            self.array = numpy.zeros(tuple(parameters[0].shape), numpy.float32)
+            self.all[0] = torch.from_numpy(self.array)
+        for parameter, grad in zip(parameters, self.all, strict=True):
+            parameter.grad = grad
+
+    def write(self, model: nn.Module, factor: float) -> None:
+        for one in self.all:
+            one.mul_(factor)
+        if hasattr(self, "array"):
+            self.array += 1
+
+
+LOOPS: dict[str, Callable[[nn.Module, Any, Own], object]] = {
+    "written to": lambda model, optimizer, own: own.write(model, 0.5),
+    "clipped by torch": lambda model, optimizer, own: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
+    "clipped": lambda model, optimizer, own: (
+        optimizer.clip_grad_norm_(0.1)
+        if hasattr(optimizer, "clip_grad_norm_")
+        else nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    ),
+    "zeroed": lambda model, optimizer, own: optimizer.zero_grad(set_to_none=False),
+    "zeroed by the model": lambda model, optimizer, own: model.zero_grad(set_to_none=False),
+    "read": lambda model, optimizer, own: [one.norm() for one in own.all],
+    "taken away": lambda model, optimizer, own: optimizer.zero_grad(),
+    "another": lambda model, optimizer, own: setattr(next(model.parameters()), "grad", own.all[0] * 2),
+}
+
+
+@pytest.mark.parametrize("flat", [True, False], ids=["flat", "apart"])
+@pytest.mark.parametrize("update", ["on_fetch", "in_backward"])
+@pytest.mark.parametrize("way", LOOPS)
+def test_a_tensor_that_was_assigned_stays_the_gradient(store: TieredStore, way: str, update: Any, flat: bool) -> None:
+    """Autograd adds to it, what is written to it counts, and a step uses what it has then, as in memory."""
+    torch.manual_seed(0)
+    theirs = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4), nn.Tanh(), nn.Linear(4, 3))
+    ours = zero.page(copy.deepcopy(theirs), store)
+    found: list[list[torch.Tensor]] = []
+    ours_optimizer = zero.AdamW(ours.parameters(), lr=0.1, update=update)
+    loops = (ours, ours_optimizer), (theirs, torch.optim.AdamW(theirs.parameters(), lr=0.1, fused=True))
+    for model, optimizer in loops:
+        values: list[torch.Tensor] = []
+        found.append(values)
+        for step in range(3):
+            own = Own(model, flat)
+            for batch in range(2 if update == "on_fetch" else 1):
+                model(torch.full((2, 6), 1.0 + step + batch)).square().sum().backward()
+                values += [one.clone() for one in own.all]
+                if update == "on_fetch":
+                    LOOPS[way](model, optimizer, own)
+                    values += [one.clone() for one in own.all]
+                    values += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            optimizer.step()
+            values += [one.clone() for one in own.all] + [p.detach().clone() for p in model.parameters()]
+            if update == "on_fetch":
+                own.write(model, 0.0)  # the step has had it
+                if way not in ("taken away", "another"):
+                    assert all(p.grad is one for p, one in zip(model.parameters(), own.all, strict=True))
+                optimizer.step()  # once more, with what is there now
+            optimizer.zero_grad()
+            values += [p.detach().clone() for p in model.parameters()]
+    assert len(found[0]) == len(found[1])
+    assert all(torch.equal(mine, other) for mine, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_a_commit_has_what_an_assigned_gradient_is_then(store: TieredStore, used: bool) -> None:
+    """A gradient that a step has used, and that is as it was, is not in the commit; one that was written to since is."""
+    torch.manual_seed(0)
+    model = zero.page(nn.Linear(3, 3), store)
+    optimizer = zero.SGD(model.parameters(), lr=0.1)
+    weight, bias = torch.ones(3, 3), torch.ones(3)
+    model.weight.grad, model.bias.grad = weight, bias
+    if used:
+        optimizer.step()
+        weight.mul_(2)
+    zero.commit(model, optimizer)
+    assert model.weight.grad is weight
+    weight.zero_()
+    zero.rollback(model, optimizer)
+    assert torch.equal(model.weight.grad, torch.full((3, 3), 2.0 if used else 1.0))
+    assert (model.bias.grad is None) == used
+    assert used or torch.equal(model.bias.grad, bias)
+    assert not weight.any()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+def test_a_graph_through_an_assigned_gradient_leaves_it_as_it_is(store: TieredStore) -> None:
+    """``backward(create_graph=True)`` makes a new gradient of their sum."""
+    model = zero.page(nn.Linear(3, 3), store)
+    kept = torch.ones(3, 3)
+    model.weight.grad = kept
+    model(torch.ones(2, 3)).square().sum().backward(create_graph=True)
+    plain = nn.Linear(3, 3)
+    plain.load_state_dict(model.state_dict())
+    plain.weight.grad = torch.ones(3, 3)
+    plain(torch.ones(2, 3)).square().sum().backward(create_graph=True)
+    assert torch.equal(kept, torch.ones(3, 3))
+    with torch.no_grad():
+        assert torch.equal(model.weight.grad.clone(), plain.weight.grad)
+
+
 def test_autograd_adds_to_a_stored_gradient_of_another_tensor(store: TieredStore) -> None:
     """``other.grad`` is the stored gradient, as it would be the same tensor in memory."""
     ours, theirs = pair(store)

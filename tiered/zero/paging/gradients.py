@@ -12,9 +12,11 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tiered.errors import InterruptedStep, MisuseError
 from tiered.types import Access, TensorSpec
@@ -68,7 +70,9 @@ class GradientState:
     now; else ``parameter.grad`` stays what it is. ``unreduced``: this rank's sum of it is in ``LocalGradients``, and the mean
     over the ranks is not stored yet. ``taken``: the parameter has the hook that takes what autograd has accumulated.
     ``announced``: what identifies the hook that counts on the autograd node which accumulates it, and is gone with the node.
-    ``node``: that node (None: only graphs have it, if any).
+    ``node``: that node (None: only graphs have it, if any). ``assigned``: the tensor in memory that ``parameter.grad`` is, to
+    which autograd accumulates now. ``copied``: the one that the stored gradient is a copy of, and its version then.
+    ``taken_from``: the memory of the one that the mean over the ranks took the place of.
     """
 
     marker: StoredTensor | None = None
@@ -88,6 +92,9 @@ class GradientState:
     taken: bool = False
     announced: weakref.ref[Announced] | None = None
     node: Any = None
+    assigned: weakref.ref[torch.Tensor] | None = None
+    copied: tuple[weakref.ref[torch.Tensor], int] | None = None
+    taken_from: StorageWeakRef | None = None
 
 
 class UnitGradients:
@@ -191,13 +198,18 @@ class UnitGradients:
     # -- arriving ----------------------------------------------------------------------------------------------------------
 
     def before(self, placement: Placement) -> None:
-        """Clear ``parameter.grad``, to which autograd is about to accumulate, and remember what it meant."""
+        """Clear ``parameter.grad``, to which autograd is about to accumulate, and remember what it meant. A tensor in memory
+        that somebody assigned stays: others may have it, and autograd adds to it as it does without paging."""
         grad = placement.grad
         state = self.states[placement]
         self.refuse_another(placement)
         self.refuse_interrupted(placement)
+        state.assigned = None
         if grad is None:
             state.accumulate, state.marker = False, None
+        elif is_in_memory(grad):
+            state.assigned = weakref.ref(grad)
+            return
         else:
             assigned = self.assigned(placement)
             state.adding = True
@@ -233,11 +245,32 @@ class UnitGradients:
         self._add(placement, grad)
 
     def collect(self, placement: Placement) -> None:
-        """Store a gradient that somebody assigned to ``parameter.grad``."""
+        """Store a gradient that somebody assigned to ``parameter.grad``, which stays the tensor that it is if that is in
+        memory."""
         self.refuse_interrupted(placement)
-        assigned = self.assigned(placement)
-        if assigned is not None:
+        grad, assigned = placement.grad, self.assigned(placement)
+        if assigned is None:
+            return
+        if assigned is grad:
+            self._copy_in(placement, assigned)
+        else:
             self.take(placement, assigned)
+
+    def _copy_in(self, placement: Placement, grad: torch.Tensor) -> None:
+        """Overwrite the stored gradient with ``grad``, which ``parameter.grad`` is."""
+        state = self.states[placement]
+        state.accumulate, state.marker = False, None
+        self._add(placement, grad, show=False)
+        state.used = state.unscaled = False
+        state.copied = None if grad.is_inference() else (weakref.ref(grad), grad._version)
+
+    def _is_as_used(self, placement: Placement) -> bool:
+        """Return whether a step was made with the tensor that ``parameter.grad`` is, which nothing was written to since."""
+        state, grad = self.states[placement], placement.grad
+        if not state.used or state.copied is None or grad is None:
+            return False
+        tensor, version = state.copied
+        return tensor() is grad and grad._version == version
 
     def overwrite(self, placement: Placement, values: torch.Tensor) -> None:
         """Overwrite the stored gradient that ``parameter.grad`` shows with ``values``, which have the parameter's shape."""
@@ -251,11 +284,18 @@ class UnitGradients:
 
     def add(self, placement: Placement, grad: torch.Tensor) -> None:
         """Add ``grad``, which has the parameter's shape and has been accumulated."""
-        self._add(placement, grad)
-        self.states[placement].adding = False
+        state = self.states[placement]
+        assigned, state.assigned = state.assigned, None
+        if assigned is None:
+            self._add(placement, grad)
+        elif assigned() is grad:
+            self._copy_in(placement, grad)
+        else:  # a new sum of that and the gradient, which has a graph
+            self.take(placement, grad)
+        state.adding = False
 
     @torch.no_grad()  # also where backward records itself (create_graph)
-    def _add(self, placement: Placement, grad: torch.Tensor) -> None:
+    def _add(self, placement: Placement, grad: torch.Tensor, *, show: bool = True) -> None:
         if grad.layout is not torch.strided:
             raise MisuseError(f"the gradient of {placement.name!r} is {grad.layout}: use sparse=False")
         part, state = self.parts.get(placement), self.states[placement]
@@ -264,7 +304,8 @@ class UnitGradients:
         else:
             self.open()
             self.clear(state)
-        self.show(placement, grad.requires_grad)
+        if show:
+            self.show(placement, grad.requires_grad)
 
     def clear(self, state: GradientState) -> None:
         """Forget the factors of a gradient of which this process stores nothing."""
@@ -335,7 +376,7 @@ class UnitGradients:
         if part is None:
             return torch.empty(0, dtype=placement.dtype, device="cpu")
         assigned = self.assigned(placement)
-        return self.stored(placement) if assigned is None else host(part.cut(assigned))
+        return self.stored(placement) if assigned is None else part.cut(assigned).to("cpu", copy=True)
 
     def stored(self, placement: Placement) -> torch.Tensor:
         """Return a copy in host memory of the part of the stored gradient that this process stores."""
@@ -371,9 +412,12 @@ class UnitGradients:
             del stored, whole
         return state.norms[norm]
 
-    def scaled(self, placement: Placement, factor: torch.Tensor) -> Callable[[], None]:
-        """Return what has the gradient multiplied by ``factor`` (0-d) at its next use, when it is called, once or twice."""
-        state = self.states[placement]
+    def scaled(self, placement: Placement, factor: torch.Tensor) -> Callable[[], object]:
+        """Return what has the gradient multiplied by ``factor`` (0-d) at its next use, when it is called, once or twice. One
+        in memory is multiplied then."""
+        state, grad = self.states[placement], placement.grad
+        if is_in_memory(grad):
+            return partial(grad.detach().copy_, grad.detach().mul(factor.to(grad.device)))
         scales, wide_scales, norms = list(state.scales), list(state.wide_scales), dict(state.norms)
         if factor != 1:
             (wide_scales or scales).append(host(factor))
@@ -386,7 +430,7 @@ class UnitGradients:
 
         return scale
 
-    def unscaled(self, placement: Placement, factor: torch.Tensor) -> tuple[bool, Callable[[], None]]:
+    def unscaled(self, placement: Placement, factor: torch.Tensor) -> tuple[bool, Callable[[], object]]:
         """Return whether the gradient is finite, and a function.
 
         Calling the function, once or twice, records that the next use multiplies the gradient by ``factor`` (0-d), in fp32
@@ -484,8 +528,15 @@ class UnitGradients:
 
     def zero(self, placement: Placement, zeros: torch.Tensor) -> None:
         """Overwrite the gradient, whatever it was, with ``zeros``, which have the parameter's shape."""
+        state, grad = self.states[placement], placement.grad
+        if is_in_memory(grad):
+            if grad.grad_fn is None:
+                grad.requires_grad_(False)
+            else:
+                grad.detach_()
+            grad.zero_()
+            return
         self.take(placement, zeros)
-        state = self.states[placement]
         state.adding = False
         if state.marker is not None:
             state.marker.of_graph = False
@@ -527,7 +578,7 @@ class UnitGradients:
         record = {}
         for placement, state in self.states.items():
             self.refuse_interrupted(placement)
-            if self.has(placement):
+            if self.has(placement) and not self._is_as_used(placement):
                 self.collect(placement)
             there = self.is_kept(placement)
             record[placement.name] = {
@@ -568,6 +619,11 @@ class UnitGradients:
             state.marker = None
             state.scales.clear()
             state.wide_scales.clear()
+
+
+def is_in_memory(grad: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    """Return whether ``parameter.grad`` is a tensor of somebody else's, in ordinary memory."""
+    return grad is not None and not isinstance(grad, StoredTensor)
 
 
 def _forget_whole(placement: Placement) -> None:
@@ -634,11 +690,19 @@ class LocalGradients:
     def before(self, placement: Placement) -> None:
         grad = placement.grad
         self._gradients.refuse_another(placement)
+        state = self._states[placement]
         if grad is None:
-            self._states[placement].unreduced = False
-            self._states[placement].accumulate, self._states[placement].marker = False, None
+            state.unreduced = False
+            state.accumulate, state.marker, state.taken_from = False, None, None
         else:
+            del grad
             self._collect(placement)
+        if state.taken_from is not None and not state.taken_from.expired():  # type: ignore[no-untyped-call]
+            raise MisuseError(
+                f"a tensor was assigned to the gradient of {placement.name!r} and is kept, and this backward pass would not "
+                "add to it, because the mean over the ranks is in the store: assign grad.clone(), or delete the tensor before "
+                "backward"
+            )
         placement.grad = None
 
     def collect(self) -> None:
@@ -652,6 +716,11 @@ class LocalGradients:
     def _collect(self, placement: Placement) -> None:
         assigned = self._gradients.assigned(placement)
         if assigned is not None:  # it is taken for the mean, the same everywhere
+            in_memory = assigned is placement.grad
+            self._states[placement].taken_from = None
+            if in_memory:
+                memory = StorageWeakRef(assigned.untyped_storage())  # type: ignore[no-untyped-call]
+                self._states[placement].taken_from = memory
             self._states[placement].unreduced = False
             self._gradients.take(placement, assigned)
             self._gradients.close()

@@ -31,7 +31,7 @@ from tiered.zero.paging.tensors.compiling import passed, traced
 from tiered.zero.paging.tensors.functions import changed, leaves
 from tiered.zero.paging.tensors.parameters import PagedParameter, PagedStorage
 from tiered.zero.paging.tensors.sliced import Divided, slices_of
-from tiered.zero.paging.tensors.stored import StoredTensor, copied, is_without_memory
+from tiered.zero.paging.tensors.stored import StoredTensor, copied, is_without_memory, refuse_in_transform
 
 __all__ = ["in_force_for"]
 
@@ -80,6 +80,60 @@ def _with_copies(takes: Callable[..., Any], at: int) -> Callable[..., Any]:
     return take
 
 
+def _mapped(takes: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``takes``, which runs a function over slices of its arguments, with copies of what is stored of those that have a
+    dimension to be cut along."""
+
+    @passed
+    @functools.wraps(takes)
+    def take(func: Any, size: Any, dims: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
+        if not any(map(is_without_memory, args)):
+            return takes(func, size, dims, args, *rest, **kwargs)
+        with _WrittenTo() as copy:
+            given = [arg if dim is None else copy(arg) for dim, arg in zip(dims, args, strict=True)]
+            return takes(func, size, dims, given, *rest, **kwargs)
+
+    return take
+
+
+def _dual(takes: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``takes``, which runs a function with tangents of its arguments, with copies of what is stored."""
+
+    @passed
+    @functools.wraps(takes)
+    def take(func: Any, primals: Any, tangents: Any, *rest: Any, **kwargs: Any) -> Any:
+        if not any(map(is_without_memory, leaves((primals, tangents)))):
+            return takes(func, primals, tangents, *rest, **kwargs)
+        with _WrittenTo() as copy:
+            return takes(func, changed(primals, copy), changed(tangents, copy), *rest, **kwargs)
+
+    return take
+
+
+class _WrittenTo:
+    """Make copies for a transform of torch.func, and raise MisuseError after it where its function wrote to one of them."""
+
+    def __init__(self) -> None:
+        self._copies: list[tuple[Any, torch.Tensor, int]] = []
+
+    def __enter__(self) -> Callable[[Any], Any]:
+        return self._copy
+
+    def _copy(self, value: Any) -> Any:
+        if not is_without_memory(value):
+            return value
+        recording = torch.is_grad_enabled()
+        with torch.inference_mode(False), torch.set_grad_enabled(recording):  # of inference, nothing would tell a write to it
+            made: torch.Tensor = copied(value)
+        self._copies.append((value, made, made._version))
+        return made
+
+    def __exit__(self, *_: object) -> None:
+        for value, made, version in self._copies:
+            if made._version != version:
+                refuse_in_transform([value])
+
+
 def _with_values(takes: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``takes``, which reads memory of tensors that it does not ask for their class, with copies of what is stored, and
     of lists of it. What it writes to a copy is written to what that is of."""
@@ -118,6 +172,19 @@ def _with_memory(takes: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(takes)
     def take(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         return tensor.__dlpack__() if is_without_memory(tensor) else takes(tensor, *args, **kwargs)
+
+    return take
+
+
+def _in_place(takes: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``takes``, which writes to the very tensor that it was given, and refuses one that is stored."""
+
+    @passed
+    @functools.wraps(takes)
+    def take(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_without_memory(tensor):
+            raise MisuseError(f"{tensor.source.shown}: torch.func.functionalize cannot take it: give it a copy (.clone())")
+        return takes(tensor, *args, **kwargs)
 
     return take
 
@@ -194,8 +261,10 @@ def _changes() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     yield torch.Tensor, "new_tensor", _with_values
     yield torch._C.ScriptFunction, "__call__", _with_values
     yield torch._C.ScriptMethod, "__call__", _with_values
-    yield torch._functorch.vmap, "_add_batch_dim", functools.partial(_with_copies, at=0)
+    yield torch._functorch.vmap, "_flat_vmap", _mapped
+    yield torch._functorch.eager_transforms, "_jvp_with_argnums", _dual
     yield torch._functorch.eager_transforms, "_wrap_for_grad", functools.partial(_with_copies, at=0)
+    yield torch._functorch.eager_transforms, "_wrap_functional_tensor", _in_place
     yield torch.autograd, "_make_grads", functools.partial(_with_copies, at=1)
     yield torch.autograd, "backward", _with_slices
     if torch.__version__ < "2.13":

@@ -26,7 +26,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -66,6 +66,7 @@ __all__ = [
     "is_without_memory",
     "no_copy",
     "reading",
+    "refuse_in_transform",
     "shown",
 ]
 
@@ -529,9 +530,17 @@ def _into(call: Call) -> Any:
 def _transformed(call: Call, stored: Sequence[StoredTensor]) -> Any:
     """Call a function within a transform of torch.func with copies, which are made outside of the transform."""
     if any(map(is_without_memory, leaves(written_by(call.name, call.args, call.kwargs)))):
-        raise MisuseError(f"{shown(stored)} cannot be written to within torch.func.grad, vmap, jvp and the like")
+        refuse_in_transform(stored)
     given = copied((tuple(call.args), call.kwargs))
     return call.func(*given[0], **given[1])
+
+
+def refuse_in_transform(stored: Sequence[StoredTensor]) -> NoReturn:
+    """Raise MisuseError because a function that torch.func transforms writes to one of ``stored``."""
+    raise MisuseError(
+        f"{shown(stored)} cannot be written to within torch.func.grad, vmap, jvp and the like: have the function return the "
+        "values, and write them after it"
+    )
 
 
 def copied(values: Any) -> Any:
