@@ -346,6 +346,7 @@ class Pager:
         self._thread = threading.get_ident()
         self._claimed: dict[str, tuple[int, nn.Module]] = {}
         """The one that began the running forward, or the running use of parameters."""
+        self._claiming = threading.RLock()
         self._gatherings: weakref.WeakSet[Gathering] = weakref.WeakSet()
         self._copied: dict[nn.Parameter, tuple[str, int, Callable[[], torch.Tensor | None]]] = {}
         self._hooks_of: dict[nn.Module, list[Any]] = {}
@@ -821,15 +822,16 @@ class Pager:
         """Have this thread be the one whose forward may run; return whether frames are another one's, which has ended by an
         exception. Raises MisuseError where another thread's forward runs."""
         mine = threading.get_ident(), module
-        thread, outermost = self._claimed.setdefault("by", mine)  # at once, whatever thread runs next
-        if thread == mine[0]:
-            if not self._frames:
-                self._claimed["by"] = mine
-            return False
-        if is_called_within({outermost}, thread):
-            raise MisuseError(IN_ONE_THREAD)
-        self._claimed["by"] = mine
-        return True
+        with self._claiming:  # else another thread might take the claim over between the look at it and the write
+            thread, outermost = self._claimed.setdefault("by", mine)
+            if thread == mine[0]:
+                if not self._frames:
+                    self._claimed["by"] = mine
+                return False
+            if is_called_within({outermost}, thread):
+                raise MisuseError(IN_ONE_THREAD)
+            self._claimed["by"] = mine
+            return True
 
     def units_of(self, parameters: Iterable[torch.Tensor]) -> list[Unit]:
         """Return the units of ``parameters``, which are this model's and not sliced, without repeats."""

@@ -7,6 +7,7 @@ are here.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -46,6 +47,8 @@ __all__ = [
 ]
 
 _MODES = torch._C._TorchDispatchModeKey
+
+_SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 def graph_task() -> int:
@@ -209,13 +212,19 @@ def refuse_transforms() -> None:
 
 
 def is_called_within(modules: set[nn.Module], thread: int | None = None) -> bool:
-    """Return whether one of ``modules`` is being called further up in this thread, or in the one of that number."""
-    frame: FrameType | None = sys._getframe() if thread is None else sys._current_frames().get(thread)
-    while frame is not None:
-        if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") in modules:
-            return True
-        frame = frame.f_back
-    return False
+    """Return whether one of ``modules`` is being called further up in this thread, or in the one of that number. Return True
+    where that cannot be told of another thread, which goes on meanwhile."""
+    for _ in range(100):
+        frame: FrameType | None = sys._getframe() if thread is None else sys._current_frames().get(thread)
+        last = None
+        while frame is not None:
+            if frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals.get("self") in modules:
+                return True
+            last, frame = frame, frame.f_back
+        if thread is None or last is None or not last.f_code.co_flags & _SUSPENDABLE:
+            return False
+        # The thread has left a generator since, which leads to nobody while it waits: look again.
+    return True
 
 
 class ParameterReferences(Protocol):
