@@ -600,7 +600,7 @@ def test_a_given_gradient_that_changes_before_the_step(store: TieredStore) -> No
             sums.append(given.clone())
             given.mul_(0.5)
             optimizer.step()
-    assert all(torch.equal(one, other) for one, other in zip(sums[:3], sums[3:], strict=True)), "autograd adds to what was given"
+    assert all(torch.equal(one, other) for one, other in zip(sums[:3], sums[3:], strict=True)), "autograd adds to it"
     assert same(dict(memory.state_dict()), dict(paged.state_dict()))
     assert same(states(first), states(second))
 

@@ -345,7 +345,7 @@ class Pager:
         self._era = 0  # how often all was let go of
         self._thread = threading.get_ident()
         self._claimed: dict[str, tuple[int, nn.Module]] = {}
-        """The one that began the running forward, or the running use of parameters."""
+        """The thread that began the running forward, and with which module."""
         self._claiming = threading.RLock()
         self._gatherings: weakref.WeakSet[Gathering] = weakref.WeakSet()
         self._copied: dict[nn.Parameter, tuple[str, int, Callable[[], torch.Tensor | None]]] = {}
@@ -519,20 +519,13 @@ class Pager:
         refuse_tracing()
         refuse_transforms()
         refuse_constants()
-        if in_backward():  # a recomputation
-            self._begin_backward()
-        elif self._claim(module) or module is self.model or not self._frames:
-            if self._gathered():
-                self.start_anew()  # units of the block stay; what an exception left within it is not told from them
-            else:
-                self.reset()
-            self._thread = threading.get_ident()
-            self.intent.refuse_half_updated()
-            self.gradient_sync.pass_begins()
-            if module is self.model:
-                self.step_trace.forward_begins("training" if torch.is_grad_enabled() else "inference", self._units_in_order)
-        frame = Frame(module)
-        self._frames.append(frame)
+        with self._claiming:
+            if in_backward():  # a recomputation
+                self._begin_backward()
+            elif self._claim(module) or module is self.model or not self._frames:
+                self._begin_forward(module)
+            frame = Frame(module)
+            self._frames.append(frame)
         frame.hooks = self._hooks(of_module=True)
         if frame.hooks is not None:
             push_hooks(*frame.hooks)
@@ -541,6 +534,17 @@ class Pager:
             self._hold(frame, unit)
         kind = "recompute" if in_backward() else "forward"
         frame.span = self.store.span(kind, self._titles.get(module) or type(module).__name__)
+
+    def _begin_forward(self, module: nn.Module) -> None:
+        if self._gathered():
+            self.start_anew()  # units of the block stay; what an exception left within it is not told from them
+        else:
+            self.reset()
+        self._thread = threading.get_ident()
+        self.intent.refuse_half_updated()
+        self.gradient_sync.pass_begins()
+        if module is self.model:
+            self.step_trace.forward_begins("training" if torch.is_grad_enabled() else "inference", self._units_in_order)
 
     def _hold(self, frame: Frame, unit: Unit) -> None:
         if not unit.held:
@@ -733,10 +737,6 @@ class Pager:
     ) -> AbstractContextManager[Callable[[torch.Tensor], bool]]:
         """Hold the units of ``parameters`` for a function of torch; what autograd saves of them is packed as in forward. Gives
         a function that tells whether a tensor shows memory of these units. Raises what ``hold`` raises."""
-        self._refuse_another_thread()
-        self._thread = threading.get_ident()
-        if not self._accesses:
-            self.start_anew()
         return self._held_outside(parameters, access, Gathering())
 
     @contextmanager
@@ -744,11 +744,17 @@ class Pager:
         self, parameters: Collection[torch.Tensor], access: Access, gathering: Gathering
     ) -> Iterator[Callable[[torch.Tensor], bool]]:
         """Hold the units of ``parameters`` for somebody who is no module; ``gathering`` has them meanwhile."""
-        hooks, alone, era, entered = self._hooks(), not self._accesses, self._era, 0
         shown: set[int] = set()
+        hooks, alone, era, entered = None, False, self._era, 0
         try:
             try:
-                self._accesses, entered = self._accesses + 1, 1
+                with self._claiming:
+                    self._refuse_another_thread()
+                    if not self._accesses:
+                        self.start_anew()
+                    self._thread = threading.get_ident()
+                    hooks, alone, era = self._hooks(), not self._accesses, self._era
+                    self._accesses, entered = self._accesses + 1, 1
                 for unit in self.units_of(parameters):
                     self.take(unit, access)
                     self._held_for(gathering.units, unit)
@@ -760,8 +766,10 @@ class Pager:
                 _pop(hooks)
                 self._gatherings.discard(gathering)
                 if era == self._era:  # else all was let go of since, and others may hold the units
-                    self._accesses -= entered
-                    self._drop_all(gathering.units)
+                    try:
+                        self._drop_all(gathering.units)
+                    finally:
+                        self._accesses -= entered if era == self._era else 0
         except BaseException as error:
             if alone:
                 self._let_go_struck(error, parameters, hooks)
@@ -813,25 +821,28 @@ class Pager:
             self.store.prefetch(keys)
 
     def _refuse_another_thread(self) -> None:
+        """Raise MisuseError where another thread computes with the model, or uses its parameters."""
         if self._thread == threading.get_ident() or in_backward():  # which runs in threads of its own for some devices
             return
-        if self._frames or self._accesses or self.phase is Phase.BACKWARD:
+        if self._accesses or self.phase is Phase.BACKWARD:
+            running = not self.is_ours
+        else:
+            thread, outermost = self._claimed.get("by", (0, self.model))
+            running = thread not in (0, threading.get_ident()) and is_called_within({outermost}, thread)
+        if running:
             raise MisuseError(IN_ONE_THREAD)
 
     def _claim(self, module: nn.Module) -> bool:
         """Have this thread be the one whose forward may run; return whether frames are another one's, which has ended by an
-        exception. Raises MisuseError where another thread's forward runs."""
-        mine = threading.get_ident(), module
-        with self._claiming:  # else another thread might take the claim over between the look at it and the write
-            thread, outermost = self._claimed.setdefault("by", mine)
-            if thread == mine[0]:
-                if not self._frames:
-                    self._claimed["by"] = mine
-                return False
-            if is_called_within({outermost}, thread):
-                raise MisuseError(IN_ONE_THREAD)
-            self._claimed["by"] = mine
-            return True
+        exception. Raises MisuseError where another thread computes."""
+        mine, before = (threading.get_ident(), module), self._claimed.get("by")
+        if before is not None and before[0] == mine[0]:
+            if not self._frames:
+                self._claimed["by"] = mine
+            return False
+        self._refuse_another_thread()
+        self._claimed["by"] = mine
+        return before is not None
 
     def units_of(self, parameters: Iterable[torch.Tensor]) -> list[Unit]:
         """Return the units of ``parameters``, which are this model's and not sliced, without repeats."""
@@ -889,8 +900,9 @@ class Pager:
         """Let go of everything, also what an exception or Ctrl-C left held. The next forward starts from nothing.
 
         Raises InterruptedStep where an exception left what cannot be gone on with, MisuseError where a parameter was written to
-        while it could only be read.
+        while it could only be read, or another thread computes.
         """
+        self._refuse_another_thread()
         if self._gathered():
             gc.collect()  # a block that an exception left may be in a cycle with it
         if self._gathered():
