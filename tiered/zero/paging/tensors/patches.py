@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -80,34 +80,29 @@ def _with_copies(takes: Callable[..., Any], at: int) -> Callable[..., Any]:
     return take
 
 
-def _mapped(takes: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``takes``, which runs a function over slices of its arguments, with copies of what is stored of those that have a
-    dimension to be cut along."""
+def _unwritten(takes: Callable[..., Any], given: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
+    """Return ``takes``, which runs a function on transformed arguments, with ``given(copy, *args)``, which copies what is
+    stored of them."""
 
     @passed
     @functools.wraps(takes)
-    def take(func: Any, size: Any, dims: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
-        if not any(map(is_without_memory, args)):
-            return takes(func, size, dims, args, *rest, **kwargs)
+    def take(*args: Any, **kwargs: Any) -> Any:
+        if not any(map(is_without_memory, leaves(args))):
+            return takes(*args, **kwargs)
         with _WrittenTo() as copy:
-            given = [arg if dim is None else copy(arg) for dim, arg in zip(dims, args, strict=True)]
-            return takes(func, size, dims, given, *rest, **kwargs)
+            return takes(*given(copy, *args), **kwargs)
 
     return take
 
 
-def _dual(takes: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``takes``, which runs a function with tangents of its arguments, with copies of what is stored."""
+def _mapped(copy: Callable[[Any], Any], func: Any, size: Any, dims: Any, args: Any, *rest: Any) -> Sequence[Any]:
+    """Copy the arguments of vmap that have a dimension to be cut along."""
+    return func, size, dims, [arg if dim is None else copy(arg) for dim, arg in zip(dims, args, strict=True)], *rest
 
-    @passed
-    @functools.wraps(takes)
-    def take(func: Any, primals: Any, tangents: Any, *rest: Any, **kwargs: Any) -> Any:
-        if not any(map(is_without_memory, leaves((primals, tangents)))):
-            return takes(func, primals, tangents, *rest, **kwargs)
-        with _WrittenTo() as copy:
-            return takes(func, changed(primals, copy), changed(tangents, copy), *rest, **kwargs)
 
-    return take
+def _dual(copy: Callable[[Any], Any], func: Any, primals: Any, tangents: Any, *rest: Any) -> Sequence[Any]:
+    """Copy the arguments of jvp."""
+    return func, changed(primals, copy), changed(tangents, copy), *rest
 
 
 class _WrittenTo:
@@ -261,8 +256,8 @@ def _changes() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     yield torch.Tensor, "new_tensor", _with_values
     yield torch._C.ScriptFunction, "__call__", _with_values
     yield torch._C.ScriptMethod, "__call__", _with_values
-    yield torch._functorch.vmap, "_flat_vmap", _mapped
-    yield torch._functorch.eager_transforms, "_jvp_with_argnums", _dual
+    yield torch._functorch.vmap, "_flat_vmap", functools.partial(_unwritten, given=_mapped)
+    yield torch._functorch.eager_transforms, "_jvp_with_argnums", functools.partial(_unwritten, given=_dual)
     yield torch._functorch.eager_transforms, "_wrap_for_grad", functools.partial(_with_copies, at=0)
     yield torch._functorch.eager_transforms, "_wrap_functional_tensor", _in_place
     yield torch.autograd, "_make_grads", functools.partial(_with_copies, at=1)
