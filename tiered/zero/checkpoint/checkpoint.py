@@ -310,7 +310,7 @@ def record_of(model: nn.Module, pager: Pager, training: Training, extra: Mapping
         pager.gradient_sync.refresh()
     for unit in pager.units:
         if unit.held:
-            raise MisuseError(f"the parameters of {unit.plan.name!r} are in use: commit outside forward and backward")
+            raise MisuseError(f"the parameters of {unit.plan.shown} are in use: commit outside forward and backward")
         unit.gradients.close()
     return {
         "version": VERSION,

@@ -142,7 +142,7 @@ def export(
     pager = pager_of(model)
     for unit in pager.units:
         if unit.held:
-            raise MisuseError(f"the parameters of {unit.plan.name!r} are in use: export outside forward and backward")
+            raise MisuseError(f"the parameters of {unit.plan.shown} are in use: export outside forward and backward")
         unit.gradients.close()
     refuse_forgotten(pager, "an export")
     refuse_little_room(pager.store, "an export")

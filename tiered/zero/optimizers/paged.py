@@ -111,7 +111,7 @@ class PagedUpdates(Updates):
             unit.plan.refuse_writing()
             kinds = {one.dtype for one in unit.gradients.states}
             if torch.float64 in kinds and len(kinds) > 1:
-                raise MisuseError(f"unit {unit.plan.name!r} mixes float64 with other element types: use one of them")
+                raise MisuseError(f"unit {unit.plan.shown} mixes float64 with other element types: use one of them")
             unit.states.refuse(placement.name, forms_of(rule, unit.states.wide))
             refuse_masters(placement.name, placement.stored, rule)
             _refuse_cut_blocks(placement, unit.plan, rule)

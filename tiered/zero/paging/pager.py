@@ -1594,7 +1594,7 @@ def _names(units: Iterable[Unit]) -> str:
 def _refuse_updated(unit: Unit, version: int) -> None:
     if unit.version != version:
         raise MisuseError(
-            f"the parameters of {unit.plan.name!r} were updated, or written to, after this graph was made: call backward "
+            f"the parameters of {unit.plan.shown} were updated, or written to, after this graph was made: call backward "
             "before step() and before other writes"
         )
 

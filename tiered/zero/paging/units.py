@@ -435,6 +435,13 @@ class UnitPlan:
         self.nbytes, self.stored_nbytes = max(PARAMETER_ALIGNMENT, offset), max(PARAMETER_ALIGNMENT, stored)
         self.elements = max(PARAMETER_ALIGNMENT // 4, element)
 
+    @property
+    def shown(self) -> str:
+        """Return how errors name the unit: by its module, or by some of its parameters where that is the model itself."""
+        if self.name != ".":
+            return repr(self.name)
+        return ", ".join(repr(placement.name) for placement in self.placements[:3]) + ", ..." * (len(self.placements) > 3)
+
     def _lay_out_shares(self) -> None:
         step, row = self.step, 0
         for placement in self.placements:
