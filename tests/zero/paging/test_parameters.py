@@ -1191,6 +1191,60 @@ def test_a_view_whose_history_a_write_lost_says_so(store: TieredStore, way: str)
         view.sum()
 
 
+def test_what_torch_takes_as_it_is_stays_the_parameter(store: TieredStore) -> None:
+    plain, model = build(), zero.page(build(), store)
+    assert torch.as_tensor(model.extra) is model.extra
+    for one in (plain, model):
+        one.extra.sum().backward()
+        torch.as_tensor(one.extra.data, dtype=torch.float32, device="cpu").mul_(2)
+        torch.asarray(one.extra.t(), copy=False, requires_grad=False)[0].fill_(3)
+        torch.as_tensor(one.extra.grad).mul_(4)
+    with pytest.raises(ValueError, match="can't alias"):
+        torch.asarray(model.extra, dtype=torch.float64, copy=False)
+    assert torch.equal(model.extra, plain.extra)
+    assert torch.equal(model.extra.grad.clone(), plain.extra.grad)
+
+
+def test_a_shallow_copy_of_a_module_shares_its_parameters(store: TieredStore) -> None:
+    plain, model = build(), zero.page(build(), store)
+    found = []
+    for one in (plain, model):
+        layer = copy.copy(one.first)
+        layer.factor = 2.0
+        layer.forward = lambda x, layer=layer: nn.functional.linear(x, layer.weight * layer.factor, layer.bias)
+        layer(torch.ones(1, 48)).sum().backward()
+        layer.bias = nn.Parameter(torch.ones_like(layer.bias)) if one is plain else layer.bias
+        assert layer.weight is one.first.weight
+        assert one.first.bias is layer.bias
+        found.append(one.first.weight.grad.clone())
+    assert torch.equal(*found)
+    deep = copy.deepcopy(model.first)
+    assert deep.weight is not model.first.weight
+    assert type(deep.weight) is nn.Parameter
+
+
+class Divided(nn.Module):
+    """A parameter beside a layer that is divided into rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(64))
+        self.tokens = nn.Embedding(8000, 64)
+        self.scale = nn.ParameterList([nn.Parameter(torch.ones(3))])
+
+
+def test_values_are_loaded_beside_a_divided_layer(store: TieredStore) -> None:
+    torch.manual_seed(0)
+    model = zero.page(Divided(), store)
+    wanted = {name: values * 0.5 for name, values in model.state_dict().items()}
+    model.load_state_dict(wanted)
+    assert all(torch.equal(values, wanted[name]) for name, values in model.state_dict().items())
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_state_dict({**wanted, "scale.0": torch.ones(4)})
+    model.load_state_dict({name: values * 2 for name, values in wanted.items()})
+    assert torch.equal(model.position, wanted["position"] * 2)
+
+
 def test_parameters_of_a_model_that_is_gone_say_so(store: TieredStore) -> None:
     parameter = zero.page(build(), store).extra
     gc.collect()

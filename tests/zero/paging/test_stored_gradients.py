@@ -569,6 +569,24 @@ def test_a_graph_through_an_assigned_gradient_leaves_it_as_it_is(store: TieredSt
         assert torch.equal(model.weight.grad.clone(), plain.weight.grad)
 
 
+def test_backward_refuses_to_add_to_what_another_parameter_has(store: TieredStore) -> None:
+    """In memory it would add to both. A step with the same gradient for both is made."""
+    ours, theirs = pair(store)
+    optimizers = zero.AdamW(ours.parameters()), torch.optim.AdamW(theirs.parameters(), fused=True)
+    for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+        model.all[1].grad = model.all[4].grad.reshape(())
+        optimizer.step()
+        model.all[4].grad.mul_(3)
+        optimizer.step()
+    assert equal(ours.state_dict(), theirs.state_dict())
+    for another in (ours.all[4].grad.reshape(()), ours.all[4].detach().reshape(())):
+        ours.all[1].grad = another
+        with pytest.raises(MisuseError, match=r"'all\.4' was assigned to the gradient of 'all\.1'.*\.clone"):
+            backward(ours, 1)
+    ours.all[1].grad = ours.all[4].grad.reshape(()).clone()
+    backward(ours, 1)
+
+
 def test_autograd_adds_to_a_stored_gradient_of_another_tensor(store: TieredStore) -> None:
     """``other.grad`` is the stored gradient, as it would be the same tensor in memory."""
     ours, theirs = pair(store)

@@ -206,6 +206,68 @@ def test_what_is_written_after_a_step_to_a_kept_tensor_comes_after_the_update(
     assert all(torch.equal(value, values[name]) for name, value in reference.state_dict().items())
 
 
+class Halving(torch.autograd.Function):
+    """Writes in backward to a tensor that it keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.weight = weight.detach()
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ctx.weight.mul_(0.5)
+        return grads[0] @ ctx.weight, None
+
+
+class Halved(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Halving.apply(x, self.weight) + self.bias  # type: ignore[no-any-return, no-untyped-call]
+
+
+@pytest.mark.parametrize("device", [False, True])
+@pytest.mark.parametrize("when", ["in backward", "after it", "after two steps"])
+def test_what_is_written_to_a_kept_tensor_and_an_update_elsewhere_would_hide_raises(
+    tmp_path: Path, device: bool, when: str
+) -> None:
+    """Here a step of the unit's other parameters. In host memory, where the update is computed in that memory, all lands."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(*((Halved if when == "in backward" else nn.Linear)(96, 96) for _ in range(4)))
+    tiers: dict[str, Any] = {"hbm": "1MiB", "device": "cpu"} if device else {}
+    kept = list[torch.Tensor]()
+
+    def train(model: nn.Sequential, optimizer: Any) -> None:
+        if when != "in backward":
+            model[1].register_forward_hook(lambda module, *_: kept.append(module.weight.detach()))
+        for _ in range(2 if when == "after two steps" else 1):
+            model(torch.ones(2, 96)).square().sum().backward()
+            if when == "after it":
+                kept[0].mul_(0.5)
+            optimizer.step()
+        if when == "after two steps":
+            kept[0].mul_(0.5)
+        model(torch.ones(2, 96))
+
+    train(reference, torch.optim.AdamW([layer.bias for layer in reference], fused=True))  # type: ignore[misc]
+    kept.clear()
+    for layer in reference:
+        layer._forward_hooks.clear()
+    with TieredStore.open(tmp_path / "store", dram="1MiB", **tiers) as store:
+        torch.manual_seed(0)
+        made = nn.Sequential(*(type(layer)(96, 96) for layer in reference))
+        model = zero.page(made, store)
+        optimizer = zero.AdamW([layer.bias for layer in model])  # type: ignore[misc]
+        if device:
+            with pytest.raises(MisuseError, match="was written to through a tensor that was taken of it"):
+                train(model, optimizer)
+        else:
+            train(model, optimizer)
+            values = model.state_dict()
+            assert all(torch.equal(value, values[name]) for name, value in reference.state_dict().items())
+        kept.clear()
+        store.close()
+
+
 @pytest.mark.parametrize("opened", BUDGETS, indirect=True)
 def test_data_that_is_assigned_after_the_use_is_refused_by_the_graph(opened: TieredStore) -> None:
     """In memory the graph keeps the values of before, which the store has not; the next forward has what was assigned."""

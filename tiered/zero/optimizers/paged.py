@@ -163,6 +163,7 @@ class PagedUpdates(Updates):
             for unit in updates:
                 updates[unit] |= {placement: update for placement, (update, _) in missed.pop(unit, {}).items()}
             for unit in updates:  # the last that can fail, before anything is marked
+                unit.refuse_hidden()
                 unit.apply_update()  # an earlier update that nothing has asked for yet
                 _keep(unit, updates[unit], forms)
                 unit.storage.give_up()

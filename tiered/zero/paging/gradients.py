@@ -22,7 +22,7 @@ from tiered.errors import InterruptedStep, MisuseError
 from tiered.types import Access, TensorSpec
 from tiered.zero.leases import Opened
 from tiered.zero.paging.storage import CheckpointRecord, TensorStore, host
-from tiered.zero.paging.tensors.gradients import Spent, gradient, is_gradient, is_spent
+from tiered.zero.paging.tensors.gradients import Spent, gradient, is_gradient, is_gradient_of, is_spent
 from tiered.zero.paging.tensors.stored import StoredTensor
 from tiered.zero.paging.units import Placement, UnitPlan
 from tiered.zero.paging.update import all_finite
@@ -219,7 +219,14 @@ class UnitGradients:
         placement.grad = None
 
     def refuse_another(self, placement: Placement) -> None:
-        """Raise MisuseError if the parameter's last gradient was used up and the step is not over."""
+        """Raise MisuseError if the parameter's last gradient was used up and the step is not over, or another one's values or
+        gradient were assigned to it, to which torch would add."""
+        grad: Any = placement.grad
+        if isinstance(grad, StoredTensor) and not is_gradient_of(grad, placement):
+            raise MisuseError(
+                f"{grad.source.shown} was assigned to the gradient of {placement.name!r}, and this backward pass would add to "
+                "both: assign a copy (.clone())"
+            )
         if self.states[placement].spent:
             raise MisuseError(
                 f"another gradient of {placement.name!r} arrived after its update, without optimizer.step() in between: to "
@@ -251,18 +258,18 @@ class UnitGradients:
         grad, assigned = placement.grad, self.assigned(placement)
         if assigned is None:
             return
-        if assigned is grad:
-            self._copy_in(placement, assigned)
-        else:
+        if is_gradient_of(grad, placement):
             self.take(placement, assigned)
+        else:
+            self._copy_in(placement, assigned)
 
-    def _copy_in(self, placement: Placement, grad: torch.Tensor) -> None:
-        """Overwrite the stored gradient with ``grad``, which ``parameter.grad`` is."""
-        state = self.states[placement]
+    def _copy_in(self, placement: Placement, values: torch.Tensor) -> None:
+        """Overwrite the stored gradient with ``values``, those of the tensor that ``parameter.grad`` is and stays."""
+        state, grad = self.states[placement], placement.grad
         state.accumulate, state.marker = False, None
-        self._add(placement, grad, show=False)
+        self._add(placement, values, show=False)
         state.used = state.unscaled = False
-        state.copied = None if grad.is_inference() else (weakref.ref(grad), grad._version)
+        state.copied = (weakref.ref(grad), grad._version) if is_in_memory(grad) and not grad.is_inference() else None
 
     def _is_as_used(self, placement: Placement) -> bool:
         """Return whether a step was made with the tensor that ``parameter.grad`` is, which nothing was written to since."""

@@ -24,6 +24,7 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial, wraps
@@ -343,6 +344,7 @@ class Pager:
         """By the address of the memory of each parameter: the units that are held for what computes."""
         self._accesses = 0  # functions of torch that use parameters, outside of modules whose forward holds them
         self._era = 0  # how often all was let go of
+        self._loaded: list[Unit] = []  # units of the module that takes its values of a state
         self._thread = threading.get_ident()
         self._claimed: dict[str, tuple[int, nn.Module]] = {}
         """The thread that began the running forward, and with which module."""
@@ -979,7 +981,7 @@ class Pager:
         self._let_go(Unit.discard)
 
     def _let_go(self, how: Callable[[Unit], None]) -> None:
-        frames, self._frames, self._accesses = self._frames, [], 0
+        frames, self._frames, self._accesses, self._loaded = self._frames, [], 0, []
         self._era += 1
         for frame in frames:
             frame.end_span()
@@ -1322,20 +1324,21 @@ class Pager:
         return make, given, self._unpaged(module, state), *rest
 
     def _unpaged(self, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the attributes of a module without what paging has added to them."""
+        """Return the attributes of a module without what paging has added to them. Those of a deep copy have copies of the
+        parameters; a shallow one has the parameters themselves."""
         state = {name: value for name, value in state.items() if name not in ("__reduce_ex__", "__prepare_scriptable__")}
         before, since = self._forwards[module]
         if state.get("forward") is since:
             state |= {"forward": before}
         if state.get("forward", self) is None:
             del state["forward"]
-        named = state["_parameters"].items()
-        state["_parameters"] = {n: _ToCopy(self, p) if p in self._home or p in self.sliced else p for n, p in named}
         ours = {KEY, *(handle.id for handle in self._hooks_of.get(module, ()))}
         for name, hooks in state.items():
             if name.startswith("_") and "hooks" in name and isinstance(hooks, dict):
                 state[name] = type(hooks)((number, hook) for number, hook in hooks.items() if number not in ours)
-        return state
+        named = state["_parameters"].items()
+        deep = {n: _ToCopy(self, p) if p in self._home or p in self.sliced else p for n, p in named}
+        return _Attributes(state, state | {"_parameters": deep})
 
     # -- state_dict --------------------------------------------------------------------------------------------------------
 
@@ -1397,13 +1400,26 @@ class Pager:
                     raise MisuseError(
                         f"load_state_dict(assign=True) would replace the paged parameter {prefix + name!r}: load without assign"
                     )
+        self._drop_all(self._loaded)  # those of the module around this one, which has its values: its children come after it
         self.start()
         for unit in self._loading(module):
             self.take(unit, Access.WRITE)
+            self._loaded.append(unit)
 
     def _after_load(self, module: nn.Module, incompatible: Any) -> None:
-        for unit in self._loading(module):
-            unit.drop()
+        self._drop_all(self._loaded)
+
+
+class _Attributes(dict[str, Any]):
+    """Attributes of a module, which a shallow copy takes as they are, and ``deep``, of which a deep copy takes copies."""
+
+    def __init__(self, attributes: dict[str, Any], deep: dict[str, Any]) -> None:
+        super().__init__(attributes)
+        self._deep = deep
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        made: dict[str, Any] = deepcopy(self._deep, memo)
+        return made
 
 
 class _ToCopy:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack
 from enum import Enum, auto
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -234,8 +234,8 @@ class Unit:
         self._versions: list[int] = []
         self._left: list[int] | None = None
         """Versions of the parameters when the unit was last dropped, where somebody kept a tensor on their memory."""
-        self._last_memory: tuple[int, StorageWeakRef] | None = None
-        """What the parameters were views of then: its address, and whether anything still is."""
+        self._memories: dict[int, StorageWeakRef] = {}
+        """What the parameters were views of when the unit was dropped, by its address, as far as anything still is."""
         self._placeholders = {p: Placeholder.on(store.device, p.shape, p.dtype) for p in plan.placements}
         self._kinds = {p: type(p.parameter) for p in plan.placements}
         """The class that each parameter has while it is held."""
@@ -414,24 +414,33 @@ class Unit:
         self.plan.refuse_writing()
         self._land(values)
         if not shown:
-            raise MisuseError(
-                f"parameter {next(iter(values)).name!r} was written to through a tensor that was taken of it in forward or "
-                "backward (detach(), .data or a view) and kept until the memory of the parameter had been given back, and the "
-                "change may be lost: write to the parameter itself"
-            )
+            _refuse_kept(next(iter(values)))
 
     def _is_shown(self) -> bool:
-        """Return whether a tensor that somebody kept since an earlier hold is on the memory that the unit has now."""
-        if self._last_memory is None or self.base is None:
-            return False
-        address, storage = self._last_memory
-        return address == _address(self.base) and not storage.expired()  # type: ignore[no-untyped-call]
+        """Return whether all that somebody kept since an earlier hold is on the memory that the unit has now."""
+        return self.base is not None and set(self._kept_memories()) == {_address(self.base)}
+
+    def _kept_memories(self) -> list[int]:
+        """Return the addresses of what somebody kept a tensor of."""
+        self._memories = {at: one for at, one in self._memories.items() if not one.expired()}  # type: ignore[no-untyped-call]
+        return list(self._memories)
 
     @property
     def is_kept(self) -> bool:
         """Whether nobody holds the unit, and a tensor that somebody kept since an earlier hold is on memory of it."""
-        last = self._last_memory
-        return not self.held and last is not None and not last[1].expired()  # type: ignore[no-untyped-call]
+        return not self.held and bool(self._kept_memories())
+
+    def refuse_hidden(self) -> None:
+        """Raise MisuseError where a tensor that somebody kept was written to since the unit was dropped, and an update that is
+        computed in other memory (of another tier, of another form) would hide it."""
+        now = self._versions_now()
+        if self._left is None or self._left == now:
+            return
+        with self.storage.shard(Access.READ) as updated:
+            hidden = _address(updated) not in self._memories
+            del updated
+        if hidden:
+            _refuse_kept(next(p for p, was, then in zip(self.plan.placements, self._left, now, strict=True) if was != then))
 
     def shown_by(self, tensor: torch.Tensor, address: int) -> Placement | None:
         """Return the parameter whose memory ``tensor`` shows, if one's of this unit; its storage is at ``address``."""
@@ -625,7 +634,7 @@ class Unit:
             if self.base is not None:
                 self._left = None
                 if not self._is_shown():
-                    self._last_memory = _address(self.base), StorageWeakRef(self.base.untyped_storage())  # type: ignore[no-untyped-call]
+                    self._memories[_address(self.base)] = StorageWeakRef(self.base.untyped_storage())  # type: ignore[no-untyped-call]
                 self._left = self._versions_now()
             self.release_parameters()
             if self.gradients.passing:
@@ -634,7 +643,7 @@ class Unit:
             self.memory, self.places = {}, {}
             self.aside = {}
             self.storage.close()
-            if self._last_memory is not None and self._last_memory[1].expired():  # type: ignore[no-untyped-call]
+            if not self._kept_memories():
                 self._left = None  # nobody kept anything: no write to the memory can come
             if lent or self._witnesses:
                 self._witnesses = [one for one in (*self._witnesses, *lent) if not one.storage.expired()]  # type: ignore[no-untyped-call]
@@ -864,6 +873,14 @@ def _cut(part: Placement, value: torch.Tensor, form: StateForm | None) -> torch.
         return part.cut(value)
     begin = getattr(part, "begin", 0)
     return value.reshape(-1)[form.span(begin, begin + part.numel, part.full_shape)]
+
+
+def _refuse_kept(placement: Placement) -> NoReturn:
+    raise MisuseError(
+        f"parameter {placement.name!r} was written to through a tensor that was taken of it in forward or backward (detach(), "
+        ".data or a view) and kept until the memory of the parameter had been given back, and the change may be lost: write to "
+        "the parameter itself"
+    )
 
 
 def _refuse_other_kind(placement: Placement) -> None:

@@ -27,7 +27,10 @@ from tiered.zero.paging.tensors.sources import Call, Source
 from tiered.zero.paging.tensors.stored import StoredTensor, compute, reading
 from tiered.zero.paging.units import Placement
 
-__all__ = ["Graded", "Gradient", "Spent", "gradient", "is_gradient", "is_spent", "synchronised", "whole_norms"]
+__all__ = [
+    *("Graded", "Gradient", "Spent"),
+    *("gradient", "is_gradient", "is_gradient_of", "is_spent", "synchronised", "whole_norms"),
+]
 
 
 class Stored(Protocol):
@@ -153,6 +156,10 @@ class Gradient(Source):
     def __hash__(self) -> int:
         return id(self)
 
+    def is_of(self, placement: Placement) -> bool:
+        """Return whether it is a gradient of that parameter."""
+        return self._placement() is placement
+
     @property
     def shown(self) -> str:
         return f"the gradient of {self.name!r}"
@@ -272,6 +279,12 @@ def gradient(placement: Placement, kind: type[Gradient] = Gradient) -> StoredTen
 def is_gradient(value: Any) -> bool:
     """Return whether ``value`` is a stored gradient, or a view of one."""
     return isinstance(value, StoredTensor) and isinstance(value.source, Gradient)
+
+
+def is_gradient_of(value: Any, placement: Placement) -> bool:
+    """Return whether ``value`` is the stored gradient of that parameter, or a view of it."""
+    source = value.source if isinstance(value, StoredTensor) else None
+    return isinstance(source, Gradient) and source.is_of(placement)
 
 
 def is_spent(value: Any) -> bool:

@@ -160,6 +160,24 @@ def _with_values(takes: Callable[..., Any]) -> Callable[..., Any]:
     return take
 
 
+def _as_it_is(takes: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``takes``, which gives back the tensor that it is given, or one on its memory, unless it is to convert or to copy.
+    """
+    with_values = _with_values(takes)
+
+    @passed
+    @functools.wraps(takes)
+    def take(data: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_without_memory(data) or args or kwargs.get("copy"):
+            return with_values(data, *args, **kwargs)
+        made = takes(torch.empty(0, dtype=data.dtype, device=data.device, requires_grad=data.requires_grad), **kwargs)
+        if (made.dtype, made.device) != (data.dtype, data.device) or made.requires_grad > data.requires_grad:
+            return with_values(data, *args, **kwargs)
+        return data if made.requires_grad == data.requires_grad else data.detach()
+
+    return take
+
+
 def _with_memory(takes: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``takes``, which gives memory of a tensor away, and refuses one that has none."""
 
@@ -251,7 +269,9 @@ def _changes() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     yield torch.Tensor, "set_", _on_memory
     yield torch.utils.dlpack, "to_dlpack", _with_memory
     yield torch, "to_dlpack", _with_memory
-    for name in ("tensor", "as_tensor", "asarray", "sparse_coo_tensor", "sparse_csr_tensor", "sparse_compressed_tensor"):
+    for name in ("as_tensor", "asarray"):
+        yield torch, name, _as_it_is
+    for name in ("tensor", "sparse_coo_tensor", "sparse_csr_tensor", "sparse_compressed_tensor"):
         yield torch, name, _with_values
     yield torch.Tensor, "new_tensor", _with_values
     yield torch._C.ScriptFunction, "__call__", _with_values
