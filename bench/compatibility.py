@@ -29,6 +29,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import itertools
 import json
 import os
 import subprocess
@@ -243,9 +244,10 @@ def document(found: Sequence[Outcome]) -> str:
 
 
 def _databases() -> list[str]:
-    """Return the table of the newest page of results of torch's databases, and where that is."""
+    """Return the first table of the newest page of results of torch's databases, and where that is."""
     page = max((Path(__file__).parent / "results").glob("torch_databases_*.md"))
-    table = [line for line in page.read_text().splitlines() if line.startswith("|")]
+    lines = page.read_text().splitlines()
+    table = itertools.takewhile(lambda line: line, itertools.dropwhile(lambda line: not line.startswith("|"), lines))
     return [*table, "", f"[How it was made](../bench/results/{page.name})."]
 
 
