@@ -633,8 +633,9 @@ class Unit:
             self._data.clear()
             if self.base is not None:
                 self._left = None
-                if not self._is_shown():
-                    self._memories[_address(self.base)] = StorageWeakRef(self.base.untyped_storage())  # type: ignore[no-untyped-call]
+                address = _address(self.base)
+                if address not in self._kept_memories():
+                    self._memories[address] = StorageWeakRef(self.base.untyped_storage())  # type: ignore[no-untyped-call]
                 self._left = self._versions_now()
             self.release_parameters()
             if self.gradients.passing:
