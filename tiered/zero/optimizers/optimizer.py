@@ -672,7 +672,8 @@ def _to_update(parameter: torch.Tensor) -> bool:
 
 def _refusal(optimizer: TorchOptimizer) -> str:
     name = type(optimizer).__name__
-    ours = f"tiered.zero.{name}" if name in OPTIMIZERS else "tiered.zero.AdamW, or another optimizer of tiered.zero,"
+    others = f"tiered.zero.AdamW, or another one (tiered.zero.Elementwise takes {name}, if it computes element by element),"
+    ours = f"tiered.zero.{name}" if name in OPTIMIZERS else others
     return (
         f"{name} cannot update parameters that are paged, whose values are in the store: make {ours} for them, or keep what "
         f"{name} updates out of the model that is paged{_for_a_trainer(optimizer)}"
