@@ -211,7 +211,6 @@ CLASSES_TWICE = {"Engine": ["engine.engine", "integrations.deepspeed.engine"]}
 # + 750 in bench: four large models on three machines, as a plan of generation says.
 # + 250: keys that are typed while rows are drawn again do not spoil them.
 # + 900: a request for a chat completion is understood or refused, for a server of one's own.
-# A store that was divided for a larger budget says so, and from which budget on the model works divided anew.
 # + 350: other optimizers on the weight of a table, and the mistakes of a first loop of one's own, are told at the call.
 # + 150: a plan of generation asks the pager for the least budget, as open_model does.
 # + 150: a store that was divided for a larger budget says so, and from which budget on the model works divided anew.

@@ -33,9 +33,9 @@ from tiered.zero.page import smallest_pool
 from tiered.zero.paging.recompute.micro_batch import split_modules
 from tiered.zero.paging.step_trace import LONGEST
 from tiered.zero.paging.units import Limits, ModelPlan, Policy, divide
-from tiered.zero.rules.forms import forms_of
+from tiered.zero.rules.forms import updates_whole
 from tiered.zero.rules.known import CHOICES
-from tiered.zero.rules.rule import WHOLE, UpdateRule
+from tiered.zero.rules.rule import UpdateRule
 
 __all__ = ["Choice", "Offloading", "Plan", "PlannedMemory", "PlannedRanks", "Prediction", "Sweep", "plan"]
 
@@ -251,7 +251,7 @@ class Planner:
         """Predictions that are played in all, as far as is known."""
         self.subject, self.machine, self._rule, self._policy, self.passes = subject, machine, rule, policy, passes
         self._rehearsed = rehearsed
-        self._updates_whole = any(form.block == WHOLE for form in forms_of(rule, torch.float32).values())
+        self._updates_whole = updates_whole(rule)
         self._divided: dict[tuple[int, int, bool], ModelPlan] = {}
         self._sizes: dict[tuple[int, int, int], list[UnitSizes]] = {}
         self._steps: dict[tuple[Choice, int, int], StepNotes] = {}

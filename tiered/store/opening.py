@@ -178,7 +178,8 @@ _ACCESS: dict[str | Access, Access] = {name: access for access in Access for nam
 
 @dataclass(frozen=True)
 class Eviction:
-    """How room is made in each tier of a store: ``policy`` makes the ``EvictionPolicy`` of a tier, and is called once for each.
+    """How room is made in each tier of a store: ``policy`` makes the ``EvictionPolicy`` of a tier, one for each, and another
+    where an exception struck the first. It is given nothing: what it has to know, such as costs, it has itself.
     ``deadline``: seconds that a call waits for room before it raises CapacityError and names the holders. Raises MisuseError
     for values that cannot be."""
 

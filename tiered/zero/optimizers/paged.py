@@ -28,7 +28,7 @@ from tiered.zero.paging.tensors.states import StateView
 from tiered.zero.paging.unit import Unit
 from tiered.zero.paging.units import SHARE_STEP, Placement, Sliced, UnitPlan
 from tiered.zero.paging.update import Update
-from tiered.zero.rules.forms import StateForm, forms_of
+from tiered.zero.rules.forms import StateForm, are_of_whole, forms_of
 from tiered.zero.rules.rule import SMALLEST_BLOCK, WHOLE, UpdateRule, rounds_by_chance, scalars_of, terms_of, torch_name
 
 __all__ = ["HALF_LOADED", "PagedUpdates", "pagers_of_params", "refuse_masters"]
@@ -530,7 +530,7 @@ def _refuse_cut_matrix(pager: Pager, unit: Unit, placement: Placement, rule: Upd
     """Raise MisuseError where ``rule`` updates whole parameters and one is no matrix, or is divided; CapacityError where there
     is not enough memory for one."""
     states = forms_of(rule, unit.states.wide)
-    if not any(form.block == WHOLE for form in states.values()):
+    if not are_of_whole(states):
         return
     matrices = getattr(rule, "granularity", "") == "matrix"
     what = f"{type(rule).__name__} updates whole {'matrices' if matrices else 'parameters'}, and {placement.name!r}"

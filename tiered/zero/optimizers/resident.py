@@ -35,9 +35,9 @@ from tiered.zero.paging.units import Limits, Placement
 from tiered.zero.paging.update import Pending, States, Update
 from tiered.zero.rank_stores import shared_json
 from tiered.zero.record import MOST, MOST_STEPS, refuse_other_states
-from tiered.zero.rules.forms import StateForm, forms_of
+from tiered.zero.rules.forms import StateForm, forms_of, updates_whole
 from tiered.zero.rules.known import is_unnamed, name_in
-from tiered.zero.rules.rule import SMALLEST_BLOCK, WHOLE, UpdateRule, constants_of, name_of, terms_of
+from tiered.zero.rules.rule import SMALLEST_BLOCK, UpdateRule, constants_of, name_of, terms_of
 
 __all__ = ["ResidentUpdates"]
 
@@ -317,7 +317,7 @@ class ResidentUpdates(Updates):
             if local.divided and self.ranks is not None:
                 raise MisuseError(f"{local.name} is a DTensor, whose states are divided as it is: leave stage= out")
             _refuse_cut(local, rule)
-            if _of_whole(rule):
+            if updates_whole(rule):
                 self._refuse_small_pool(local, rule)
         key = f"{self.name}/{group}/layout"
         limit = self._limit
@@ -378,7 +378,7 @@ class ResidentUpdates(Updates):
         rounds: list[Round] = []
         for dtype in dict.fromkeys(local.dtype for local in locals_):
             row = [local for local in locals_ if local.dtype is dtype]
-            if _of_whole(rule):
+            if updates_whole(rule):
                 for share, cut in self._owned(row, limit):
                     key = f"{self.name}/{group}/{len(rounds)}"
                     rounds.append(Round(in_dram(self.store, self.owner), key, cut, share, self._rank, rule))
@@ -712,15 +712,10 @@ def _step(rule: UpdateRule) -> int:
     return max((form.block for form in forms_of(rule, torch.float32).values()), default=SMALLEST_BLOCK)
 
 
-def _of_whole(rule: UpdateRule) -> bool:
-    """Return whether a rule updates whole parameters."""
-    return any(form.block == WHOLE for form in forms_of(rule, torch.float32).values())
-
-
 def _refuse_cut(local: LocalShard, rule: UpdateRule) -> None:
     """Raise MisuseError where ``rule`` updates what a parameter is not, or is divided within."""
     name = type(rule).__name__
-    if _of_whole(rule) and local.divided:
+    if updates_whole(rule) and local.divided:
         raise MisuseError(
             f"{name} updates whole parameters, and {local.name} is a DTensor, of which each rank has a shard: page the model "
             "(zero.page), whose ranks gather what is divided, or take another rule"

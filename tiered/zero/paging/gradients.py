@@ -668,7 +668,8 @@ class ArrivingGradients(Protocol):
     """Where backward's gradients of one unit go."""
 
     def before(self, placement: Placement) -> None:
-        """Clear ``parameter.grad``, to which autograd is about to accumulate, and remember what it meant."""
+        """Clear ``parameter.grad``, to which autograd is about to accumulate, and remember what it meant. ``UnitGradients``
+        leaves a tensor in memory that somebody assigned."""
         ...
 
     def add(self, placement: Placement, grad: torch.Tensor) -> None:

@@ -45,8 +45,8 @@ from tiered.zero.paging.tensors.parameters import give, paged_class
 from tiered.zero.paging.tensors.stored import no_copy
 from tiered.zero.paging.units import Placement, UnitPlan, even_chunks
 from tiered.zero.paging.update import Pending, States, Update
-from tiered.zero.rules.forms import StateForm, forms_of
-from tiered.zero.rules.rule import WHOLE, UpdateRule, terms_of
+from tiered.zero.rules.forms import StateForm, updates_whole
+from tiered.zero.rules.rule import UpdateRule, terms_of
 
 __all__ = ["BackwardUpdates", "DevicePlaceholder", "Held", "Placeholder", "Stepper", "Unit"]
 
@@ -741,7 +741,7 @@ class Unit:
     def defer_update(self, updates: dict[Placement, Update]) -> Callable[[], None]:
         """Return what makes ``updates`` pending when it is called, once or twice."""
         mine = {self.parts[p]: update for p, update in updates.items() if p in self.parts}
-        elsewhere = [p for p in self._cut if p in updates and p not in self.parts and _of_whole(updates[p].rule)]
+        elsewhere = [p for p in self._cut if p in updates and p not in self.parts and updates_whole(updates[p].rule)]
         return self._mark(Pending(mine, elsewhere=sorted(elsewhere, key=lambda placement: placement.element)))
 
     @property
@@ -749,7 +749,7 @@ class Unit:
         """Return whether ranks gather parameters for the pending update."""
         if self.pending is None:
             return False
-        mine = any(part.of in self._cut and _of_whole(update.rule) for part, update in self.pending.updates.items())
+        mine = any(part.of in self._cut and updates_whole(update.rule) for part, update in self.pending.updates.items())
         return mine or bool(self.pending.elsewhere)
 
     def defer_missed(self, missed: Mapping[Placement, tuple[Update, Mapping[int, UpdateRule]]]) -> Callable[[], None]:
@@ -861,11 +861,6 @@ class Unit:
             forms = self.states.states_of(part)
             self.states.load(part, param, {name: _cut(part, value, forms.get(name)) for name, value in state.items()})
             del unit, param
-
-
-def _of_whole(rule: UpdateRule) -> bool:
-    """Return whether a rule updates whole parameters."""
-    return any(form.block == WHOLE for form in forms_of(rule, torch.float32).values())
 
 
 def _cut(part: Placement, value: torch.Tensor, form: StateForm | None) -> torch.Tensor:

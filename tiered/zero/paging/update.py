@@ -30,7 +30,7 @@ from tiered.zero.collectives import Term
 from tiered.zero.paging.saved_tensors import without_grad
 from tiered.zero.paging.storage import TensorStore
 from tiered.zero.paging.units import Placement
-from tiered.zero.rules.forms import StateForm
+from tiered.zero.rules.forms import StateForm, are_of_whole
 from tiered.zero.rules.rule import SMALLEST_BLOCK, WHOLE, UpdateRule, chance_of, rounds_by_chance
 
 __all__ = ["Chunk", "Missed", "Pending", "States", "Update", "all_finite", "flat_view", "join", "split"]
@@ -364,7 +364,7 @@ class States:
                 for number, kind in enumerate(map(_kind, keys))
                 if kind in kept
             }
-            whole = any(form.block == WHOLE for form in forms.values())
+            whole = are_of_whole(forms)
             pieces.append(_Piece(placement, elements, forms, spans, whole))
         return Chunk(index, keys, pieces, [max(self.sizes(key), default=0) for key in keys])
 
@@ -534,7 +534,7 @@ class States:
         """Return the pieces of one chunk: parameter, and which elements of it."""
         pieces = []
         if self.gather is not None:  # all ranks gather in one order
-            of_whole = {p: any(form.block == WHOLE for form in self.states_of(p).values()) for p in placements}
+            of_whole = {p: are_of_whole(self.states_of(p)) for p in placements}
             placements = sorted(of_whole, key=lambda placement: placement.element if of_whole[placement] else -1)
         at_once = max(UPDATED_AT_ONCE, self.chunk_elements // PIECES)
         here = set(self._near(index)[0])

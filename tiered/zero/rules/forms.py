@@ -12,7 +12,7 @@ from tiered.errors import MisuseError
 from tiered.types import TensorSpec
 from tiered.zero.rules.rule import LARGEST_BLOCK, SMALLEST_BLOCK, WHOLE, UpdateRule, block_of, rounds_by_chance
 
-__all__ = ["StateForm", "form_named", "forms_of"]
+__all__ = ["StateForm", "are_of_whole", "form_named", "forms_of", "updates_whole"]
 
 UNMASTERED = "unmastered"
 """The name, but for its number, of what is no state and says that a narrow parameter has no master."""
@@ -175,6 +175,16 @@ _REDUCED: Mapping[str, tuple[tuple[int, ...] | None, ...]] = {
     "vector": (None, (7,)),
 }
 """The shapes of what a state has per row, and so on, of parameters of these shapes."""
+
+
+def are_of_whole(forms: Mapping[str, StateForm]) -> bool:
+    """Return whether states of these forms, by name, are of whole parameters: so is the update that computes them."""
+    return any(form.block == WHOLE for form in forms.values())
+
+
+def updates_whole(rule: UpdateRule) -> bool:
+    """Return whether a rule updates whole parameters."""
+    return are_of_whole(forms_of(rule, torch.float32))
 
 
 def _spec(shape: tuple[int, ...], wide: torch.dtype) -> TensorSpec:
