@@ -226,9 +226,12 @@ class Halved(nn.Linear):
 
 
 @pytest.mark.parametrize("device", [False, True])
-@pytest.mark.parametrize("when", ["in backward", "after it", "after two steps"])
+@pytest.mark.parametrize(
+    ("when", "update"),
+    [("in backward", "on_fetch"), ("in backward", "in_backward"), ("after it", "on_fetch"), ("after two steps", "on_fetch")],
+)
 def test_what_is_written_to_a_kept_tensor_and_an_update_elsewhere_would_hide_raises(
-    tmp_path: Path, device: bool, when: str
+    tmp_path: Path, device: bool, when: str, update: Any
 ) -> None:
     """Here a step of the unit's other parameters. In host memory, where the update is computed in that memory, all lands."""
     torch.manual_seed(0)
@@ -256,7 +259,7 @@ def test_what_is_written_to_a_kept_tensor_and_an_update_elsewhere_would_hide_rai
         torch.manual_seed(0)
         made = nn.Sequential(*(type(layer)(96, 96) for layer in reference))
         model = zero.page(made, store)
-        optimizer = zero.AdamW([layer.bias for layer in model])  # type: ignore[misc]
+        optimizer = zero.AdamW([layer.bias for layer in model], update=update)  # type: ignore[misc]
         if device:
             with pytest.raises(MisuseError, match="was written to through a tensor that was taken of it"):
                 train(model, optimizer)

@@ -720,8 +720,10 @@ class Unit:
     def update(self, placements: Sequence[Placement]) -> None:
         """Update ``placements`` with the gradients that have arrived, and delete these; nobody holds the unit.
 
-        Raises MisuseError, with nothing changed, where a gradient is not finite; what ``apply_update`` raises.
+        Raises MisuseError, with nothing changed, where a gradient is not finite; what ``refuse_hidden`` raises, and
+        ``apply_update``.
         """
+        self.refuse_hidden()
         self.apply_update()
         for placement in placements:
             self.gradients.refuse_infinite(placement)
