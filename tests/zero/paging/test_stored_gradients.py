@@ -583,6 +583,8 @@ def test_backward_refuses_to_add_to_what_another_parameter_has(store: TieredStor
         ours.all[1].grad = another
         with pytest.raises(MisuseError, match=r"'all\.4' was assigned to the gradient of 'all\.1'.*\.clone"):
             backward(ours, 1)
+        with pytest.raises(MisuseError, match="would multiply both"):
+            optimizers[0].clip_grad_norm_(0.1)
     ours.all[1].grad = ours.all[4].grad.reshape(()).clone()
     backward(ours, 1)
 

@@ -221,12 +221,7 @@ class UnitGradients:
     def refuse_another(self, placement: Placement) -> None:
         """Raise MisuseError if the parameter's last gradient was used up and the step is not over, or another one's values or
         gradient were assigned to it, to which torch would add."""
-        grad: Any = placement.grad
-        if isinstance(grad, StoredTensor) and not is_gradient_of(grad, placement):
-            raise MisuseError(
-                f"{grad.source.shown} was assigned to the gradient of {placement.name!r}, and this backward pass would add to "
-                "both: assign a copy (.clone())"
-            )
+        _refuse_shared(placement, "this backward pass would add to both")
         if self.states[placement].spent:
             raise MisuseError(
                 f"another gradient of {placement.name!r} arrived after its update, without optimizer.step() in between: to "
@@ -423,6 +418,7 @@ class UnitGradients:
         """Return what has the gradient multiplied by ``factor`` (0-d) at its next use, when it is called, once or twice. One
         in memory is multiplied then."""
         state, grad = self.states[placement], placement.grad
+        _refuse_shared(placement, "this would multiply both")
         if is_in_memory(grad):
             return partial(grad.detach().copy_, grad.detach().mul(factor.to(grad.device)))
         scales, wide_scales, norms = list(state.scales), list(state.wide_scales), dict(state.norms)
@@ -631,6 +627,16 @@ class UnitGradients:
 def is_in_memory(grad: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     """Return whether ``parameter.grad`` is a tensor of somebody else's, in ordinary memory."""
     return grad is not None and not isinstance(grad, StoredTensor)
+
+
+def _refuse_shared(placement: Placement, consequence: str) -> None:
+    """Raise MisuseError where the values or the gradient of another parameter were assigned to ``parameter.grad``."""
+    grad: Any = placement.grad
+    if isinstance(grad, StoredTensor) and not is_gradient_of(grad, placement):
+        raise MisuseError(
+            f"{grad.source.shown} was assigned to the gradient of {placement.name!r}, and {consequence}: assign a copy "
+            "(.clone())"
+        )
 
 
 def _forget_whole(placement: Placement) -> None:
