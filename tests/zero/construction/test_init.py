@@ -356,6 +356,7 @@ def test_between_the_block_and_page_values_cannot_be_had(store: TieredStore) -> 
         lambda: copy.deepcopy(model),
         lambda: pickle.dumps(model.shared.weight),
         lambda: torch.save(model, io.BytesIO()),
+        lambda: model.shared(torch.ones(1)),
     ):
         with pytest.raises(MisuseError, match=r"zero\.page\(model, store\)"):
             attempt()
@@ -364,6 +365,30 @@ def test_between_the_block_and_page_values_cannot_be_had(store: TieredStore) -> 
     zero.page(model, store)
     assert_same(model, expected)
     model.load_state_dict(expected.state_dict())
+
+
+def test_what_is_built_in_the_block_beside_the_model_says_so_when_it_is_called(store: TieredStore) -> None:
+    def build() -> tuple[nn.Module, ...]:
+        layer = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
+        model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        return model, copy.deepcopy(model), layer, nn.Linear(8, 8)
+
+    torch.manual_seed(0)
+    reference, *_ = build()
+    torch.manual_seed(0)
+    with zero.init(store):
+        model, *others = build()
+        with torch.no_grad():
+            values = others[0](torch.ones(1, 2, 8))
+    zero.page(model, store)
+    x = torch.ones(1, 2, 8)
+    assert torch.equal(model(x), reference(x))
+    assert torch.equal(values, reference(x))
+    for other in others:
+        with pytest.raises(MisuseError, match=r"since the end of its zero\.init block"):
+            other(x)
+    zero.page(others[0], store, name="copy")
+    assert torch.equal(others[0](x), reference(x))
 
 
 @pytest.mark.parametrize("write", [lambda p: p.data.zero_(), nn.init.ones_], ids=["data", "init"])

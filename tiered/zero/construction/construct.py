@@ -72,10 +72,11 @@ def init(store: TieredStore, *, window: int | None = None) -> Construction:
     more). The others wait in the store, under keys that begin with ``zero.init/``. Buffers stay in memory, and so do parameters
     on the meta device, which ``page`` initialises, and those of classes of their own.
 
-    After the block the parameters have shape but no values (they read as NaN) until ``zero.page(model, store)``; ``state_dict``
-    and ``load_state_dict`` belong inside the block, or after ``page``. An exception that leaves the block deletes what was
-    built in it. What is never paged is deleted when the model dies and the store is next used by ``init`` or ``page``, or by
-    the first of these after the store is reopened.
+    After the block the parameters have shape but no values (they read as NaN) until ``zero.page(model, store)``: calling a
+    module that has some, ``state_dict`` and ``load_state_dict`` raise MisuseError until then, also of a module that was built
+    in the block and is no part of the model (a copy, a prototype): build it outside, or page it, too. An exception that leaves
+    the block deletes what was built in it. What is never paged is deleted when the model dies and the store is next used by
+    ``init`` or ``page``, or by the first of these after the store is reopened.
 
     Entering raises MisuseError inside another such block, and CapacityError where a memory cgroup leaves less than building may
     take beside the pool (docs/memory.md). Inside, CapacityError is raised for a parameter that is larger than a third of the
@@ -92,7 +93,6 @@ class Construction:
         self._window = Window.of(store)
         self._context = 0
         self._stack = ExitStack()
-        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def statistics(self) -> ConstructionStatistics:
         """Return the counters so far."""
@@ -135,10 +135,11 @@ class Construction:
             if kind is not None:
                 window.discard(self._context)
             else:
-                self._track_unseen(self._modules)
+                self._track_unseen(window.modules)
             kept = window.flush()
-            for module in self._modules:
+            for module in window.modules:
                 _guard(module, window)
+            window.modules.clear()
         if window.resident_bytes > window.limit:
             warnings.warn(
                 f"{window.resident_bytes:,} bytes of parameters stay in memory until zero.page, because something else "
@@ -159,14 +160,14 @@ class Construction:
 
     def _parameter_made(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if current.get() is self._window:
-            self._modules.add(module)
+            self._window.modules.add(module)
             if parameter is not None:
                 self._track(module, name, parameter)
 
     def _module_made(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
         """Track parameters that came into a module without being registered: copies, conversions from meta."""
         if current.get() is self._window and child is not None:
-            self._modules.update(child.modules())
+            self._window.modules.update(child.modules())
             self._track_unseen(child.modules())
 
     def _track(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
@@ -247,6 +248,9 @@ class _Copying:
         parameter, window = self._original(), self.window
         copied: nn.Parameter = type(parameter).__deepcopy__(parameter, memo)  # type: ignore[no-untyped-call]
         if current.get() is window:
+            module = next((one for one in reversed(memo.values()) if isinstance(one, nn.Module)), None)
+            if module is not None:  # the one that is being made: its parameters are copied before modules within it
+                window.modules.add(module)
             with torch._C.DisableTorchFunction():
                 found = window.known(parameter)
                 if found is not None:
@@ -282,6 +286,7 @@ def _guard(module: nn.Module, window: Window) -> None:
         window.guards[module] = [
             module.register_state_dict_pre_hook(_refuse_module),  # type: ignore[no-untyped-call]
             module.register_load_state_dict_pre_hook(_refuse_module),  # type: ignore[no-untyped-call]
+            module.register_forward_pre_hook(_refuse_module),
         ]
 
 

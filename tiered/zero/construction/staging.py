@@ -93,6 +93,8 @@ class Window:
         self._numbers = itertools.count()
         self._resident: OrderedDict[int, _Resident] = OrderedDict()
         self._staged: dict[int, Staged] = {}
+        self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Those that the zero.init block in force has made so far."""
         self.guards: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
         self.building = False  # a zero.init block is in force, in some thread
         self._gone: SimpleQueue[tuple[int, str | None]] = SimpleQueue()
