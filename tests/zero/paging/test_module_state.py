@@ -212,3 +212,24 @@ def test_an_exception_in_a_recomputation_leaves_modules_as_they_were(store: Tier
     for one in (model[2], model[4]):
         assert one.calls == 1
         assert torch.equal(one.get_buffer("mean"), torch.ones(WIDTH))
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen in forward", "frozen in backward"])
+def test_what_is_frozen_between_forward_and_backward_is_as_in_memory(store: TieredStore, frozen: bool) -> None:
+    """A generator is trained through a discriminator that is frozen, or another way round."""
+    found = []
+    for paged in (False, True):
+        generator, judge = made(lambda: nn.Linear(WIDTH, WIDTH), False), made(lambda: nn.Linear(WIDTH, WIDTH), True)
+        generator.append(nn.Linear(1, WIDTH))
+        if paged:
+            zero.page(generator, store, name="generator", activations="recompute")
+            zero.page(judge, store, name="judge", activations="recompute")
+        for step in range(2):
+            judge.requires_grad_(not frozen)
+            loss = judge(generator(torch.full((4, WIDTH), 0.1 * (step + 1)))).mean()
+            judge.requires_grad_(frozen)
+            loss.backward()
+        gradients = [parameter.grad for model in (generator, judge) for parameter in model.parameters()]
+        found.append({str(number): one.clone() for number, one in enumerate(gradients) if one is not None})
+        assert [parameter.requires_grad for parameter in judge.parameters()] == [frozen] * len(list(judge.parameters()))
+    assert equal(*found)

@@ -1,7 +1,8 @@
-"""Remember what a forward found in its modules beside parameters, so that a recomputation finds the same.
+"""Remember what a forward found in its modules beside the values of parameters, so that a recomputation finds the same.
 
-BatchNorm and spectral norm change buffers in forward, hooks set attributes before it, modules count their calls. A forward
-that is computed again would see what it, or a later one, has left there, and change it twice. So a ``ModuleState`` is made
+BatchNorm and spectral norm change buffers in forward, hooks set attributes before it, modules count their calls, and whoever
+trains two models freezes one of them in between. A forward that is computed again would see what it, or a later one, has left
+there, and change it twice. So a ``ModuleState`` is made
 before the forward, ``settle`` keeps what the forward has changed, and ``restored`` puts it in place while the forward is
 computed again.
 """
@@ -110,8 +111,8 @@ class _Found:
 
 
 class ModuleState:
-    """Buffers and attributes of ``module``, and of those within it, as they are before a forward. Tensors that show memory of
-    parameters, as ``references`` tells, are left alone.
+    """Buffers and attributes of ``module``, and of those within it, and which of its parameters are frozen, as they are before
+    a forward. Tensors that show memory of parameters, as ``references`` tells, are left alone.
 
     Costs a copy of the buffers, of at most 16 MiB each, until ``settle``; from then on, of those that are small, and of those
     that forward has changed.
@@ -123,6 +124,9 @@ class ModuleState:
         self._uncopied = uncopied(module)
         self._found = [self._look(name, one) for name, one in module.named_modules()]
         self._put_back: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
+        with torch._C.DisableTorchFunctionSubclass():  # a flag needs no values
+            self._trained = [(parameter, parameter.requires_grad) for parameter in module.parameters() if parameter.is_leaf]
+        self._trained_now: list[tuple[nn.Parameter, bool]] = []
 
     def _look(self, prefix: str, module: nn.Module) -> _Found:
         own = {name: value for name, value in vars(module).items() if name not in _BESIDE}
@@ -183,20 +187,23 @@ class ModuleState:
                 for found in self._found
                 for values in (found.buffers, found.attributes)
             ]
-        before = [
+        written = [
             (kept.name, kept.alias, _version(kept.alias))
             for kept in self._kept()
             if kept.memory is not None and kept.memory.written
         ]
         self._put_back = [(one.module, dict(one.module._buffers), dict(vars(one.module))) for one in self._found]
+        self._trained_now = [(one, one.requires_grad) for one, before in self._trained if one.requires_grad != before]
         try:
+            for parameter, now in self._trained_now:
+                parameter.requires_grad_(not now)
             for number, found in enumerate(self._found):
                 _set(found.module._buffers, wanted[2 * number], found.buffers.keys())
                 _set(vars(found.module), wanted[2 * number + 1], found.names)
             yield
         finally:
             self.put_back()
-            again = changed(before)
+            again = changed(written)
             if again is not None:  # whatever ends the block: torch ends a recomputation by an exception
                 raise MisuseError(
                     f"{again!r} was changed once more as forward was computed again, because forward reaches it otherwise than "
@@ -214,7 +221,9 @@ class ModuleState:
         for module, buffers, attributes in self._put_back:
             _set(module._buffers, buffers, buffers.keys())
             _set(vars(module), attributes, attributes.keys())
-        self._put_back = []
+        for parameter, now in self._trained_now:
+            parameter.requires_grad_(now)
+        self._put_back, self._trained_now = [], []
 
 
 def _set(target: dict[str, Any], values: dict[str, Any], names: Any) -> None:
