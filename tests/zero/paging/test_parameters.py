@@ -637,6 +637,7 @@ REFUSED: dict[str, tuple[Callable[[Model], object], str]] = {
     ),
     "written by jvp": (lambda m: torch.func.jvp(negated, (m.extra,), (torch.ones(96, 48),)), "cannot be written to within"),
     "written by jacfwd": (lambda m: torch.func.jacfwd(negated)(m.scale), "cannot be written to within"),
+    "written to a view of a frozen one": (lambda m: m.frozen.weight[0].add_(m.extra[0]), "view of parameter 'frozen.weight'"),
     "functionalize": (lambda m: torch.func.functionalize(torch.neg)(m.extra), "'extra': torch.func.functionalize cannot"),
 }
 
@@ -1382,3 +1383,58 @@ def test_set_to_itself_changes_nothing_and_to_another_tensor_raises(store: Tiere
     with pytest.raises(MisuseError, match=r"'0\.weight'.*set_ would change the shape, or the memory"), torch.no_grad():
         model[0].weight.set_(torch.zeros(32, 32))
     assert torch.equal(model[0].weight, reference[0].weight)
+
+
+@pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
+def test_another_memory_format_is_refused_and_its_own_is_not(store: TieredStore, memory_format: torch.memory_format) -> None:
+    """torch computes other bits with it, and parameters keep the strides that they were paged with."""
+    last, other = torch.channels_last, torch.contiguous_format
+    if memory_format is other:
+        last, other = other, last
+    reference = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 1), nn.Flatten(), nn.Linear(16, 2)).to(memory_format=last)  # type: ignore[call-overload]
+    model = zero.page(copy.deepcopy(reference), store)
+    for convert in (
+        lambda: model.to(memory_format=other),
+        lambda: nn.utils.convert_conv2d_weight_memory_format(model, other),  # type: ignore[no-untyped-call]
+        lambda: setattr(model[0].weight, "data", torch.ones(8, 3, 3, 3).to(memory_format=other)),
+    ):
+        with pytest.raises(MisuseError, match=r"'0\.weight' is in .*change the memory format of a model before zero\.page"):
+            convert()
+    for one in (reference, model):
+        one.to(memory_format=last)
+        one[0].weight.data = torch.ones(8, 3, 3, 3).to(memory_format=last)
+        one[1].weight.data = torch.ones(4, 8, 1, 1)  # it has both
+        one[3].weight.data = torch.ones(2, 16)
+    x = torch.randn(2, 3, 4, 4)
+    assert torch.equal(model(x), reference(x))
+    assert model[0].weight.stride() == reference[0].weight.stride()
+
+
+@pytest.mark.parametrize("way", ["soft", "copy_", "foreach"])
+@pytest.mark.parametrize("stepped", [False, True], ids=["fresh", "trained before"])
+def test_a_frozen_model_that_autograd_has_a_trained_one_write_to(store: TieredStore, way: str, stepped: bool) -> None:
+    """A target network whose update is not within ``no_grad``: its parameters become results, which torch allows."""
+    found = []
+    for paged in (False, True):
+        torch.manual_seed(0)
+        trained, target = (nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2))
+        if paged:
+            zero.page(trained, store, name="trained")
+            zero.page(target, store, name="target")
+        x = torch.ones(2, 8)
+        if stepped:
+            target(x).sum().backward()
+            target.zero_grad()
+        target.requires_grad_(False)
+        mine, theirs = list(target.parameters()), list(trained.parameters())
+        if way == "foreach":
+            torch._foreach_add_(mine, theirs, alpha=0.5)
+        for one, other in zip(mine, theirs, strict=True):
+            if way == "copy_":
+                one.copy_(other)
+            elif way == "soft":
+                one.mul_(0.9).add_(other, alpha=0.1)
+        output = target(x)
+        output.square().sum().backward()
+        found.append([output, *[p.detach().clone() for p in mine], *[p.requires_grad for p in mine], *[p.grad for p in theirs]])
+    assert same(*map(frozen, found))

@@ -1214,7 +1214,7 @@ class Pager:
         states = unit.gradients.states
         for placement in unit.plan.placements:
             parameter: Any = placement.parameter
-            if not parameter.requires_grad:
+            if not (parameter.requires_grad and parameter.is_leaf):  # one that was frozen may be the result of a write
                 continue
             state = states.get(placement)
             if state is None or not state.taken:

@@ -730,6 +730,11 @@ def _set_data(target: StoredTensor, value: Any) -> None:
             f"{source.shown} has shape {tuple(target.shape)} of {target.dtype} in the store and cannot be given .data of "
             f"{what}: {source.another}"
         )
+    if target.step is None and {_memory_format(value), _memory_format(target)} == {"contiguous_format", "channels_last"}:
+        raise MisuseError(
+            f"{source.shown} is in {_memory_format(target)} in the store and cannot be given .data in {_memory_format(value)}: "
+            "change the memory format of a model before zero.page, or write the values alone (parameter.data.copy_(values))"
+        )
     if isinstance(value, StoredTensor) and value.source == source:
         own, other = geometry_of(target), geometry_of(value)
         if (own.shape, own.stride(), own.storage_offset()) == (other.shape, other.stride(), other.storage_offset()):
@@ -739,6 +744,15 @@ def _set_data(target: StoredTensor, value: Any) -> None:
         keep(source)
     with torch.no_grad():
         target.detach().copy_(value)
+
+
+def _memory_format(tensor: torch.Tensor) -> str:
+    """Return which memory format a tensor of images or volumes has; "" for others, and where it has both or none."""
+    geometry = geometry_of(tensor) if isinstance(tensor, StoredTensor) else tensor
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(geometry.dim())
+    if last is None or geometry.is_contiguous() == geometry.is_contiguous(memory_format=last):
+        return ""
+    return "contiguous_format" if geometry.is_contiguous() else "channels_last"
 
 
 def _for_each(call: Call) -> Any:
@@ -833,6 +847,13 @@ def _compute(call: Call, stored: Sequence[StoredTensor]) -> Any:
     for value in targets:
         if value.has_own_gradient() and torch.is_grad_enabled():
             raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")  # as torch says it
+        if _records_nothing(value) and any(
+            isinstance(one, torch.Tensor) and _needs_gradient(one) for one in leaves((args, kwargs))
+        ):
+            raise MisuseError(
+                f"what needs a gradient cannot be written to a view of {value.source.shown}, which is frozen (or the view was "
+                "made under torch.no_grad()): write under torch.no_grad(), or write to the whole parameter"
+            )
         value.source.refuse_in_place(value, call)
     sources = {id(value): value.source for value in stored}  # a parameter is not stored any more while it is held
     for kind in {type(source) for source in sources.values()}:
@@ -878,6 +899,12 @@ def _compute(call: Call, stored: Sequence[StoredTensor]) -> Any:
             found = [restored(value, which) for which, value in enumerate(result)]
             return result if all(a is b for a, b in zip(found, result, strict=True)) else type(result)(found)
         return restored(result)
+
+
+def _records_nothing(value: Any) -> bool:
+    """Return whether a write to ``value`` that autograd should record would not be."""
+    step = value.step if isinstance(value, StoredTensor) else None
+    return step is not None and not step.recording and torch.is_grad_enabled() and not value.requires_grad
 
 
 def _parameters(stored: Iterable[StoredTensor]) -> list[torch.Tensor]:
