@@ -517,7 +517,7 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
     elif options.existing == "resume" and options.source is not None:
         _take_over(model, store, options, limits, partition, pool)
     with partition.agreeing("divide this model into units") as agree:
-        limits, slicing = _ways(model, store, options, limits, strides, partition.shares)
+        limits, slicing = _ways(model, store, options, limits, strides)
         tentative = divide(model, limits, strides, options.policy, partition.shares, slicing)
         _refuse_plan(tentative, model, store, pool, options, partition.shares)
         if options.existing != "resume" and options.filling is None:
@@ -769,7 +769,6 @@ def _ways(
     options: _Options,
     limits: Limits,
     strides: dict[nn.Parameter, tuple[int, ...]],
-    shares: int,
 ) -> tuple[Limits, Slicing]:
     """Return by which limits ``model`` is divided, and what is sliced. ``strides`` gets those that were committed."""
     largest = options.paging.largest_unit
@@ -778,12 +777,7 @@ def _ways(
         limits, kept, names = checkpoint.layout(store, options.name)
         strides |= {parameter: kept[qualified] for qualified, parameter in model.named_parameters() if qualified in kept}
         return limits, Slicing(only=names)
-    if largest is None:
-        return limits, slicing
-    if not slicing.weights:  # nothing more is sliced
-        usual = divide(model, limits, strides, options.policy, shares, slicing)
-        slicing = Slicing(only={sliced.name: None for sliced in usual.sliced.values()})
-    return replace(limits, unit=min(limits.unit, largest)), slicing
+    return limits if largest is None else replace(limits, unit=min(limits.unit, largest)), slicing
 
 
 def _asked(options: _Options, partition: Partition) -> Iterator[Term]:
@@ -1009,7 +1003,7 @@ def _refuse_small_pool(
             if store.access is Access.READ:  # as an import divides it, whose slices have more rows than training needs
                 paging = replace(paging, slice_weights=True, largest_unit=paging.largest_unit or Limits.of(pool, shares).unit)
             anew = replace(options, existing="refuse", source=None, paging=paging)
-            limits, slicing = _ways(model, store, anew, Limits.of(pool, shares), {}, shares)
+            limits, slicing = _ways(model, store, anew, Limits.of(pool, shares), {})
             fresh = divide(model, limits, {}, options.policy, shares, slicing)
             least = smallest_pool(fresh, model, saves=saves, shares=shares, beside=store.access is Access.READ)
             if least < needed:

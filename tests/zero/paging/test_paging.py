@@ -22,6 +22,7 @@ from tests.quick import quick
 from tests.zero.models import Mixed, Tied, parameter_groups
 from tiered import CapacityError, Eviction, InterruptedStep, MisuseError, SharedMemoryWarning, TieredStore, WriteError, zero
 from tiered.zero.paging.tensors.stored import StoredTensor
+from tiered.zero.paging.units import Limits, divide
 
 
 def held(store: TieredStore) -> int:
@@ -510,6 +511,18 @@ def test_what_cannot_be_a_unit_is_named_before_anything_changes(store: TieredSto
     assert len(store) == 0
     del model[1]
     zero.page(model, store)
+
+
+def test_a_unit_is_at_most_a_gib_and_the_budget_says_which_weights_are_divided() -> None:
+    with torch.device("meta"):
+        layers = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(20)))  # 64 MiB each, 1.25 GiB together
+        model = nn.Sequential(nn.Embedding(300_000, 4096), layers)  # 4.6 GiB
+    mebibytes = {
+        gib: [unit.nbytes >> 20 for unit in divide(model, Limits.of(gib << 30), {}, zero.Policy()).units]
+        for gib in (8, 16, 1024)
+    }
+    assert mebibytes[8] == [64] * 20 + [1024] * 4 + [591]
+    assert mebibytes[16] == mebibytes[1024] == [4687] + [64] * 20
 
 
 def test_methods_of_modules_may_give_the_same_parameters(store: TieredStore) -> None:

@@ -262,7 +262,7 @@ class Paging:
     norms, which may differ from torch's in the last bit. "whole": as any other parameter. With ``existing="resume"`` it is as
     it was committed; several processes have experts whole.
     ``largest_unit``: bytes; units are at most so large, where single parameters allow it (default: an eighth of the memory
-    budget). A later process needs room for three. With ``existing="resume"`` they are as they were committed.
+    budget, 1 GiB at most). A later process needs room for three. With ``existing="resume"`` they are as they were committed.
     ``slice_weights``: with ``largest_unit``, weights of ``nn.Embedding`` and ``nn.Linear`` that are larger are sliced as well:
     some rows are a unit, 512 or a multiple, and the layer uses one slice after the other. (Without it they are sliced only
     where three of them are larger than the memory budget.) Whether products with some rows at a time have the same last bits

@@ -85,10 +85,11 @@ PARAMETER_ALIGNMENT = 64
 """Bytes: parameters start at multiples of this in their unit, as torch's own allocations do: kernels take the same path."""
 
 
-UNIT_SHARE = 8
-"""A unit is at most this fraction of the pool, where single parameters allow it."""
+UNIT_SHARE, LARGEST_UNIT = 8, 1 << 30
+"""A unit is at most this fraction of the pool, and at most ``LARGEST_UNIT`` bytes, where single parameters allow it: nothing of
+a unit is computed until all of it is there, and what a lease costs is nothing beside a GiB."""
 THIRD = 3
-"""So many units of the largest size have to fit the pool."""
+"""So many weights of the largest size have to fit the pool."""
 BLOCK, TAIL = 512, 64
 """Of a model for reading, rows of a slice are a multiple of BLOCK, and its last slice has at least TAIL, even where that makes
 a unit larger than it should be: products with some rows at a time then had the bits of the whole product (MKL in fp32, batches
@@ -106,11 +107,13 @@ ranks with little memory."""
 @dataclass(frozen=True)
 class Limits:
     """Limits by which a model is divided: bytes of a unit, elements of a chunk of optimizer state, and, where ranks share it,
-    elements at multiples of which they do."""
+    elements at multiples of which they do; and bytes of a weight that is not sliced (by default so many that three fit a pool
+    of eight units)."""
 
     unit: int
     chunk: int
     step: int = OLDER_SHARE_STEP
+    whole: int | None = None
 
     @classmethod
     def of(cls, pool: int, shares: int = 1) -> Limits:
@@ -119,8 +122,10 @@ class Limits:
         share = UNIT_SHARE if shares == 1 else 2 * UNIT_SHARE
         part = pool // (SHARE_OF_SMALL if pool < SMALL_POOL else CHUNK_SHARE)
         chunk = max(4096, min(LARGEST_CHUNK, part) // 4096 * 4096) // 4
-        fits = shares > 1 and 4 * shares * SHARE_STEP <= pool // share  # the smallest unit there may be, in fp32
-        return cls(pool // share, chunk, SHARE_STEP if fits else OLDER_SHARE_STEP)
+        unit = pool // share
+        fits = shares > 1 and 4 * shares * SHARE_STEP <= unit  # the smallest unit there may be, in fp32
+        step = SHARE_STEP if fits else OLDER_SHARE_STEP
+        return cls(min(LARGEST_UNIT, unit), chunk, step, UNIT_SHARE * unit // THIRD)
 
 
 class Absent(NamedTuple):
@@ -671,7 +676,7 @@ def _too_large(
         plain = all(used[parameter]) and parameter.dtype.is_floating_point
         nbytes = parameter.numel() * parameter.dtype.itemsize
         known = slicing.rows(name)
-        large = nbytes > limits.unit if slicing.weights else THIRD * nbytes > UNIT_SHARE * limits.unit
+        large = nbytes > (limits.unit if slicing.weights else limits.whole or UNIT_SHARE * limits.unit // THIRD)
         if plain and (large or known) and slicing.allows(name) and _will_be_row_major(parameter, strides):
             columns = parameter.shape[1]
             step = 16 // math.gcd(columns, 16)
