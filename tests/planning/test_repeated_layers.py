@@ -47,6 +47,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt": gpt,
     "gated": lambda: gpt(gated=True),
     "llama": lambda: of_transformers("LlamaForCausalLM", num_key_value_heads=2),
+    "llama without a cache": lambda: of_transformers("LlamaForCausalLM", num_key_value_heads=2, use_cache=False),
     "bert": lambda: of_transformers("BertForMaskedLM"),
     "experts": lambda: of_transformers(
         "Qwen3MoeForCausalLM", num_key_value_heads=2, head_dim=16, moe_intermediate_size=32, num_experts=8,
@@ -97,7 +98,7 @@ def both(what: Subject, setup: TrainingSetup) -> tuple[Any, Any]:
     ("model", "setup"),
     quick(
         [pair for pair in PAIRS if pair not in REFUSED],
-        [("gpt", "on fetch"), ("gated", "recompute"), ("experts", "in backward")],
+        [("gpt", "on fetch"), ("llama without a cache", "recompute"), ("experts", "in backward")],
     ),
 )
 def test_notes_of_four_layers_are_those_of_all(trained: list[int], model: str, setup: str) -> None:

@@ -8,6 +8,7 @@ follows the memory of all tensors that are alive. Takes milliseconds for a layer
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import sys
 import weakref
@@ -21,7 +22,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import flop_registry
@@ -138,11 +138,11 @@ def dry_run(
             for number in range(BEFORE + 1):
                 store.step_begins()
                 for _ in range(training.passes):
-                    with _whole_sequences(), _Attention(), live if number == BEFORE else _Uncompiled():  # type: ignore[no-untyped-call]
+                    with _as_on_devices(paged), live if number == BEFORE else _Uncompiled():  # type: ignore[no-untyped-call]
                         value = loss(paged(*args, **kwargs), target)
                         expect_type(value, torch.Tensor, "what loss(output, target) returns is a tensor")
                         store.turn(backward=True)
-                        _backward(value)
+                        value.backward(torch.ones_like(value))  # type: ignore[no-untyped-call]
                         store.turn(backward=False)
                         del value
                 optimizer.step()
@@ -178,26 +178,30 @@ def _paged(model: nn.Module, store: NotingStore, training: TrainingSetup) -> _Op
 
 
 @contextmanager
-def _whole_sequences() -> Iterator[None]:
-    """Have transformers take each row of a batch for one sequence. It looks for several in a row by the values of positions,
-    which there are none of on the meta device; a row of one sequence has no mask for that."""
+def _as_on_devices(model: nn.Module) -> Iterator[None]:
+    """Have attention be what it is on a CPU or a GPU, and transformers take each row of a batch for one sequence: it looks for
+    several in a row by the values of positions, which there are none of; a row of one sequence has no mask for that.
+
+    The functions are replaced where the model's modules find them. A mode of torch would be asked at each attribute of each
+    tensor, too, which takes longer than all the rest.
+    """
     masks: Any = sys.modules.get("transformers.masking_utils")
-    found = getattr(masks, "find_packed_sequence_indices", None)
-    if found is None:
-        yield
-        return
-    masks.find_packed_sequence_indices = lambda positions: None if positions.is_meta else found(positions)
+    packed = getattr(masks, "find_packed_sequence_indices", None)
+    attention = F.scaled_dot_product_attention
+    files = [F, *(sys.modules[name] for name in {type(module).__module__ for module in model.modules()} & sys.modules.keys())]
+    replaced: list[tuple[Any, str, Any]] = [
+        (file, name, attention) for file in files for name, value in vars(file).items() if value is attention
+    ]
+    for file, name, _ in replaced:
+        setattr(file, name, functools.partial(_fused, attention))
+    if packed is not None:
+        replaced.append((masks, "find_packed_sequence_indices", packed))
+        masks.find_packed_sequence_indices = lambda positions: None if positions.is_meta else packed(positions)
     try:
         yield
     finally:
-        masks.find_packed_sequence_indices = found
-
-
-def _backward(value: torch.Tensor) -> None:
-    """Run backward by autograd's engine itself: ``torch.autograd.backward`` takes function modes out of force, and what is
-    computed again within backward needs them."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.run_backward((value,), (torch.ones_like(value),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        for file, name, found in replaced:
+            setattr(file, name, found)
 
 
 EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -317,19 +321,10 @@ def _attention(func: Any, args: Any) -> float:
     return 2.5 * once if backward else once
 
 
-class _Attention(TorchFunctionMode):
-    """Has ``scaled_dot_product_attention`` be what it is on a CPU or a GPU, which keep no matrix of scores, where it can."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            return _fused(func, *args, **kwargs)
-        return func(*args, **kwargs)
-
-
 def _fused(func: Any, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
            scale: float | None = None, enable_gqa: bool = False) -> Any:
-    plain = dropout_p == 0.0 and query.dim() == 4 and query.shape[-1] == value.shape[-1]
+    """Return what attention is on a CPU or a GPU, which keep no matrix of scores, where it can."""
+    plain = query.is_meta and dropout_p == 0.0 and query.dim() == 4 and query.shape[-1] == value.shape[-1]
     if not plain or (attn_mask is not None and attn_mask.requires_grad):
         return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if enable_gqa and key.shape[1] != query.shape[1]:

@@ -280,6 +280,10 @@ class _Lengthened:
         self._run, self._short, self._computes_again = run, short, computes_again
         found = (self._run.layer(key) for key in short.initial)
         self._layers = 1 + max((layer for layer in found if layer is not None), default=-1)
+        made = {one.key for one in short.operations if isinstance(one, CreateNote)}
+        first = {key for key in made if run.layer(key) == run.begin}
+        self._of_all = {key for key in first if run.renamed(key, lambda index: index + 1) not in made}
+        """Tensors that the first layer makes for all of them, such as the angles of positions that recomputing needs."""
 
     def whole(self, expected: Sequence[Mapping[str, int]]) -> StepNotes | None:
         """Return the notes of the whole model; None where its layers do not ask the same. ``expected``: the bytes of the
@@ -294,6 +298,9 @@ class _Lengthened:
         if layer is not None and to is not None and layer in self._run.compared:
             return lambda index: index - layer + to
         return self._run.whole
+
+    def _renamed(self, key: str, move: Callable[[int], int]) -> str:
+        return key if key in self._of_all else self._run.renamed(key, move)
 
     # -- what there is before a step ---------------------------------------------------------------------------------------
 
@@ -356,7 +363,7 @@ class _Lengthened:
         for position in range(begin, end):
             one = operations[position]
             touched = one.keys[0] if isinstance(one, LeaseNote) else _created(one)
-            layer = self._run.layer(touched)
+            layer = None if touched in self._of_all else self._run.layer(touched)
             if layer is not None and layer not in seen:
                 seen.add(layer)
                 blocks.append(_Block(layer, before, len(before)))
@@ -401,11 +408,11 @@ class _Lengthened:
 
         def moved(one: Operation, move: Callable[[int], int]) -> Operation:
             if isinstance(one, LeaseNote):
-                return one._replace(number=0, keys=tuple(self._run.renamed(key, move) for key in one.keys))
+                return one._replace(number=0, keys=tuple(self._renamed(key, move) for key in one.keys))
             if isinstance(one, CreateNote | DeleteNote):
-                return one._replace(key=self._run.renamed(one.key, move))
+                return one._replace(key=self._renamed(one.key, move))
             if isinstance(one, AheadNote):
-                return AheadNote(tuple(self._run.renamed(key, move) for key in one.keys))
+                return AheadNote(tuple(self._renamed(key, move) for key in one.keys))
             return one
 
         def lease_of(number: int, move: Callable[[int], int]) -> _Lease:
