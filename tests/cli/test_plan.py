@@ -8,9 +8,10 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.cli.train.test_train import failure
-from tiered import Machine
+from tiered import Machine, TieredStore
 from tiered.cli.main import main
 
 SMALL = ["plan", "--layers", "2", "--width", "64", "--heads", "4", "--context", "16", "--batch", "1", "--dram", "1MiB"]
@@ -133,6 +134,10 @@ def test_the_model_and_the_drive_are_looked_at_before_anything_is_measured(
     """A measurement would say so first."""
     monkeypatch.setattr("tiered.cli.output.INTERVAL", 0.0)
     assert "has no config.json" in failure(capsys, "plan", tmp_path)
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        store["w"] = torch.ones(2)
+        store.commit()
+    assert "is a store, and a plan is made of shapes" in failure(capsys, "plan", tmp_path / "store")
     told = failure(capsys, *SMALL, "--drive", tmp_path / "no")
     assert "does not exist; name one on the drive to measure with --drive" in told
 

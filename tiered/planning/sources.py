@@ -235,6 +235,8 @@ def model_of_folder(what: str) -> nn.Module:
     MisuseError where there is none."""
     folder = folder_of(what, "config")
     if not Path(folder, "config.json").is_file():
+        if any(Path(folder).glob("manifest.*")):
+            raise MisuseError(f"{what} is a store, and a plan is made of shapes: name the folder that its model was read from")
         raise MisuseError(
             f"{what} has no config.json: name a folder of a transformers model, org/name on the Hugging Face hub, or give "
             "numbers of the model"
