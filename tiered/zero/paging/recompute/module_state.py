@@ -193,7 +193,10 @@ class ModuleState:
             if kept.memory is not None and kept.memory.written
         ]
         self._put_back = [(one.module, dict(one.module._buffers), dict(vars(one.module))) for one in self._found]
-        self._trained_now = [(one, one.requires_grad) for one, before in self._trained if one.requires_grad != before]
+        with torch._C.DisableTorchFunctionSubclass():
+            self._trained_now = [
+                (one, one.requires_grad) for one, before in self._trained if one.requires_grad != before and one.is_leaf
+            ]
         try:
             for parameter, now in self._trained_now:
                 parameter.requires_grad_(not now)
