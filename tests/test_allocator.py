@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tiered import allocator
-from tiered.allocator import FreeSpace, Sliding
+from tiered.allocator import FreeSpace, SlotMap
 from tiered.types import Slot
 
 
 def slides(
     slots: Sequence[Slot], capacity: int, wanted: int, movable: Container[int], most: float, gone: Container[int]
 ) -> bool:
-    """What ``Sliding`` answers, by a walk over the slots."""
+    """What ``SlotMap.slides`` answers, by a walk over the slots."""
     free = moved = hole = end = 0
     window: deque[tuple[int, int]] = deque()  # each hole, with the bytes of the slot above it
     for slot in (*slots, Slot(capacity, 0)):
@@ -59,7 +59,7 @@ def test_sliding_finds_room_where_there_is_some(
     offsets = [slot.offset for slot in slots]
     movable = set(data.draw(st.lists(st.sampled_from(offsets), unique=True))) if offsets else set()
     gone = data.draw(st.lists(st.sampled_from(offsets), unique=True)) if offsets else []
-    found = Sliding(slots, capacity, wanted, movable, most).without(gone)
+    found = SlotMap(slots, capacity, movable).slides(wanted, most, gone)
     assert (found is not None) == slides(slots, capacity, wanted, movable, most, gone)
     if found is not None:  # the room is in there, and so is what slides
         staying = [slot for slot in slots if slot.offset in found and slot.offset not in gone]
@@ -67,6 +67,30 @@ def test_sliding_finds_room_where_there_is_some(
         assert all(slot.offset in movable and slot.offset + slot.nbytes <= found.stop for slot in staying)
         assert moved <= most
         assert len(found) - moved >= wanted
+
+
+@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(layouts(), st.integers(1, 20), st.sampled_from([0, 3, 20, 320, float("inf")]), st.booleans(), st.data())
+def test_holes_that_promise_nothing_are_passed_over_and_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+    layout: tuple[list[Slot], int],
+    wanted: int,
+    most: float,
+    any_way: bool,
+    data: st.DataObject,
+) -> None:
+    """Of many slots, arrays say first whether any hole may be widened: the plan is that of a search among few."""
+    slots, capacity = layout
+    offsets = [slot.offset for slot in slots]
+    movable = set(data.draw(st.lists(st.sampled_from(offsets), unique=True))) if offsets else set()
+    gone = data.draw(st.lists(st.sampled_from(offsets), unique=True)) if offsets else []
+    found = []
+    for walked in (0, 200):
+        monkeypatch.setattr(allocator, "WALKED", walked)
+        found.append(SlotMap(slots, capacity, movable).moves(wanted, most, gone, any_way=any_way))
+        staying = [slot for slot in slots if slot.offset not in gone]
+        found.append(SlotMap(staying, capacity, movable).moves(wanted, most, any_way=any_way))
+    assert found[1:] == found[:-1]
 
 
 def test_best_fit_and_the_lowest_address_among_equals() -> None:

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.fakes import FakeTier, MovableTier
 from tests.rig import READ, WRITE, Rig, fill, spec, where
 from tiered import CapacityError, TieredStore
-from tiered.allocator import moves
+from tiered.allocator import SlotMap
 from tiered.engine.policy import LRU
 from tiered.engine.pool import Pool
 from tiered.engine.residency import Copy, Directory, State
@@ -41,7 +41,7 @@ def layout(text: str) -> tuple[list[Slot], set[int], int]:
 def after(text: str, nbytes: int, most: float = 1000) -> str | None:
     """The layout when everything was moved; None where nothing is."""
     slots, movable, capacity = layout(text)
-    plan = moves(slots, capacity, nbytes, movable, most)
+    plan = SlotMap(slots, capacity, movable).moves(nbytes, most)
     if plan is None:
         return None
     found = list(text)

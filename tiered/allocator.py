@@ -1,6 +1,6 @@
 """The free-space allocator of a tier, and the plan of the moves that defragment it.
 
-``FreeSpace`` hands out ranges of an address space. ``moves`` plans which slots to move so that a request fits in one piece.
+``FreeSpace`` hands out ranges of an address space. ``SlotMap`` plans which slots to move so that a request fits in one piece.
 Both work on offsets and sizes in bytes only: no memory, no file, no I/O.
 
 Tensors of unequal size leave holes between them, and a hole that is too small is of no use. The plan widens a hole on one side:
@@ -17,15 +17,19 @@ from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate, islice
+from itertools import chain, islice
 from math import isinf
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tiered.types import Slot
 
-__all__ = ["FreeSpace", "Move", "Sliding", "moves"]
+__all__ = ["FreeSpace", "Move", "SlotMap"]
+
+_Numbers = NDArray[np.int64]
+_Flags = NDArray[np.bool_]
 
 
 class FreeSpace:
@@ -216,95 +220,131 @@ class Move(NamedTuple):
     to: int
 
 
-def moves(
-    slots: Sequence[Slot], capacity: int, nbytes: int, movable: Container[int], most: float, *, any_way: bool = False
-) -> list[Move] | None:
-    """Return moves, to be made one after the other, after which ``nbytes`` are free in one piece; [] where they are already.
-
-    ``slots`` are all slots in use, by offset; ``movable`` are the offsets of those that may be moved. The target of each move
-    is free by then, but for what the moved slot itself frees. None: every plan that was found moves more than ``most`` bytes,
-    or none was found. ``any_way`` returns the first plan that is found.
-    """
-    layout = _Layout(slots, capacity, movable)
-    if layout.largest >= nbytes:
-        return []
-    best: _Window | None = None
-    for find, index in islice(layout.promising(nbytes, most), None if isinf(most) else 2 * TRIED):
-        found = find(index, nbytes, most)
-        if found is not None:
-            best = found
-            if any_way:
-                break
-            most = layout.nbytes(found) - 1
-    return None if best is None else layout.plan(best)
-
-
 WALKED = 200
 """Most slots that a loop walks over sooner than arrays are made of them."""
 
 
-class Sliding:
-    """Whether ``nbytes`` would be free in one piece if some slots were gone, and others slid together. Asked for many sets of
-    slots, so the layout is read once, into arrays where there are more than ``WALKED`` slots. Arguments as of ``moves``; no
-    slot moves to a hole elsewhere, so the answer may be no where ``moves`` finds a plan."""
+class SlotMap:
+    """The slots in use of a tier, by offset, and those that may be moved: read once, and asked for many requests, each with
+    some of the slots ``gone``.
 
-    def __init__(self, slots: Sequence[Slot], capacity: int, nbytes: int, movable: Container[int], most: float) -> None:
-        self._wanted, self._most, self._capacity = nbytes, most, capacity
-        self._rows: list[tuple[int, int, bool]] | None = None
-        if len(slots) <= WALKED:
-            self._rows = [(slot.offset, slot.nbytes, slot.offset in movable) for slot in slots]
-            self._rows.append((capacity, 0, False))
-            return
-        self._offsets = np.fromiter((slot.offset for slot in slots), np.int64, len(slots))
-        self._sizes = np.fromiter((slot.nbytes for slot in slots), np.int64, len(slots))
-        self._fixed = np.fromiter((slot.offset not in movable for slot in slots), np.bool_, len(slots))
+    ``movable`` are the offsets of slots that may be moved; ``gone`` are offsets, too. Nothing may change meanwhile.
+    """
 
-    def without(self, leaving: Collection[int]) -> range | None:
-        """Return the offsets that the room and what slides out of its way lie in, once the slots at the offsets ``leaving`` are
-        gone; None: there is no room."""
-        return self._in_arrays(leaving) if self._rows is None else self._in_rows(self._rows, set(leaving))
+    def __init__(self, slots: Sequence[Slot], capacity: int, movable: Container[int]) -> None:
+        self._slots, self._capacity, self._movable = slots, capacity, movable
 
-    def _in_rows(self, rows: list[tuple[int, int, bool]], leaving: set[int]) -> range | None:
+    def moves(
+        self, nbytes: int, most: float, gone: Collection[int] = (), *, any_way: bool = False
+    ) -> list[Move] | None:
+        """Return moves, to be made one after the other, after which ``nbytes`` are free in one piece; [] where they are
+        already.
+
+        The target of each move is free by then, but for what the moved slot itself frees. None: every plan that was found moves
+        more than ``most`` bytes, or none was found. ``any_way`` returns the first plan that is found.
+        """
+        rows = self._rows_without(gone)
+        if rows.largest >= nbytes:
+            return []
+        if not rows.promise(nbytes, most):
+            return None
+        search = _Search(rows)
+        best: _Window | None = None
+        for find, index in islice(search.promising(nbytes, most), None if isinf(most) else 2 * TRIED):
+            found = find(index, nbytes, most)
+            if found is not None:
+                best = found
+                if any_way:
+                    break
+                most = search.nbytes(found) - 1
+        return None if best is None else search.plan(best)
+
+    def slides(self, nbytes: int, most: float, gone: Collection[int] = ()) -> range | None:
+        """Return the offsets that ``nbytes`` of room, and what slides together to make it, lie in; None: there is no room.
+
+        No slot moves to a hole elsewhere, so there may be no room where ``moves`` finds a plan.
+        """
+        if len(self._slots) <= WALKED:
+            return self._slides_in_a_walk(nbytes, most, frozenset(gone))
+        rows = self._rows_without(gone)
+        used, free, below = rows.used, rows.free, rows.below
+        lowest = np.searchsorted(used, used - most)  # of the slots that may join each hole, as the upper one
+        above_fixed = np.where(rows.fixed, np.arange(1, len(used)), 0)
+        lowest[1:] = np.maximum(lowest[1:], np.maximum.accumulate(above_fixed))
+        found = np.flatnonzero(free - below[lowest] >= nbytes)
+        if not len(found):
+            return None
+        high, low = int(found[0]), int(lowest[found[0]])
+        begin = used[low] + below[low]  # the end of the slot below the lowest hole
+        return range(int(begin), int(used[high] + free[high]))
+
+    def _slides_in_a_walk(self, nbytes: int, most: float, gone: Container[int]) -> range | None:
         free = moved = hole = begin = end = 0  # of a window from ``begin`` on: its free bytes, its slots'; the hole above it
         window: deque[tuple[int, int, int]] = deque()  # each hole, with the bytes and the end of the slot above it
-        for offset, nbytes, movable in rows:
-            hole, end = hole + offset - end, offset + nbytes
-            if offset in leaving:
-                hole += nbytes
+        for offset, size, movable in self._each:
+            hole, end = hole + offset - end, offset + size
+            if offset in gone:
+                hole += size
                 continue
-            if free + hole >= self._wanted:
+            if free + hole >= nbytes:
                 return range(begin, offset)
-            window.append((hole, nbytes, end))
-            free, moved, hole = free + hole, moved + nbytes, 0
+            window.append((hole, size, end))
+            free, moved, hole = free + hole, moved + size, 0
             if not movable:
                 window.clear()
                 free, moved, begin = 0, 0, end
-            while moved > self._most:
+            while moved > most:
                 before, size, begin = window.popleft()
                 free, moved = free - before, moved - size
         return None
 
-    def _in_arrays(self, leaving: Collection[int]) -> range | None:
-        """As ``_in_rows``.
+    def _rows_without(self, gone: Collection[int]) -> _Rows:
+        offsets, sizes, fixed = self._arrays
+        if gone:
+            stays = np.ones(len(offsets), np.bool_)
+            stays[np.searchsorted(offsets, np.fromiter(gone, np.int64, len(gone)))] = False
+            offsets, sizes, fixed = offsets[stays], sizes[stays], fixed[stays]
+        return _Rows(offsets, sizes, fixed, self._capacity)
 
-        Holes are numbered by the slot above them that stays. The slots between two holes join these and all holes between them:
-        for each hole, as the upper one, the lowest is taken that leaves ``most`` bytes or fewer to be moved, and no slot that
-        cannot be.
-        """
-        stays = np.ones(len(self._offsets), np.bool_)
-        stays[np.searchsorted(self._offsets, np.fromiter(leaving, np.int64, len(leaving)))] = False
-        used = np.concatenate(([0], np.cumsum(self._sizes[stays])))  # below each hole, in slots
-        free = np.append(self._offsets[stays], self._capacity) - used  # up to the end of each hole
-        lowest = np.searchsorted(used, used - self._most)
-        above_fixed = np.where(self._fixed[stays], np.arange(1, len(used)), 0)
-        lowest[1:] = np.maximum(lowest[1:], np.maximum.accumulate(above_fixed))
-        before = np.concatenate(([0], free[:-1]))  # up to the beginning of each hole
-        found = np.flatnonzero(free - before[lowest] >= self._wanted)
-        if not len(found):
-            return None
-        high, low = int(found[0]), int(lowest[found[0]])
-        begin = used[low] + before[low]  # the end of the slot below the lowest hole
-        return range(int(begin), int(used[high] + free[high]))
+    @cached_property
+    def _each(self) -> list[tuple[int, int, bool]]:
+        """Offset and size of each slot, and whether it may move; then the end."""
+        each = [(slot.offset, slot.nbytes, slot.offset in self._movable) for slot in self._slots]
+        return [*each, (self._capacity, 0, False)]
+
+    @cached_property
+    def _arrays(self) -> tuple[_Numbers, _Numbers, _Flags]:
+        """Offsets and sizes of the slots, and whether each must stay where it is."""
+        count, movable = len(self._slots), self._movable
+        both = np.fromiter(chain.from_iterable(self._slots), np.int64, 2 * count).reshape(count, 2)
+        fixed = np.fromiter([slot[0] not in movable for slot in self._slots], np.bool_, count)
+        return both[:, 0].copy(), both[:, 1].copy(), fixed
+
+
+class _Rows:
+    """Slots, whether each is fixed, and of the hole below each slot, and of the last one, three sums: bytes in slots below it
+    (``used``), free bytes up to its end (``free``) and to its beginning (``below``)."""
+
+    def __init__(self, offsets: _Numbers, sizes: _Numbers, fixed: _Flags, capacity: int) -> None:
+        self.offsets, self.sizes, self.fixed = offsets, sizes, fixed
+        self.used = np.concatenate(([0], np.cumsum(sizes)))
+        self.free = np.append(offsets, capacity) - self.used
+        self.below = np.concatenate(([0], self.free[:-1]))
+        holes = self.free - self.below
+        self.holes = np.flatnonzero(holes)
+        self.largest = int(holes.max())
+
+    def promise(self, nbytes: int, most: float) -> bool:
+        """Return whether some hole may get ``nbytes``: what ``_Search.promising`` asks of each, of all of them at once."""
+        used, free, below, holes = self.used, self.free, self.below, self.holes
+        elsewhere = self.sizes[~self.fixed & (self.sizes <= self.largest)]
+        least = nbytes - (elsewhere.max() if len(elsewhere) else 0)
+        stay = np.flatnonzero(self.fixed)
+        at = np.searchsorted(stay, holes)
+        fixed_above, fixed_below = np.append(stay, len(self.sizes))[at], np.concatenate(([0], stay + 1))[at]
+        highest = np.minimum(fixed_above, np.searchsorted(used, used[holes] + most, side="right") - 1)
+        lowest = np.maximum(fixed_below, np.searchsorted(used, used[holes] - most))
+        return bool((free[highest] - below[holes] >= least).any() or (free[holes] - below[lowest] >= least).any())
 
 
 class _Window(NamedTuple):
@@ -318,7 +358,7 @@ class _Window(NamedTuple):
     to: int = -1
 
 
-class _Layout:
+class _Search:
     """The slots of a tier, the holes between them, and sums by which a plan is found without a walk over the slots.
 
     Slots that slide to one side of a window join the holes before, between and behind them. So a window of slots has what it
@@ -326,16 +366,13 @@ class _Layout:
     smallest window is found by bisection, once for each size of a slot that may leave.
     """
 
-    def __init__(self, slots: Sequence[Slot], capacity: int, movable: Container[int]) -> None:
-        self._slots = slots
-        self._bytes = [0, *accumulate([slot.nbytes for slot in slots])]  # of the slots before slot i
-        self._free = [slot.offset - before for slot, before in zip(slots, self._bytes, strict=False)]  # bytes before slot i
-        self._free.append(capacity - self._bytes[-1])
-        self._free_below = [0, *self._free[:-1]]  # free bytes before the hole before slot i
-        self._fixed = [index for index, slot in enumerate(slots) if slot.offset not in movable]
-        gaps = zip(self._free, self._free_below, strict=True)
-        self._holes = sorted([(free - below, index) for index, (free, below) in enumerate(gaps) if free > below])
-        self.largest = self._holes[-1][0] if self._holes else 0
+    def __init__(self, rows: _Rows) -> None:
+        self._rows = rows
+        self._bytes: list[int] = rows.used.tolist()  # of the slots before slot i
+        self._free: list[int] = rows.free.tolist()  # bytes before slot i
+        self._free_below: list[int] = rows.below.tolist()  # free bytes before the hole before slot i
+        self._fixed: list[int] = np.flatnonzero(rows.fixed).tolist()
+        self._holes = sorted([(self._free[index] - self._free_below[index], index) for index in rows.holes.tolist()])
 
     def nbytes(self, window: _Window) -> int:
         """Return how many bytes are moved."""
@@ -343,13 +380,13 @@ class _Layout:
 
     def plan(self, window: _Window) -> list[Move]:
         low, high, down, leaving, to = window
-        found = [] if leaving < 0 else [Move(self._slots[leaving], to)]
+        found = [] if leaving < 0 else [Move(self._slot(leaving), to)]
         order = range(low, high) if down else range(high - 1, low - 1, -1)
         at = self._begin(low) if down else self._end(high)
         for index in order:
             if index == leaving:
                 continue
-            slot = self._slots[index]
+            slot = self._slot(index)
             at -= 0 if down else slot.nbytes
             found.append(Move(slot, at))
             at += slot.nbytes if down else 0
@@ -403,7 +440,7 @@ class _Layout:
     def _highest(self, low: int, most: float) -> int:
         """Return where a window that begins at ``low`` must end: at a slot that cannot be moved, or with ``most`` bytes."""
         at = bisect_left(self._fixed, low)
-        fixed = self._fixed[at] if at < len(self._fixed) else len(self._slots)
+        fixed = self._fixed[at] if at < len(self._fixed) else len(self._bytes) - 1
         return min(fixed, bisect_right(self._bytes, self._bytes[low] + most) - 1)
 
     def _lowest(self, high: int, most: float) -> int:
@@ -415,10 +452,10 @@ class _Layout:
     def _leaving(self) -> list[tuple[int, list[int]]]:
         """The slots that can be moved and that fit into a hole: the indices of each size, the smallest size first."""
         found: dict[int, list[int]] = {}
-        fixed = frozenset(self._fixed)
-        for index, slot in enumerate(self._slots):
-            if slot.nbytes <= self.largest and index not in fixed:
-                found.setdefault(slot.nbytes, []).append(index)
+        sizes = self._rows.sizes
+        fitting = np.flatnonzero(~self._rows.fixed & (sizes <= self._rows.largest))
+        for index, size in zip(fitting.tolist(), sizes[fitting].tolist(), strict=True):
+            found.setdefault(size, []).append(index)
         return sorted(found.items())
 
     def _leaving_with(self, least: int) -> list[tuple[int, list[int]]]:
@@ -431,6 +468,9 @@ class _Layout:
             if not low <= index <= high:
                 return self._begin(index)
         return None
+
+    def _slot(self, index: int) -> Slot:
+        return Slot(self._begin(index) + self._free[index] - self._free_below[index], int(self._rows.sizes[index]))
 
     def _begin(self, index: int) -> int:
         """Return the offset of the hole below slot ``index``."""

@@ -28,7 +28,7 @@ from tiered import (
     TieredError,
     TieredStore,
 )
-from tiered.allocator import Sliding
+from tiered.allocator import SlotMap
 from tiered.engine.background import ReadAhead
 from tiered.engine.policy import LRU, Candidate, FollowedOrder, NextUse, OrderPlan, Touch
 from tiered.engine.pool import Pool
@@ -367,13 +367,13 @@ def test_many_small_copies_leave_for_a_large_one_after_few_questions(
         random.Random(0).shuffle(order)
         for number in order:  # the order of use is not that of the slots
             store.get(f"w{number}")
-        asked, without = [0], Sliding.without
+        asked, slides = [0], SlotMap.slides
 
-        def counted(self: Sliding, leaving: Collection[int]) -> range | None:
+        def counted(self: SlotMap, nbytes: int, most: float, gone: Collection[int] = ()) -> range | None:
             asked[0] += 1
-            return without(self, leaving)
+            return slides(self, nbytes, most, gone)
 
-        monkeypatch.setattr(Sliding, "without", counted)
+        monkeypatch.setattr(SlotMap, "slides", counted)
         store.put("large", torch.ones(160 << 10, dtype=torch.uint8))
         gone = {number for number in order if not store.present([f"w{number}"])}
         assert 40 <= len(gone) <= 48

@@ -33,7 +33,7 @@ from tiered import (
     TieredEmbedding,
     TieredStore,
 )
-from tiered.allocator import Sliding
+from tiered.allocator import SlotMap
 from tiered.engine.policy import LRU
 from tiered.engine.requests import Lease
 from tiered.tables import kernel
@@ -650,13 +650,13 @@ def test_a_short_last_block_makes_no_search_a_plan_of_moves(tmp_path: Path, monk
         for begin in range(0, table.rows, 64):
             table[begin : begin + 64] = torch.full((256,), float(begin))
         store.commit()
-        planned, plan = [], Sliding.__init__
+        planned, plan = [], SlotMap.__init__
 
-        def counted(self: Sliding, *arguments: Any) -> None:
+        def counted(self: SlotMap, *arguments: Any) -> None:
             planned.append(arguments)
             plan(self, *arguments)
 
-        monkeypatch.setattr(Sliding, "__init__", counted)
+        monkeypatch.setattr(SlotMap, "__init__", counted)
         reads = store.statistics().links[-1].up.transfers
         table.look_up([table.rows - 1])
         for begin in range(0, table.rows - 8, 64):

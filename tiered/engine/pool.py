@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
-from tiered.allocator import Sliding, moves
+from tiered.allocator import SlotMap
 from tiered.engine.policy import FollowedOrder
 from tiered.engine.residency import Copy, Evictability, State
 from tiered.interfaces import EvictionPolicy, Memory, Movable, Restorable, Tier
@@ -33,7 +33,8 @@ LOOKED_AT = 256
 """Copies dropped by the plan that are offered at most: to look at thousands of small ones takes longer than a lease."""
 
 FEW = 16
-"""Most copies that leave for one request of which each is asked about once more: whether it has to leave."""
+"""Most copies that leave for one request of which each is asked about once more, whether it has to leave; and that are looked
+at for neighbours before anybody asks whether they have room at all."""
 
 
 _EMPTY = State.EMPTY  # see residency
@@ -67,6 +68,8 @@ class Pool:
         self.memory = tier if isinstance(tier, Movable) else None
         self._where = tier if isinstance(tier, Memory) else None  # knows its slots by offset; those of a disk matter to nobody
         self.changes = 0  # number of changes to the pool
+        self._movable: dict[int, Copy] = {}  # copies whose bytes may be moved, by the offset of their slots
+        self._read: tuple[int, SlotMap] | None = None  # the layout, and the number of changes when it was read
         self._guards: list[tuple[Slot, Fence]] = []
         self._passed_on: Copy | None = None  # evicted next; its slot stays allocated
 
@@ -106,24 +109,36 @@ class Pool:
         """Return the bytes of a slot for ``nbytes``."""
         return -(-nbytes // self.alignment) * self.alignment
 
-    def _movable(self) -> dict[int, Copy]:
+    def _can_move(self) -> dict[int, Copy]:
         """Return, by offset, the copies whose bytes may be moved: no alias refers to them, and no transfer uses their slot."""
         if self.memory is None:
             return {}
         if self.bottom:
             return {copy.slot.offset: copy for copy in self.copies.values() if copy.idle}
-        return {copy.slot.offset: copy for copy in self.evictable.values() if copy.evictability is not _WRITING_BACK}
+        return self._movable
+
+    @property
+    def _layout(self) -> SlotMap:
+        """The slots and which of them can be moved. Above the bottom it is read once for all questions until the next change.
+        """
+        if self._read is not None and self._read[0] == self.changes and not self.bottom:
+            return self._read[1]
+        found = SlotMap(list(self._slots), self.tier.capacity, self._can_move())
+        self._read = self.changes, found
+        return found
 
     def _after_moves(self, memory: Movable, nbytes: int, most: float) -> Slot | None:
         """Move idle copies until ``nbytes`` free bytes lie in one piece, and allocate them. Return None where more than
         ``most`` bytes would have to move."""
-        movable = self._movable()
-        plan = moves(self._slots, self.tier.capacity, nbytes, movable, most)
+        plan = self._layout.moves(nbytes, most)
+        movable = self._can_move() if plan else {}
         for old, to in plan or ():
-            copy = movable[old.offset]
+            copy = movable.pop(old.offset)
             assert copy.slot == old and copy.idle and not copy.fences
             copy.slot = memory.move(old, to)
+            self.changes += 1
             self.moved += old.nbytes
+            movable[to] = copy
         return None if plan is None else self.tier.allocate(nbytes)
 
     def account(self, slot: Slot) -> None:
@@ -189,6 +204,10 @@ class Pool:
             copy.evictability, nbytes = now, copy.slot.nbytes
             self.bytes_of[before] -= nbytes
             self.bytes_of[now] += nbytes
+            if now is _USED or now is _WRITING_BACK:
+                self._movable.pop(copy.slot.offset, None)
+            else:
+                self._movable[copy.slot.offset] = copy
             if now is _USED:
                 del self.evictable[copy.key]
                 self.marked.pop(copy.key, None)
@@ -310,17 +329,15 @@ class Pool:
             before += copy.slot.nbytes
             if before > nbytes // 2:
                 break
-        movable = self._movable()
         each = max(1, -(-len(copies) // WEIGHED))
-        sliding = Sliding(self._slots, self.tier.capacity, nbytes, movable, most * nbytes)
+        layout = self._layout
 
         def slides(going: list[Copy]) -> range | None:
-            return sliding.without([copy.slot.offset for copy in going])
+            return layout.slides(nbytes, most * nbytes, [copy.slot.offset for copy in going])
 
         def moves_any(going: list[Copy]) -> bool:
-            leaving = {copy.slot.offset for copy in going}
-            staying = [slot for slot in self._slots if slot.offset not in leaving]
-            return moves(staying, self.tier.capacity, nbytes, movable, most * nbytes, any_way=True) is not None
+            gone = [copy.slot.offset for copy in going]
+            return layout.moves(nbytes, most * nbytes, gone, any_way=True) is not None
 
         def shortest(enough: Callable[[list[Copy]], object], needed: list[Copy], most: int) -> int:
             """Return how many groups of the prefix are sufficient beside those ``needed``; ``most`` are."""
@@ -335,13 +352,13 @@ class Pool:
 
         # Plans that slide slots are found ten times sooner; those that are missed make no difference to what is evicted.
         groups = -(-len(copies) // each)
-        if slides([]) is not None:
-            return []
         if slides(copies) is not None:
+            if slides([]) is not None:
+                return []
             going = copies[: shortest(slides, [], groups) * each]
             room = slides(going)
             assert room is not None
-            leaving = self._least(nbytes, [copy for copy in going if copy.slot.offset in room], room, movable, most * nbytes)
+            leaving = self._least(nbytes, [copy for copy in going if copy.slot.offset in room], room, most * nbytes)
             if len(leaving) <= FEW:  # another stretch, or a part of this one, may do without some of them
                 for copy in leaving[-2::-1]:
                     fewer = [other for other in leaving if other is not copy]
@@ -355,11 +372,9 @@ class Pool:
             needed = copies[groups * each : (groups + 1) * each] + needed
         return needed
 
-    def _least(
-        self, nbytes: int, copies: list[Copy], room: range, movable: Mapping[int, Copy], most: float
-    ) -> list[Copy]:
+    def _least(self, nbytes: int, copies: list[Copy], room: range, most: float) -> list[Copy]:
         """Return ``copies``, all that leave within ``room``, without those, the last ones first, that can slide as well."""
-        slots = self._slots
+        slots, movable = self._slots, self._can_move()
         inside = slots[bisect_left(slots, (room.start,)) : bisect_left(slots, (room.stop,))]
         moved = sum(slot.nbytes for slot in inside) - sum(copy.slot.nbytes for copy in copies)
         spare = len(room) - moved - nbytes
@@ -376,11 +391,8 @@ class Pool:
         """Whether ``nbytes`` fit in one piece once all of ``copies`` have left."""
         if self.free + sum(copy.slot.nbytes for copy in copies) < nbytes:
             return False
-        leaving, movable = {copy.slot.offset for copy in copies}, self._movable()
-        if Sliding(self._slots, self.tier.capacity, nbytes, movable, MOVED * nbytes).without(leaving) is not None:
-            return True
-        staying = [slot for slot in self._slots if slot.offset not in leaving]
-        return moves(staying, self.tier.capacity, nbytes, movable, MOVED * nbytes, any_way=True) is not None
+        gone, layout, most = [copy.slot.offset for copy in copies], self._layout, MOVED * nbytes
+        return layout.slides(nbytes, most, gone) is not None or layout.moves(nbytes, most, gone, any_way=True) is not None
 
     def large_victim(self, nbytes: int, accept: Callable[[Copy], bool]) -> Copy | None:
         """Return the policy's first victim whose slot has ``nbytes``, if those before it have at most ``SMALL`` times as many
@@ -399,12 +411,15 @@ class Pool:
     def together(self, nbytes: int, copies: Iterable[Copy]) -> list[Copy] | None:
         """Return neighbouring copies of ``copies`` (equally good victims) that leave ``nbytes`` in one piece, with the fewest
         bytes. None: nowhere do enough of them lie together. Nothing is moved."""
+        copies = sorted(copies, key=lambda copy: copy.slot.offset)
+        if len(copies) > FEW and self._layout.slides(nbytes, 0, [copy.slot.offset for copy in copies]) is None:
+            return None
         best: list[Copy] | None = None
         least = math.inf
         run: deque[Copy] = deque()  # adjacent copies
         going = start = last = 0  # their bytes, the start of the room that they leave, and the index of the last one's slot
         slots = self._slots
-        for copy in sorted(copies, key=lambda copy: copy.slot.offset):
+        for copy in copies:
             at = bisect_left(slots, copy.slot)
             if not run or at != last + 1:
                 run.clear()
@@ -423,9 +438,8 @@ class Pool:
 
     def would_fit(self, nbytes: int, without: Iterable[Copy]) -> bool:
         """Return whether ``nbytes`` would fit in one piece, without moves, if the copies ``without`` were gone."""
-        leaving = {copy.slot.offset for copy in without}
-        staying = [slot for slot in self._slots if slot.offset not in leaving]
-        return moves(staying, self.tier.capacity, nbytes, (), 0) is not None
+        gone = [copy.slot.offset for copy in without]
+        return SlotMap(self._slots, self.tier.capacity, ()).moves(nbytes, 0, gone) is not None
 
     def neighbours(self, without: Iterable[Copy]) -> frozenset[Slot]:
         """Return the slots that stay when ``without`` leave."""
@@ -444,7 +458,7 @@ class Pool:
         assert isinstance(self.tier, Restorable), f"tier {self.tier.name} cannot tell anew which of its slots are given"
         self.copies = {copy.key: copy for copy in copies}
         self.aliased_evicted = set(aliased)
-        self.evictable, self.marked, self.policy, self.order = {}, {}, policy, None
+        self.evictable, self.marked, self.policy, self.order, self._movable = {}, {}, policy, None, {}
         self.bytes_of = [0 for _ in Evictability]
         slots = {copy.slot for copy in (*self.copies.values(), *self.aliased_evicted)} | set(others)
         self._sizes = Counter(slot.nbytes for slot in slots)
@@ -512,6 +526,8 @@ class Pool:
             assert counted[kind] == self.bytes_of[kind], f"{kind}: {counted} counted, {self.bytes_of} kept"
         assert set(self.evictable) <= set(self.copies)
         assert set(self.marked) <= set(self.evictable)
+        movable = {copy.slot.offset: copy for copy in self.evictable.values() if copy.evictability is not _WRITING_BACK}
+        assert self._movable == movable
         assert self._passed_on is None
         assert self._where is None or self._sizes == Counter(slot.nbytes for slot in self._slots)
         assert self.used == sum(size * count for size, count in self._sizes.items())

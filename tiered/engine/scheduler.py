@@ -197,12 +197,13 @@ class Scheduler:
             if slot is not None:
                 return slot
         slot = pool.allocate(nbytes, 0)
-        if slot is None and state.order is not None:
-            slot = self.take_planned_room(tier, nbytes, ticket)
+        dropped: list[Copy] | None = None
+        if slot is None and state.order is not None and state.order.plans(tier):
+            slot, dropped = self.take_planned_room(tier, nbytes, ticket)
         if slot is None and pool.memory is not None and nbytes <= pool.free:
             slot = pool.allocate(nbytes, MOVED if tier < state.bottom else math.inf)
         if slot is None and tier < state.bottom:
-            slot = self.make_room(tier, nbytes, ticket)
+            slot = self.make_room(tier, nbytes, ticket, dropped)
         if slot is None:
             if nbytes > pool.tier.capacity:  # only now: to ask a disk for its capacity is a system call
                 raise CapacityError(pool.why_never(nbytes))
@@ -240,26 +241,26 @@ class Scheduler:
 
     # -- victims -----------------------------------------------------------------------------------------------------------
 
-    def take_planned_room(self, tier: int, nbytes: int, ticket: Ticket) -> Slot | None:
-        """Evict copies that the plan dropped and that lie together, and return their room: nothing is moved."""
-        state = self.state
-        if state.order is None or not state.order.plans(tier):
-            return None
-        pool = state.pools[tier]
+    def take_planned_room(self, tier: int, nbytes: int, ticket: Ticket) -> tuple[Slot | None, list[Copy]]:
+        """Evict copies that the plan dropped and that lie together, and return their room: nothing is moved. Where they have
+        none, also return those that may leave."""
+        pool = self.state.pools[tier]
         if not (dropped := pool.dropped()):
-            return None
+            return None, []
         acceptable = self._acceptable(tier, ticket)
         size = pool.rounded(nbytes)
         for copy in dropped:
             if copy.slot.nbytes == size and acceptable(copy):
-                return self._evict_for_its_slot(copy)
-        found = pool.together(size, [copy for copy in dropped if acceptable(copy)])
+                return self._evict_for_its_slot(copy), []
+        leaving = [copy for copy in dropped if acceptable(copy)]
+        found = pool.together(size, leaving)
         for copy in found or ():
             self.evict(copy)
-        return pool.allocate(nbytes, 0) if found else None
+        return pool.allocate(nbytes, 0) if found else None, leaving
 
-    def make_room(self, tier: int, nbytes: int, ticket: Ticket) -> Slot | None:
-        """Evict the policy's first victims once all of them are clean, and none before.
+    def make_room(self, tier: int, nbytes: int, ticket: Ticket, dropped: list[Copy] | None) -> Slot | None:
+        """Evict the policy's first victims once all of them are clean, and none before. Where a plan drops copies from the
+        tier, those of them that may leave are ``dropped``, and leave first.
 
         To evict in vain would be worse than waste: two requests could take turns at it for ever.
         """
@@ -278,14 +279,13 @@ class Scheduler:
             if search.leaving and tier + 1 == state.bottom:
                 return None  # what was chosen for all of the request is on its way out
         acceptable = self._acceptable(tier, ticket)
-        planned = state.order is not None and state.order.plans(tier)
         chosen: list[Copy] | None = None
         if state.order is None and (one := pool.large_victim(nbytes, _clean(acceptable))) is not None:
             if one.slot.nbytes == pool.rounded(nbytes):
                 return self._evict_for_its_slot(one)
             chosen = [one]
-        if planned:
-            chosen = pool.enough(nbytes, [copy for copy in pool.dropped() if acceptable(copy)])
+        if dropped is not None:
+            chosen = pool.enough(nbytes, dropped)
             if chosen is None and ticket.needed_at is not None:
                 return None  # a fetch along an order takes the room of nothing else, and has nothing of its own to evict
         if chosen is None:

@@ -20,7 +20,7 @@ from tiered.planning.dry_run import Activations, Repeats, TrainingSetup, Update
 from tiered.planning.machine import Machine
 from tiered.planning.notes import CreateNote, LeaseNote, StepNotes, WorkNote, in_groups
 from tiered.planning.optimum import lower_bound
-from tiered.planning.rehearsal import Offloading, Rehearsed, Seconds, no_time, rehearse
+from tiered.planning.rehearsal import COUNTED, WARM_UP, Offloading, Rehearsed, Seconds, no_time, rehearse
 from tiered.planning.simulated import DriveRates
 from tiered.planning.sizes import UnitSizes, sizes_of
 from tiered.planning.sources import Numbers, Subject, Workload, subject_of
@@ -49,6 +49,9 @@ IN_TRANSIT = 62 << 20
 library keeps of what was freed (``docs/memory.md``)."""
 SAVED = 6
 """Of these touches, one in so many may be of activations before pieces of them are taken together."""
+MANY = 1500
+"""Operations of a step that takes seconds to play: then two steps go before the one that counts, not three before two, and
+modes that are not faster are left out. From the third on, steps of Llama-3 8B and 70B differ by 1 to 2 %, bytes and seconds."""
 PAYS = 0.5
 """Of the tokens a second that so many more ranks would bring at best, what they must bring to pay."""
 HIDDEN = 1.15
@@ -255,7 +258,7 @@ class Planner:
         self._divided: dict[tuple[int, int, bool], ModelPlan] = {}
         self._sizes: dict[tuple[int, int, int], list[UnitSizes]] = {}
         self._steps: dict[tuple[Choice, int, int], StepNotes] = {}
-        self._predicted: dict[tuple[object, ...], Prediction] = {}
+        self._predicted: dict[tuple[Choice, bool], Prediction] = {}
         self._measured: dict[str, float] = {}
         self._measures = measure and not (machine is not None and machine.hbm)  # a device is not measured here
         self.notes: dict[str, None] = {}
@@ -344,13 +347,18 @@ class Planner:
     def seconds(self) -> Seconds:
         return no_time if self.machine is None else Timing(self.machine, self._measured)
 
-    def predict(self, choice: Choice, *, warm_up: int = 3, counted: int = 2) -> Prediction:
-        """Play steps of a choice. Raises CapacityError where it does not fit, MisuseError where it cannot be."""
-        key = choice, warm_up, counted
+    def predict(self, choice: Choice, *, briefly: bool = False) -> Prediction:
+        """Play steps of a choice, fewer of them ``briefly``. Raises CapacityError where it does not fit, MisuseError where it
+        cannot be."""
+        key = choice, briefly
         if key not in self._predicted:
             self._tell(f"{choice}, {format_size(choice.dram)}")
-            self._predicted[key] = self._predict(choice, warm_up, counted)
+            self._predicted[key] = self._predict(choice, briefly)
         return self._predicted[key]
+
+    def takes_long(self, choice: Choice) -> bool:
+        """Return whether a step of a choice takes long to play."""
+        return len(self.step(choice).operations) > MANY
 
     def _tell(self, what: str) -> None:
         """Tell that another prediction begins, which may raise, to stop."""
@@ -359,7 +367,7 @@ class Planner:
             self._told(f"playing steps with {what} ({self._played + 1} of about {most})", min(0.99, self._played / most))
         self._played += 1
 
-    def _predict(self, choice: Choice, warm_up: int, counted: int) -> Prediction:
+    def _predict(self, choice: Choice, briefly: bool) -> Prediction:
         if not self.fits(choice):
             raise CapacityError(
                 f"a budget of {choice.dram:,} bytes of DRAM is too small for this model: the smallest that works is "
@@ -379,6 +387,7 @@ class Planner:
         step = in_groups(step, self._pieces(choice, of_activations))
         rates = _in_blocks(DriveRates(1e9, 1e9) if self.machine is None else self.machine.drive, together)
         least = bytes_moved(*uses_of(step), choice.dram, plan_retention(*uses_of(step), choice.dram))
+        warm_up, counted = (2, 1) if briefly or self.takes_long(choice) else (WARM_UP, COUNTED)
         found = rehearse(step, choice.dram, rates, self.seconds(), warm_up=warm_up, counted=counted)
         sending, memory = self._sending(sizes, step), self._memory(choice, sizes, step, found)
         return Prediction(
@@ -695,19 +704,24 @@ def _parts(micro_batch: int | Sequence[int] | None, activations: Activations | N
 def _predictions(
     planner: Planner, ways: Sequence[Choice], updates: Sequence[Update]
 ) -> list[Prediction]:
-    """Play each way with each update mode. Where activations fit in memory, ways that take less of it are not faster, and are
-    played with the better update mode alone."""
+    """Play each way with each update mode. Where activations fit in memory, ways that take less of it are not faster: they are
+    played with the better update mode alone. Of steps that take long to play they are left out, and where activations do not
+    fit the better mode of the first way is that of all."""
     found: list[Prediction] = []
     refusals: list[MisuseError] = []
     for way in ways:
         modes = updates
         kept = [one for one in found if not one.choice.saves and one.fits]
-        if kept and way.saves:
-            modes = [min(kept, key=_order).choice.update]
+        long = bool(found) and planner.takes_long(found[0].choice)
+        if way.saves and (kept or long):
+            modes = [min(kept or found, key=_order).choice.update]
             planner.expected -= len(updates) - 1
+        if way.saves and kept and long:
+            planner.expected -= 1
+            planner.notes["activations fit in memory; to plan another way, which is not faster, name it"] = None
+            continue
         try:
-            steps = {"warm_up": 2, "counted": 1} if kept and way.saves else {}
-            found += [planner.predict(replace(way, update=one), **steps) for one in modes]
+            found += [planner.predict(replace(way, update=one), briefly=bool(kept) and way.saves) for one in modes]
         except MisuseError as refusal:
             refusals.append(refusal)
     if not found:
@@ -841,7 +855,7 @@ def _to_fit(planner: Planner, chosen: Prediction, batch: int) -> tuple[str, ...]
         try:
             if not planner.may_fit(way):
                 continue
-            other = planner.predict(way, warm_up=2, counted=1)
+            other = planner.predict(way, briefly=True)
         except MisuseError:
             continue
         fewer_bytes = max(0, other.memory.pool - planner.over_dram(other.memory)) // 4096 * 4096

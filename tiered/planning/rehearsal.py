@@ -22,10 +22,11 @@ from tiered.planning.notes import (
 from tiered.planning.simulated import DriveRates, SimulatedStore
 from tiered.zero.paging.step_trace import StepTrace
 
-__all__ = ["Rehearsed", "Seconds", "rehearse"]
+__all__ = ["COUNTED", "WARM_UP", "Rehearsed", "Seconds", "rehearse"]
 
 WARM_UP, COUNTED = 3, 2
 """Steps that are played before those that count, and those that count: the order is known after one."""
+
 
 class Seconds(Protocol):
     """What steps take of the processor: each operation the kind of work, and seconds; and ``lost`` seconds that the store's
