@@ -41,7 +41,8 @@ def layout(text: str) -> tuple[list[Slot], set[int], int]:
 def after(text: str, nbytes: int, most: float = 1000) -> str | None:
     """The layout when everything was moved; None where nothing is."""
     slots, movable, capacity = layout(text)
-    plan = SlotMap(slots, capacity, movable).moves(nbytes, most)
+    fixed = {slot.offset for slot in slots} - movable
+    plan = SlotMap(slots, capacity, fixed).moves(nbytes, most)
     if plan is None:
         return None
     found = list(text)

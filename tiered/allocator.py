@@ -17,7 +17,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import chain, islice
+from itertools import chain, islice, starmap
 from math import isinf
 from typing import NamedTuple
 
@@ -30,6 +30,41 @@ __all__ = ["FreeSpace", "Move", "SlotMap"]
 
 _Numbers = NDArray[np.int64]
 _Flags = NDArray[np.bool_]
+
+
+class SlotList(list[Slot]):
+    """Slots by offset. Their offsets and sizes are in arrays, too, from when somebody has asked for these: to make them of
+    thousands of slots takes longer than all else that a search for room does."""
+
+    _arrays: list[_Numbers] | None = None  # offsets and sizes, with room for more slots than there are
+
+    def add(self, slot: Slot) -> None:
+        at, count = bisect_left(self, slot), len(self)
+        self.insert(at, slot)
+        if (arrays := self._arrays) is not None:
+            if count == len(arrays[0]):
+                arrays[:] = [np.resize(array, count + SPARE) for array in arrays]
+            for array, value in zip(arrays, slot, strict=True):
+                array[at + 1 : count + 1] = array[at:count]
+                array[at] = value
+
+    def take_out(self, offset: int) -> None:
+        at, count = bisect_left(self, (offset,)), len(self)
+        del self[at]
+        for array in self._arrays or ():
+            array[at : count - 1] = array[at + 1 : count]
+
+    def arrays(self) -> tuple[_Numbers, _Numbers]:
+        """Return offsets and sizes. They change with the slots."""
+        count = len(self)
+        if self._arrays is None:
+            both = np.fromiter(chain.from_iterable(self), np.int64, 2 * count).reshape(count, 2)
+            self._arrays = [np.resize(both[:, column], count + SPARE) for column in (0, 1)]
+        return self._arrays[0][:count], self._arrays[1][:count]
+
+
+SPARE = 256
+"""Slots that arrays have room for beyond those that there are, when they are made."""
 
 
 class FreeSpace:
@@ -53,7 +88,7 @@ class FreeSpace:
         self._sizes: dict[int, int] = {}  # of the free ranges, by address
         self._by_size: list[tuple[int, int]] = []  # the same ranges as (size, start)
         self._used: dict[int, int] = {}
-        self._slots: list[Slot] | None = None  # ranges in use by address, once somebody has asked for them
+        self._slots: SlotList | None = None  # ranges in use by address, once somebody has asked for them
         self.grow(capacity)
 
     @property
@@ -77,10 +112,10 @@ class FreeSpace:
         return self._sizes[last] if last is not None and last + self._sizes[last] == self.capacity else 0
 
     @property
-    def slots(self) -> Sequence[Slot]:
+    def slots(self) -> SlotList:
         """The ranges in use, by address."""
         if self._slots is None:
-            self._slots = [Slot(*used) for used in sorted(self._used.items())]
+            self._slots = SlotList(starmap(Slot, sorted(self._used.items())))
         return self._slots
 
     def free_ranges(self) -> list[tuple[int, int]]:
@@ -106,8 +141,8 @@ class FreeSpace:
         if self._used.get(offset) != size:
             raise AssertionError(f"free of [{offset}, {offset + size}), which is not in use as one range")
         del self._used[offset]
-        if (slots := self._slots) is not None:
-            del slots[bisect_left(slots, (offset,))]
+        if self._slots is not None:
+            self._slots.take_out(offset)
         self._insert(offset, size)
 
     def free_all(self, sizes: Mapping[int, int]) -> None:
@@ -179,7 +214,7 @@ class FreeSpace:
         self._used[offset] = size
         self._free_bytes -= size
         if self._slots is not None:
-            insort(self._slots, taken)
+            self._slots.add(taken)
         return taken
 
     def _insert(self, offset: int, size: int) -> None:
@@ -228,11 +263,11 @@ class SlotMap:
     """The slots in use of a tier, by offset, and those that may be moved: read once, and asked for many requests, each with
     some of the slots ``gone``.
 
-    ``movable`` are the offsets of slots that may be moved; ``gone`` are offsets, too. Nothing may change meanwhile.
+    ``fixed`` are the offsets of slots that may not be moved; ``gone`` are offsets, too. Nothing may change meanwhile.
     """
 
-    def __init__(self, slots: Sequence[Slot], capacity: int, movable: Container[int]) -> None:
-        self._slots, self._capacity, self._movable = slots, capacity, movable
+    def __init__(self, slots: Sequence[Slot], capacity: int, fixed: Collection[int]) -> None:
+        self._slots, self._capacity, self._fixed = slots, capacity, fixed
 
     def moves(
         self, nbytes: int, most: float, gone: Collection[int] = (), *, any_way: bool = False
@@ -309,16 +344,17 @@ class SlotMap:
     @cached_property
     def _each(self) -> list[tuple[int, int, bool]]:
         """Offset and size of each slot, and whether it may move; then the end."""
-        each = [(slot.offset, slot.nbytes, slot.offset in self._movable) for slot in self._slots]
+        each = [(slot.offset, slot.nbytes, slot.offset not in self._fixed) for slot in self._slots]
         return [*each, (self._capacity, 0, False)]
 
     @cached_property
     def _arrays(self) -> tuple[_Numbers, _Numbers, _Flags]:
         """Offsets and sizes of the slots, and whether each must stay where it is."""
-        count, movable = len(self._slots), self._movable
-        both = np.fromiter(chain.from_iterable(self._slots), np.int64, 2 * count).reshape(count, 2)
-        fixed = np.fromiter([slot[0] not in movable for slot in self._slots], np.bool_, count)
-        return both[:, 0].copy(), both[:, 1].copy(), fixed
+        slots = self._slots
+        offsets, sizes = (slots if isinstance(slots, SlotList) else SlotList(slots)).arrays()
+        fixed = np.zeros(len(slots), np.bool_)
+        fixed[np.searchsorted(offsets, np.fromiter(self._fixed, np.int64, len(self._fixed)))] = True
+        return offsets, sizes, fixed
 
 
 class _Rows:

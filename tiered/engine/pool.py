@@ -68,8 +68,9 @@ class Pool:
         self.memory = tier if isinstance(tier, Movable) else None
         self._where = tier if isinstance(tier, Memory) else None  # knows its slots by offset; those of a disk matter to nobody
         self.changes = 0  # number of changes to the pool
-        self._movable: dict[int, Copy] = {}  # copies whose bytes may be moved, by the offset of their slots
-        self._read: tuple[int, SlotMap] | None = None  # the layout, and the number of changes when it was read
+        self._movable: dict[int, Copy] = {}  # above the bottom: copies whose bytes may be moved, by the offset of their slots
+        self._fixed: set[int] = set()  # the offsets of all other slots
+        self._read: tuple[int, SlotMap] | None = None  # the number of changes when it was read, and the map
         self._guards: list[tuple[Slot, Fence]] = []
         self._passed_on: Copy | None = None  # evicted next; its slot stays allocated
 
@@ -118,19 +119,21 @@ class Pool:
         return self._movable
 
     @property
-    def _layout(self) -> SlotMap:
-        """The slots and which of them can be moved. Above the bottom it is read once for all questions until the next change.
-        """
-        if self._read is not None and self._read[0] == self.changes and not self.bottom:
-            return self._read[1]
-        found = SlotMap(list(self._slots), self.tier.capacity, self._can_move())
-        self._read = self.changes, found
-        return found
+    def _map(self) -> SlotMap:
+        """The slots, and which of them can be moved; above the bottom they are read once for all questions until the next
+        change."""
+        slots = self._slots
+        if self.memory is None or self.bottom:
+            movable = self._can_move()
+            return SlotMap(slots, self.tier.capacity, {slot.offset for slot in slots if slot.offset not in movable})
+        if self._read is None or self._read[0] != self.changes:
+            self._read = self.changes, SlotMap(slots, self.tier.capacity, self._fixed)
+        return self._read[1]
 
     def _after_moves(self, memory: Movable, nbytes: int, most: float) -> Slot | None:
         """Move idle copies until ``nbytes`` free bytes lie in one piece, and allocate them. Return None where more than
         ``most`` bytes would have to move."""
-        plan = self._layout.moves(nbytes, most)
+        plan = self._map.moves(nbytes, most)
         movable = self._can_move() if plan else {}
         for old, to in plan or ():
             copy = movable.pop(old.offset)
@@ -147,6 +150,7 @@ class Pool:
         self.used += slot.nbytes
         self.peak = max(self.peak, self.used)
         self._sizes[slot.nbytes] += 1
+        self._fixed.add(slot.offset)
         self.largest = max(self.largest, slot.nbytes)
 
     def pass_on(self, copy: Copy) -> Slot:
@@ -161,6 +165,7 @@ class Pool:
             self._guard(slot, fences)
         self.tier.free(slot)
         self.used -= slot.nbytes
+        self._fixed.discard(slot.offset)
         self._sizes[slot.nbytes] -= 1
         if not self._sizes[slot.nbytes]:
             del self._sizes[slot.nbytes]
@@ -206,8 +211,10 @@ class Pool:
             self.bytes_of[now] += nbytes
             if now is _USED or now is _WRITING_BACK:
                 self._movable.pop(copy.slot.offset, None)
+                self._fixed.add(copy.slot.offset)
             else:
                 self._movable[copy.slot.offset] = copy
+                self._fixed.discard(copy.slot.offset)
             if now is _USED:
                 del self.evictable[copy.key]
                 self.marked.pop(copy.key, None)
@@ -330,14 +337,14 @@ class Pool:
             if before > nbytes // 2:
                 break
         each = max(1, -(-len(copies) // WEIGHED))
-        layout = self._layout
+        slot_map = self._map
 
         def slides(going: list[Copy]) -> range | None:
-            return layout.slides(nbytes, most * nbytes, [copy.slot.offset for copy in going])
+            return slot_map.slides(nbytes, most * nbytes, [copy.slot.offset for copy in going])
 
         def moves_any(going: list[Copy]) -> bool:
             gone = [copy.slot.offset for copy in going]
-            return layout.moves(nbytes, most * nbytes, gone, any_way=True) is not None
+            return slot_map.moves(nbytes, most * nbytes, gone, any_way=True) is not None
 
         def shortest(enough: Callable[[list[Copy]], object], needed: list[Copy], most: int) -> int:
             """Return how many groups of the prefix are sufficient beside those ``needed``; ``most`` are."""
@@ -391,8 +398,8 @@ class Pool:
         """Whether ``nbytes`` fit in one piece once all of ``copies`` have left."""
         if self.free + sum(copy.slot.nbytes for copy in copies) < nbytes:
             return False
-        gone, layout, most = [copy.slot.offset for copy in copies], self._layout, MOVED * nbytes
-        return layout.slides(nbytes, most, gone) is not None or layout.moves(nbytes, most, gone, any_way=True) is not None
+        gone, slot_map, most = [copy.slot.offset for copy in copies], self._map, MOVED * nbytes
+        return slot_map.slides(nbytes, most, gone) is not None or slot_map.moves(nbytes, most, gone, any_way=True) is not None
 
     def large_victim(self, nbytes: int, accept: Callable[[Copy], bool]) -> Copy | None:
         """Return the policy's first victim whose slot has ``nbytes``, if those before it have at most ``SMALL`` times as many
@@ -412,7 +419,7 @@ class Pool:
         """Return neighbouring copies of ``copies`` (equally good victims) that leave ``nbytes`` in one piece, with the fewest
         bytes. None: nowhere do enough of them lie together. Nothing is moved."""
         copies = sorted(copies, key=lambda copy: copy.slot.offset)
-        if len(copies) > FEW and self._layout.slides(nbytes, 0, [copy.slot.offset for copy in copies]) is None:
+        if len(copies) > FEW and self._map.slides(nbytes, 0, [copy.slot.offset for copy in copies]) is None:
             return None
         best: list[Copy] | None = None
         least = math.inf
@@ -439,7 +446,7 @@ class Pool:
     def would_fit(self, nbytes: int, without: Iterable[Copy]) -> bool:
         """Return whether ``nbytes`` would fit in one piece, without moves, if the copies ``without`` were gone."""
         gone = [copy.slot.offset for copy in without]
-        return SlotMap(self._slots, self.tier.capacity, ()).moves(nbytes, 0, gone) is not None
+        return self._map.moves(nbytes, 0, gone) is not None
 
     def neighbours(self, without: Iterable[Copy]) -> frozenset[Slot]:
         """Return the slots that stay when ``without`` leave."""
@@ -462,6 +469,8 @@ class Pool:
         self.bytes_of = [0 for _ in Evictability]
         slots = {copy.slot for copy in (*self.copies.values(), *self.aliased_evicted)} | set(others)
         self._sizes = Counter(slot.nbytes for slot in slots)
+        self._fixed = {slot.offset for slot in slots}
+        self._read = None
         self.used = sum(slot.nbytes for slot in slots)
         self.largest = max(self._sizes, default=0)
         self._passed_on = None
@@ -528,6 +537,8 @@ class Pool:
         assert set(self.marked) <= set(self.evictable)
         movable = {copy.slot.offset: copy for copy in self.evictable.values() if copy.evictability is not _WRITING_BACK}
         assert self._movable == movable
+        if self.memory is not None and not self.bottom:
+            assert self._fixed == {slot.offset for slot in self._slots} - movable.keys()
         assert self._passed_on is None
         assert self._where is None or self._sizes == Counter(slot.nbytes for slot in self._slots)
         assert self.used == sum(size * count for size, count in self._sizes.items())
