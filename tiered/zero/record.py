@@ -221,8 +221,8 @@ VERSION = 1
 MOST_STEPS = 2**53
 """Counts up to which a float counts exactly, as torch's kernels do."""
 
-_UNFIT = (ValueError, OverflowError, RecursionError, AttributeError, TypeError)
-"""msgspec's and Unicode's errors are ValueErrors; a tensor in the place of a dict has no ``keys``."""
+_UNFIT = (ValueError, OverflowError, RecursionError, AttributeError, TypeError, LookupError)
+"""msgspec's and Unicode's errors are ValueErrors; a tensor in the place of a dict has no ``keys``, and no item of a name."""
 
 _Size = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
 _Sizes = Annotated[list[_Size], msgspec.Meta(max_length=64)]

@@ -126,7 +126,7 @@ def earlier(store: Readable, folder: str, name: str, wishes: Mapping[str, Any]) 
     try:
         kept = msgspec.convert(extra, _ProgressRecord, strict=True, dec_hook=_losses)
         options, losses, step, seconds = _merged(kept.options, wishes), kept.losses.tolist(), kept.step, kept.seconds
-    except (TypeError, KeyError, ValueError, OverflowError, AttributeError) as error:
+    except (TypeError, LookupError, ValueError, OverflowError, AttributeError) as error:
         raise _damaged(store, error) from error
     if options.steps is not None and step >= options.steps:
         raise Over(
