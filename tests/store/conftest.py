@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from tests.backends import NATIVE, or_skip
 from tests.store.chains import MIB
-from tests.store.opened import BACKENDS, WITHOUT, Backend, Open
+from tests.store.opened import Open
 from tiered import TieredStore
+from tiered.types import BackendName
 
 
 @pytest.fixture(autouse=True)
@@ -23,11 +25,9 @@ def _watchdog() -> Iterator[None]:
     faulthandler.cancel_dump_traceback_later()
 
 
-@pytest.fixture(params=["libaio", "posix"])
-def backend(request: pytest.FixtureRequest) -> Backend:
-    if request.param not in BACKENDS:
-        pytest.skip(f"no libaio here: {WITHOUT}")
-    return request.param
+@pytest.fixture(params=NATIVE)
+def backend(request: pytest.FixtureRequest) -> BackendName:
+    return or_skip(request.param)
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def opening(folder: Path, **usual: Any) -> Iterator[Open]:
 
 
 @pytest.fixture
-def open_store(folder: Path, backend: Backend) -> Iterator[Open]:
+def open_store(folder: Path, backend: BackendName) -> Iterator[Open]:
     with opening(folder, backend=backend) as found:
         yield found
 

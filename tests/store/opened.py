@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 
 from tiered import TieredStore
-from tiered.io.probe import libaio_unavailable
 
-__all__ = ["BACKENDS", "WITHOUT", "Backend", "Open", "push_out"]
+__all__ = ["Open", "push_out"]
 
-Backend = Literal["libaio", "posix"]
 Open = Callable[..., TieredStore]
-
-WITHOUT = libaio_unavailable()
-BACKENDS: list[Backend] = ["posix"] if WITHOUT else ["libaio", "posix"]
 
 
 def push_out(store: TieredStore) -> None:

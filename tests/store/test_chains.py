@@ -9,7 +9,7 @@ import gc
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -17,14 +17,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from tests.backends import HERE
 from tests.store.chains import CHAINS, MIB, ON_DEVICE, Chain, hurried, kib, nothing_is_held, numbers, push_out, raw, same
 from tiered import CapacityError, Eviction, KeyNotFound, LeaseConflict, MisuseError, TensorSpec, TieredStore
 from tiered.engine.policy import Touch
-from tiered.io.probe import libaio_unavailable
-from tiered.types import Use
+from tiered.types import BackendName, Use
 
-Backend = Literal["libaio", "posix", "aiofiles"]
-BACKENDS: list[Backend] = ["posix", "aiofiles"] if libaio_unavailable() else ["libaio", "posix", "aiofiles"]
 NAMES = [f"t{number}" for number in range(16)]
 LARGE = 120 << 10
 HUGE = 700 << 10  # more than the device has, less than the host
@@ -43,8 +41,8 @@ def with_device(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier
 class AgainstADict(RuleBasedStateMachine):
     """Keys whose tensors together have more than memory has. Without a disk a full store may refuse, and stays as it was."""
 
-    @initialize(chain=st.sampled_from(CHAINS), backend=st.sampled_from(BACKENDS), keep=st.integers(1, 2))
-    def open(self, chain: Chain, backend: Backend, keep: int) -> None:
+    @initialize(chain=st.sampled_from(CHAINS), backend=st.sampled_from(HERE), keep=st.integers(1, 2))
+    def open(self, chain: Chain, backend: BackendName, keep: int) -> None:
         self.home = tempfile.TemporaryDirectory()
         self.chain = chain
         self.options: dict[str, Any] = {"backend": backend, "keep": keep, "eviction": Eviction(deadline=60)}

@@ -16,20 +16,18 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from tests import programs
+from tests.backends import EACH, or_skip
 from tests.fakes import in_child
 from tests.store.chains import MIB, nothing_is_held, numbers, push_out, same
 from tiered import ForkedStore, StoreLocked, TensorSpec, TieredStore
-from tiered.io.probe import libaio_unavailable
 
 
-@pytest.fixture(params=["libaio", "posix", "aiofiles", "no disk"])
+@pytest.fixture(params=[*EACH, "no disk"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TieredStore]:
-    if request.param == "libaio" and libaio_unavailable():
-        pytest.skip(f"no libaio here: {libaio_unavailable()}")
     if request.param == "no disk":
         opened = TieredStore.open(None, dram=MIB, hbm="256KiB", device="cpu")
     else:
-        opened = TieredStore.open(tmp_path / "state", dram=MIB, backend=request.param)
+        opened = TieredStore.open(tmp_path / "state", dram=MIB, backend=or_skip(request.param))
     for number in range(4):
         opened.put(f"t{number}", numbers(5000, number))
     yield opened

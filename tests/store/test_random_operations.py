@@ -14,14 +14,15 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
+from tests.backends import NATIVE_HERE
 from tests.store.chains import MIB, numbers, raw, same
-from tests.store.opened import BACKENDS, Backend
 from tiered import (
     KeyNotFound,
     MisuseError,
     TieredStore,
 )
 from tiered.format.generations import generations
+from tiered.types import BackendName
 
 LARGE = 150 << 10
 
@@ -29,8 +30,8 @@ LARGE = 150 << 10
 class AgainstADict(RuleBasedStateMachine):
     """Real files, a pool of 1 MiB, keys whose tensors together have more."""
 
-    @initialize(backend=st.sampled_from(BACKENDS), keep=st.integers(1, 3), drives=st.sampled_from([0, 0, 2, 3]))
-    def open(self, backend: Backend, keep: int, drives: int) -> None:
+    @initialize(backend=st.sampled_from(NATIVE_HERE), keep=st.integers(1, 3), drives=st.sampled_from([0, 0, 2, 3]))
+    def open(self, backend: BackendName, keep: int, drives: int) -> None:
         self.home = tempfile.TemporaryDirectory()
         self.options: dict[str, Any] = {"dram": MIB, "backend": backend, "keep": keep}
         if drives:

@@ -13,13 +13,14 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from tests.store.opened import BACKENDS, Backend
+from tests.backends import NATIVE_HERE
 from tests.stress.contents import content
 from tiered import Generation, LeaseConflict, ManifestError, MisuseError, TieredStore, verify
 from tiered.format import generations as protocol
 from tiered.format.generations import dropped, generations
 from tiered.store.at_rest import StoreAtRest
 from tiered.system import Once
+from tiered.types import BackendName
 
 MIB = 1 << 20
 SIZES = (0, 9, 4097, 150_000, 300_000)
@@ -53,8 +54,8 @@ class AReader:
 
 
 class BesideAWriter(RuleBasedStateMachine):
-    @initialize(backend=st.sampled_from(BACKENDS), keep=st.integers(1, 3), drives=st.sampled_from([0, 0, 2]))
-    def begin(self, backend: Backend, keep: int, drives: int) -> None:
+    @initialize(backend=st.sampled_from(NATIVE_HERE), keep=st.integers(1, 3), drives=st.sampled_from([0, 0, 2]))
+    def begin(self, backend: BackendName, keep: int, drives: int) -> None:
         self.home = tempfile.TemporaryDirectory()
         self.folder = Path(self.home.name) / "state"
         self.options: dict[str, Any] = {"dram": MIB, "backend": backend}

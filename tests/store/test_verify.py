@@ -15,16 +15,15 @@ import pytest
 import torch
 
 from tests import programs
+from tests.backends import HERE
 from tests.filesystems import root
 from tests.store.chains import numbers
 from tiered import Damage, ManifestError, MisuseError, StoreLocked, TieredStore, Verification, verify
 from tiered.format.generations import generations, load
 from tiered.format.manifest import TensorRecord
-from tiered.io.probe import libaio_unavailable
 from tiered.types import PIECE_BYTES, BackendName
 
 MIB = 1 << 20
-BACKENDS: list[BackendName] = ["posix", "aiofiles"] if libaio_unavailable() else ["libaio", "posix", "aiofiles"]
 LARGE = 2 * PIECE_BYTES + 12_345
 """Bytes: three pieces, the last of them short."""
 
@@ -89,7 +88,7 @@ def nothing_changes(tmp_path: Path) -> Iterator[None]:
 
 
 class TestSound:
-    @pytest.mark.parametrize("backend", BACKENDS)
+    @pytest.mark.parametrize("backend", HERE)
     def test_everything_is_counted_and_read_once(self, folder: Path, backend: BackendName) -> None:
         before = contents(folder)
         found = verify(folder, backend=backend)
@@ -271,7 +270,7 @@ class TestDamagedBytes:
 
 
 class TestDamagedFiles:
-    @pytest.mark.parametrize("backend", BACKENDS)
+    @pytest.mark.parametrize("backend", HERE)
     def test_cut_off(self, folder: Path, backend: BackendName) -> None:
         end = place(folder, "large") + PIECE_BYTES + 4096
         size = (folder / "data.0").stat().st_size

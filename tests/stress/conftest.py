@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from tests.backends import EACH, or_skip
 from tests.stress.fusefs import FaultyDisk, faulty_disk, why_not
 from tests.stress.tally import TALLY, Tally
-from tiered.io.probe import libaio_unavailable
 
 OUTCOME = pytest.StashKey[str]()
 
@@ -21,11 +21,9 @@ def _watchdog(request: pytest.FixtureRequest) -> Iterator[None]:
     faulthandler.cancel_dump_traceback_later()
 
 
-@pytest.fixture(params=["libaio", "posix", "aiofiles"])
+@pytest.fixture(params=EACH)
 def backend(request: pytest.FixtureRequest) -> str:
-    if request.param == "libaio" and libaio_unavailable():
-        pytest.skip(f"no libaio here: {libaio_unavailable()}")
-    return str(request.param)
+    return or_skip(request.param)
 
 
 @pytest.fixture

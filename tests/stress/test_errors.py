@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.backends import EACH, NATIVE
 from tests.quick import quick
 from tests.stress import syscalls
 from tests.stress.contents import content, evict_all, extent, holds
@@ -304,7 +305,7 @@ def test_the_error_of_every_system_call(tmp_path: Path, backend: str, name: str,
     assert not [entry for entry in os.listdir(folder) if entry.endswith(".tmp")]
 
 
-@pytest.mark.parametrize("backend", quick(["libaio", "posix", "aiofiles"], ["libaio", "posix"]), indirect=True)
+@pytest.mark.parametrize("backend", quick(EACH, NATIVE), indirect=True)
 @counts(1, 2)
 def test_errors_of_a_commit_are_commit_errors(disk: FaultyDisk, backend: str, count: int, tally: Tally) -> None:
     """What the manifest's own writes, syncs and names meet; the commit before holds, and the data's sync is never repeated."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from tests.backends import EACH
 from tests.stress import syscalls
 from tests.stress.children import forked
 from tests.stress.contents import content, evict_all, holds
@@ -150,8 +151,8 @@ def test_every_sync_fails_once(tmp_path: Path, backend: str, count: int, tally: 
     TieredStore.open(tmp_path / "other", dram=MIB, backend=backend).close()  # type: ignore[arg-type]
     assert trial(tmp_path / "dry", backend, dry).status == 0
     assert {"data", "manifest", "names"} == set(dry.synced)
-    step = 1 if count > 1 else 3
-    first = ["libaio", "posix", "aiofiles"].index(backend) if step > 1 else 0
+    step = 1 if count > 1 else len(EACH)
+    first = EACH.index(backend) if step > 1 else 0
     for error in (errno.EIO, errno.EDQUOT)[:count]:
         for number in range(1 + first, 1 + len(dry.synced), step):
             folder, drill = tmp_path / f"{error}" / f"{number}", Drill(number, error)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.backends import EACH
 from tests.filesystems import root, small_ext4
 from tests.stress.contents import content, evict_all, holds
 from tests.stress.tally import Tally, counts
@@ -64,7 +65,7 @@ def test_at_every_fill_level(small: Path, backend: str, count: int, tally: Tally
     source = random.Random(backend)
     state = sum(-(-size(number) // 4096) * 4096 for number in range(len(KEYS)))
     levels = [int(1.6 * state * level / count) for level in range(count)]
-    for number, level in enumerate(levels[["libaio", "posix", "aiofiles"].index(backend) :: 3]):
+    for number, level in enumerate(levels[EACH.index(backend) :: len(EACH)]):
         by_us = number % 2 == 1
         folder = small / "store"
         leave(small, state + 2 * MIB + level)

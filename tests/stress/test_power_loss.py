@@ -18,6 +18,7 @@ from unittest import mock
 
 import pytest
 
+from tests.backends import NATIVE
 from tests.stress.children import forked
 from tests.stress.contents import content, evict_all, holds
 from tests.stress.powerloss import KINDS, Log, Machine, State, machine, mounted
@@ -186,9 +187,9 @@ def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> i
 @pytest.mark.parametrize("layout", [1, 2, "striped"], indirect=True)
 @counts(16, 640)
 def test_power_is_lost_at_any_moment(tmp_path: Path, layout: int, count: int, tally: Tally) -> None:
-    for part, backend in enumerate(["libaio", "posix"]):
+    for part, backend in enumerate(NATIVE):
         log = recorded(tmp_path / backend, layout, backend, 12, contextlib.nullcontext)
-        for state, wrong in tried(log, tmp_path, part, count // 2):
+        for state, wrong in tried(log, tmp_path, part, count // len(NATIVE)):
             assert not wrong, f"{state}: {wrong}"
             tally.count(state.kind, 1)
     assert set(tally.kinds.values()) == {count // len(KINDS)}

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.backends import NATIVE
 from tests.stress import syscalls
 from tests.stress.children import forked
 from tests.stress.contents import content, extent
@@ -171,9 +172,9 @@ def recorded(folder: Path, backend: str) -> Log:
 
 @counts(12, 320)
 def test_power_is_lost_at_any_moment(tmp_path: Path, count: int, tally: Tally) -> None:
-    for part, backend in enumerate(["libaio", "posix"]):
+    for part, backend in enumerate(NATIVE):
         log, image = recorded(tmp_path / backend, backend), tmp_path / "image0"
-        left = dict.fromkeys(KINDS, count // 2 // len(KINDS))
+        left = dict.fromkeys(KINDS, count // len(NATIVE) // len(KINDS))
         states = log.states(count, part)
         while any(left.values()):
             state = next(states)

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests import programs
+from tests.backends import HERE
 from tests.cli.bench.test_bench import found, needs_fio
 from tests.cli.train.test_train import MIB, ONE_THREAD, command, failure, message
 from tests.filesystems import mounted, root
@@ -25,13 +26,11 @@ from tiered.cli.arguments import seconds
 from tiered.cli.bench import sustained, sweep
 from tiered.cli.main import main
 from tiered.cli.stop import StopRequest
-from tiered.io.probe import libaio_unavailable
 from tiered.measuring import fio
 
 SWEEP = ["bench", "io", "--sweep", "--size", "1MiB", "--rounds", "2", "--seconds", "10"]
 STORE = ["bench", "io", "--size", "4MiB", "--dram", "1MiB", "--rounds", "2"]
 FEW = ["--block", "64KiB", "--depth", "1,4", "--backends", "posix", "--mode", "read,mixed", "--order", "random"]
-BACKENDS = ["aiofiles", "posix"] if libaio_unavailable() else ["libaio", "aiofiles", "posix"]
 
 
 @pytest.fixture(autouse=True)
@@ -51,9 +50,9 @@ class TestSweep:
         keys = ("mode", "order", "block_bytes", "depth", "checksums")
         assert len({tuple(point[key] for key in keys) for point in points}) == len(points)
         for point in points:
-            assert list(point["by"]) == BACKENDS
-            assert list(point["ratios"]) == BACKENDS[1:]
-            for name in BACKENDS:
+            assert list(point["by"]) == HERE
+            assert list(point["ratios"]) == HERE[1:]
+            for name in HERE:
                 one = point["by"][name]
                 assert len(one["bytes_per_second"]["all"]) == 2
                 assert one["bytes_per_second"]["min"] > 0
