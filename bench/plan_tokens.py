@@ -1,7 +1,9 @@
-"""Tokens of four large models on three machines, as ``tiered plan --generate`` says them: the table of docs/plan.md.
+"""Tokens of four large models on three machines, as ``tiered plan --generate`` says them, and their training: the tables of
+docs/plan.md.
 
     .venv/bin/python -m bench.plan_tokens                    prints the table, and the processor's seconds of the slowest plan
     .venv/bin/python -m bench.plan_tokens --out shapes       keeps the configurations and machine files, and the commands
+    .venv/bin/python -m bench.plan_tokens --training --model Llama-3-8B
 
 The models are their published configurations, without weights. The machines are numbers by hand, and none was measured.
 """
@@ -15,6 +17,7 @@ import json
 import shlex
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +27,24 @@ from tiered.types import format_size
 __all__ = ["MACHINES", "main", "write_shapes"]
 
 MACHINES: dict[str, tuple[dict[str, Any], str]] = {
-    "laptop": ({"read": "3.5GB", "write": "3GB", "dram": "16GiB", "flops": 4e11, "memory": "50GB"}, "12GiB"),
+    "laptop": ({"read": "3.5GB", "write": "3GB", "dram": "16GiB", "flops": 4e11, "memory": "50GB", "update": 1.5e9}, "12GiB"),
     "desktop": (
         {
-            "read": "7GB", "write": "6GB", "dram": "64GiB", "flops": 1e12, "memory": "60GB", "hbm": "24GiB",
-            "device_flops": 1e14, "device_memory": 1e12, "link": "25GB",
+            "read": "7GB", "write": "6GB", "dram": "64GiB", "flops": 1e12, "memory": "60GB", "update": 2e9,
+            "hbm": "24GiB", "device_flops": 1e14, "device_memory": 1e12, "link": "25GB",
         },
         "56GiB",
     ),
     "server": (
         {
-            "read": "28GB", "write": "24GB", "dram": "512GiB", "flops": 4e12, "memory": "300GB", "hbm": "80GiB",
-            "device_flops": 5e14, "device_memory": 3e12, "link": "50GB",
+            "read": "28GB", "write": "24GB", "dram": "512GiB", "flops": 4e12, "memory": "300GB", "update": 8e9,
+            "hbm": "80GiB", "device_flops": 5e14, "device_memory": 3e12, "link": "50GB",
         },
         "448GiB",
     ),
 }
-"""Numbers of a machine file, and the budget: the rest is for the system and the process."""
+"""Numbers of a machine file, and the budget: the rest is for the system and the process. An update of an element reads and
+writes 28 bytes, so the memory's bytes a second bound how many are updated."""
 
 
 def write_shapes(folder: Path) -> list[str]:
@@ -65,26 +69,45 @@ def write_shapes(folder: Path) -> list[str]:
     return list(made)
 
 
-def _table(folder: Path) -> list[str]:
-    lines = ["| model | machine | bf16 | int8 | int4 | first token, bf16 |", "|---|---|---:|---:|---:|---:|"]
-    slowest = 0.0
+def _plans(folder: Path, wanted: list[str] | None, asked: list[str]) -> Iterator[tuple[str, str, float, dict[str, Any]]]:
+    """Yield model, machine, the processor's seconds, and what ``tiered plan`` says."""
     names = write_shapes(folder)
     for machine, (numbers, _) in MACHINES.items():
         (folder / f"{machine}.json").write_text(json.dumps(numbers | {"name": machine}, indent=1))
-    for name in names:
+    for name in wanted or names:
         for machine, (_, dram) in MACHINES.items():
-            asked = ["plan", name, "--generate", "--dram", dram, "--machine", f"{machine}.json"]
+            words = ["plan", str(folder / name), *asked, "--dram", dram, "--machine", str(folder / f"{machine}.json"), "--json"]
             began = time.process_time()
-            asked[1], asked[-1] = str(folder / name), str(folder / asked[-1])
             with contextlib.redirect_stdout(io.StringIO()) as told:
-                code = tiered([*asked, "--json"])
-            slowest = max(slowest, time.process_time() - began)
-            assert code == 0, shlex.join(["tiered", *asked])
-            forms = json.loads(told.getvalue())["forms"]
-            cells = [f"{_two(1 / one['seconds'])} ({one['limit']}, {format_size(round(one['read']))})" for one in forms]
-            lines.append(f"| {name} | {machine} | {' | '.join(cells)} | {_two(forms[0]['first'])} s |")
-    print(f"the slowest plan took {slowest:.1f} s of the processor\n")
-    return lines
+                code = tiered(words)
+            assert code == 0, shlex.join(["tiered", *words])
+            yield name, machine, time.process_time() - began, json.loads(told.getvalue())
+
+
+def _tokens(folder: Path, wanted: list[str] | None) -> Iterator[str]:
+    yield "| model | machine | bf16 | int8 | int4 | first token, bf16 |"
+    yield "|---|---|---:|---:|---:|---:|"
+    slowest = 0.0
+    for name, machine, took, plan in _plans(folder, wanted, ["--generate"]):
+        slowest, forms = max(slowest, took), plan["forms"]
+        cells = [f"{_two(1 / one['seconds'])} ({one['limit']}, {format_size(round(one['read']))})" for one in forms]
+        yield f"| {name} | {machine} | {' | '.join(cells)} | {_two(forms[0]['first'])} s |"
+    yield f"\nThe slowest plan took {slowest:.1f} s of the processor."
+
+
+def _training(folder: Path, wanted: list[str] | None) -> Iterator[str]:
+    yield "| model | machine | chosen | s a step | of them waiting | read | written | process | the plan took |"
+    yield "|---|---|---|---:|---:|---:|---:|---:|---:|"
+    for name, machine, took, plan in _plans(folder, wanted, ["--context", "1024", "--batch", "1"]):
+        one = plan["chosen"]
+        if one is None or not plan["fits"]:
+            yield f"| {name} | {machine} | {plan['refused']} | | | | | | {took:.0f} s |"
+            continue
+        bytes_moved = " | ".join(format_size(round(one[way])) for way in ("read", "written"))
+        chosen = f"{one['choice']['update']}, {one['choice']['activations']}"
+        memory = format_size(one["memory"]["process"])
+        seconds = f"{_two(one['seconds'])} | {_two(one['waiting'])}"
+        yield f"| {name} | {machine} | {chosen} | {seconds} | {bytes_moved} | {memory} | {took:.0f} s |"
 
 
 def _two(number: float) -> str:
@@ -95,11 +118,14 @@ def _two(number: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", metavar="FOLDER", type=Path, help="keep configurations and machine files there")
+    parser.add_argument("--training", action="store_true", help="a step of training, of one sequence of 1,024 tokens")
+    parser.add_argument("--model", action="append", metavar="NAME", help="this model, instead of all")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = given.out or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        print("\n".join(_table(folder)))
+        for line in (_training if given.training else _tokens)(folder, given.model):
+            print(line, flush=True)
 
 
 if __name__ == "__main__":
