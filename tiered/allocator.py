@@ -17,7 +17,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import chain, islice, starmap
+from itertools import accumulate, chain, islice, starmap
 from math import isinf
 from typing import NamedTuple
 
@@ -278,12 +278,15 @@ class SlotMap:
         The target of each move is free by then, but for what the moved slot itself frees. None: every plan that was found moves
         more than ``most`` bytes, or none was found. ``any_way`` returns the first plan that is found.
         """
-        rows = self._rows_without(gone)
-        if rows.largest >= nbytes:
+        if len(self._slots) <= WALKED:
+            search = self._search_among_few(frozenset(gone))
+        else:
+            rows = self._rows_without(gone)
+            if rows.largest < nbytes and not rows.promise(nbytes, most):
+                return None
+            search = rows.search()
+        if search.largest >= nbytes:
             return []
-        if not rows.promise(nbytes, most):
-            return None
-        search = _Search(rows)
         best: _Window | None = None
         for find, index in islice(search.promising(nbytes, most), None if isinf(most) else 2 * TRIED):
             found = find(index, nbytes, most)
@@ -333,11 +336,20 @@ class SlotMap:
                 free, moved = free - before, moved - size
         return None
 
+    def _search_among_few(self, gone: Container[int]) -> _Search:
+        slots = [slot for slot in self._slots if slot.offset not in gone]
+        sizes = [slot.nbytes for slot in slots]
+        used = [0, *accumulate(sizes)]
+        free = [slot.offset - before for slot, before in zip(slots, used, strict=False)]
+        free.append(self._capacity - used[-1])
+        fixed = [index for index, slot in enumerate(slots) if slot.offset in self._fixed]
+        return _Search(sizes, fixed, used, free)
+
     def _rows_without(self, gone: Collection[int]) -> _Rows:
         offsets, sizes, fixed = self._arrays
         if gone:
             stays = np.ones(len(offsets), np.bool_)
-            stays[np.searchsorted(offsets, np.fromiter(gone, np.int64, len(gone)))] = False
+            stays[_places(offsets, gone)] = False
             offsets, sizes, fixed = offsets[stays], sizes[stays], fixed[stays]
         return _Rows(offsets, sizes, fixed, self._capacity)
 
@@ -353,8 +365,16 @@ class SlotMap:
         slots = self._slots
         offsets, sizes = (slots if isinstance(slots, SlotList) else SlotList(slots)).arrays()
         fixed = np.zeros(len(slots), np.bool_)
-        fixed[np.searchsorted(offsets, np.fromiter(self._fixed, np.int64, len(self._fixed)))] = True
+        fixed[_places(offsets, self._fixed)] = True
         return offsets, sizes, fixed
+
+
+def _places(offsets: _Numbers, of: Collection[int]) -> NDArray[np.intp]:
+    """Return the indices of some of the slots that begin at ``offsets``."""
+    wanted = np.fromiter(of, np.int64, len(of))
+    found = np.searchsorted(offsets, wanted)
+    assert (offsets.take(found, mode="clip") == wanted).all() if len(offsets) else not len(wanted), "an offset of no slot"
+    return found
 
 
 class _Rows:
@@ -382,6 +402,10 @@ class _Rows:
         lowest = np.maximum(fixed_below, np.searchsorted(used, used[holes] - most))
         return bool((free[highest] - below[holes] >= least).any() or (free[holes] - below[lowest] >= least).any())
 
+    def search(self) -> _Search:
+        fixed: list[int] = np.flatnonzero(self.fixed).tolist()
+        return _Search(self.sizes.tolist(), fixed, self.used.tolist(), self.free.tolist())
+
 
 class _Window(NamedTuple):
     """The slots ``[low, high)``, of which all slide to one side: down, or up. ``leaving``, one of them, moves to the offset
@@ -402,13 +426,13 @@ class _Search:
     smallest window is found by bisection, once for each size of a slot that may leave.
     """
 
-    def __init__(self, rows: _Rows) -> None:
-        self._rows = rows
-        self._bytes: list[int] = rows.used.tolist()  # of the slots before slot i
-        self._free: list[int] = rows.free.tolist()  # bytes before slot i
-        self._free_below: list[int] = rows.below.tolist()  # free bytes before the hole before slot i
-        self._fixed: list[int] = np.flatnonzero(rows.fixed).tolist()
-        self._holes = sorted([(self._free[index] - self._free_below[index], index) for index in rows.holes.tolist()])
+    def __init__(self, sizes: list[int], fixed: list[int], used: list[int], free: list[int]) -> None:
+        """``fixed``: the indices of slots that stay; ``used`` and ``free``: bytes before each slot, and in all."""
+        self._sizes, self._fixed, self._bytes, self._free = sizes, fixed, used, free
+        self._free_below = [0, *free[:-1]]  # free bytes before the hole before slot i
+        gaps = zip(free, self._free_below, strict=True)
+        self._holes = sorted([(free - below, index) for index, (free, below) in enumerate(gaps) if free > below])
+        self.largest = self._holes[-1][0] if self._holes else 0
 
     def nbytes(self, window: _Window) -> int:
         """Return how many bytes are moved."""
@@ -476,7 +500,7 @@ class _Search:
     def _highest(self, low: int, most: float) -> int:
         """Return where a window that begins at ``low`` must end: at a slot that cannot be moved, or with ``most`` bytes."""
         at = bisect_left(self._fixed, low)
-        fixed = self._fixed[at] if at < len(self._fixed) else len(self._bytes) - 1
+        fixed = self._fixed[at] if at < len(self._fixed) else len(self._sizes)
         return min(fixed, bisect_right(self._bytes, self._bytes[low] + most) - 1)
 
     def _lowest(self, high: int, most: float) -> int:
@@ -488,10 +512,10 @@ class _Search:
     def _leaving(self) -> list[tuple[int, list[int]]]:
         """The slots that can be moved and that fit into a hole: the indices of each size, the smallest size first."""
         found: dict[int, list[int]] = {}
-        sizes = self._rows.sizes
-        fitting = np.flatnonzero(~self._rows.fixed & (sizes <= self._rows.largest))
-        for index, size in zip(fitting.tolist(), sizes[fitting].tolist(), strict=True):
-            found.setdefault(size, []).append(index)
+        largest, fixed = self.largest, frozenset(self._fixed)
+        for index in [index for index, size in enumerate(self._sizes) if size <= largest]:
+            if index not in fixed:
+                found.setdefault(self._sizes[index], []).append(index)
         return sorted(found.items())
 
     def _leaving_with(self, least: int) -> list[tuple[int, list[int]]]:
@@ -506,7 +530,7 @@ class _Search:
         return None
 
     def _slot(self, index: int) -> Slot:
-        return Slot(self._begin(index) + self._free[index] - self._free_below[index], int(self._rows.sizes[index]))
+        return Slot(self._begin(index) + self._free[index] - self._free_below[index], self._sizes[index])
 
     def _begin(self, index: int) -> int:
         """Return the offset of the hole below slot ``index``."""

@@ -69,7 +69,7 @@ class Pool:
         self._where = tier if isinstance(tier, Memory) else None  # knows its slots by offset; those of a disk matter to nobody
         self.changes = 0  # number of changes to the pool
         self._movable: dict[int, Copy] = {}  # above the bottom: copies whose bytes may be moved, by the offset of their slots
-        self._fixed: set[int] = set()  # the offsets of all other slots
+        self._fixed: set[int] = set()  # and the offsets of all other slots
         self._read: tuple[int, SlotMap] | None = None  # the number of changes when it was read, and the map
         self._guards: list[tuple[Slot, Fence]] = []
         self._passed_on: Copy | None = None  # evicted next; its slot stays allocated
@@ -150,7 +150,8 @@ class Pool:
         self.used += slot.nbytes
         self.peak = max(self.peak, self.used)
         self._sizes[slot.nbytes] += 1
-        self._fixed.add(slot.offset)
+        if not self.bottom:
+            self._fixed.add(slot.offset)
         self.largest = max(self.largest, slot.nbytes)
 
     def pass_on(self, copy: Copy) -> Slot:
@@ -469,7 +470,7 @@ class Pool:
         self.bytes_of = [0 for _ in Evictability]
         slots = {copy.slot for copy in (*self.copies.values(), *self.aliased_evicted)} | set(others)
         self._sizes = Counter(slot.nbytes for slot in slots)
-        self._fixed = {slot.offset for slot in slots}
+        self._fixed = set() if self.bottom else {slot.offset for slot in slots}
         self._read = None
         self.used = sum(slot.nbytes for slot in slots)
         self.largest = max(self._sizes, default=0)
@@ -537,7 +538,9 @@ class Pool:
         assert set(self.marked) <= set(self.evictable)
         movable = {copy.slot.offset: copy for copy in self.evictable.values() if copy.evictability is not _WRITING_BACK}
         assert self._movable == movable
-        if self.memory is not None and not self.bottom:
+        if self.bottom:
+            assert not self._fixed
+        elif self.memory is not None:
             assert self._fixed == {slot.offset for slot in self._slots} - movable.keys()
         assert self._passed_on is None
         assert self._where is None or self._sizes == Counter(slot.nbytes for slot in self._slots)
