@@ -237,9 +237,9 @@ CLASSES_TWICE = {"Engine": ["engine.engine", "integrations.deepspeed.engine"]}
 # + 650: kept tensors beside updates elsewhere, as_tensor of parameters, shallow copies of modules.
 # 600: what a forward is computed again with is frozen as it was; modules of a zero.init block that are called unpaged; memory
 # formats and views that a write cannot be recorded in; layers that share what the first makes, in plans.
-# + 1,150: a search for room among thousands of slots takes a fifth of a millisecond, not five.
+# + 1,300: a search for room among thousands of slots takes a fifth of a millisecond, not five.
 # bench + 350: a step of training of large models on three machines.
-TOTALS = {"tiered": 494_900, "bench": 120_650, "libaio_ext": 6_900}
+TOTALS = {"tiered": 495_050, "bench": 120_650, "libaio_ext": 6_900}
 
 # Compiled, without a Python file.
 EXTENSIONS = {"io._aio": "io", "packing._unpack": "packing", "tables._rows": "tables"}

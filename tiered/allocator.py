@@ -343,7 +343,10 @@ class SlotMap:
         free = [slot.offset - before for slot, before in zip(slots, used, strict=False)]
         free.append(self._capacity - used[-1])
         fixed = [index for index, slot in enumerate(slots) if slot.offset in self._fixed]
-        return _Search(sizes, fixed, used, free)
+        gaps = zip(free, [0, *free[:-1]], strict=True)
+        holes = [(end - begin, index) for index, (end, begin) in enumerate(gaps) if end > begin]
+        largest = max(holes, default=(0, 0))[0]
+        return _Search(sizes, fixed, used, free, holes, [index for index, size in enumerate(sizes) if size <= largest])
 
     def _rows_without(self, gone: Collection[int]) -> _Rows:
         offsets, sizes, fixed = self._arrays
@@ -403,8 +406,10 @@ class _Rows:
         return bool((free[highest] - below[holes] >= least).any() or (free[holes] - below[lowest] >= least).any())
 
     def search(self) -> _Search:
-        fixed: list[int] = np.flatnonzero(self.fixed).tolist()
-        return _Search(self.sizes.tolist(), fixed, self.used.tolist(), self.free.tolist())
+        fixed, small = np.flatnonzero(self.fixed), np.flatnonzero(self.sizes <= self.largest)
+        gaps = (self.free - self.below)[self.holes]
+        holes = list(zip(gaps.tolist(), self.holes.tolist(), strict=True))
+        return _Search(self.sizes.tolist(), fixed.tolist(), self.used.tolist(), self.free.tolist(), holes, small.tolist())
 
 
 class _Window(NamedTuple):
@@ -426,12 +431,20 @@ class _Search:
     smallest window is found by bisection, once for each size of a slot that may leave.
     """
 
-    def __init__(self, sizes: list[int], fixed: list[int], used: list[int], free: list[int]) -> None:
-        """``fixed``: the indices of slots that stay; ``used`` and ``free``: bytes before each slot, and in all."""
-        self._sizes, self._fixed, self._bytes, self._free = sizes, fixed, used, free
+    def __init__(
+        self,
+        sizes: list[int],
+        fixed: list[int],
+        used: list[int],
+        free: list[int],
+        holes: list[tuple[int, int]],
+        small: list[int],
+    ) -> None:
+        """``fixed`` and ``small``: the indices of slots that stay, and of those that a hole is large enough for; ``used`` and
+        ``free``: bytes before each slot, and in all; ``holes``: the bytes of each, and the index of the slot above it."""
+        self._sizes, self._fixed, self._bytes, self._free, self._small = sizes, fixed, used, free, small
         self._free_below = [0, *free[:-1]]  # free bytes before the hole before slot i
-        gaps = zip(free, self._free_below, strict=True)
-        self._holes = sorted([(free - below, index) for index, (free, below) in enumerate(gaps) if free > below])
+        self._holes = sorted(holes)
         self.largest = self._holes[-1][0] if self._holes else 0
 
     def nbytes(self, window: _Window) -> int:
@@ -512,8 +525,8 @@ class _Search:
     def _leaving(self) -> list[tuple[int, list[int]]]:
         """The slots that can be moved and that fit into a hole: the indices of each size, the smallest size first."""
         found: dict[int, list[int]] = {}
-        largest, fixed = self.largest, frozenset(self._fixed)
-        for index in [index for index, size in enumerate(self._sizes) if size <= largest]:
+        fixed = frozenset(self._fixed)
+        for index in self._small:
             if index not in fixed:
                 found.setdefault(self._sizes[index], []).append(index)
         return sorted(found.items())
