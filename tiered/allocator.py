@@ -306,7 +306,9 @@ class SlotMap:
             return self._slides_in_a_walk(nbytes, most, frozenset(gone))
         rows = self._rows_without(gone)
         used, free, below = rows.used, rows.free, rows.below
-        lowest = np.searchsorted(used, used - most)  # of the slots that may join each hole, as the upper one
+        # Holes are numbered by the slot above them. The slots between two holes join these, and all holes between them: for
+        # each hole, as the upper one, the lowest that leaves ``most`` bytes or fewer to be moved, and no slot that cannot be.
+        lowest = np.searchsorted(used, used - most)
         above_fixed = np.where(rows.fixed, np.arange(1, len(used)), 0)
         lowest[1:] = np.maximum(lowest[1:], np.maximum.accumulate(above_fixed))
         found = np.flatnonzero(free - below[lowest] >= nbytes)

@@ -97,6 +97,22 @@ def test_a_plan_without_a_machine_has_bytes_and_no_seconds() -> None:
     assert {update for update, way in modes if way != "memory"} == {found.chosen.choice.update}
 
 
+def test_of_steps_that_take_long_to_play_ways_that_are_not_faster_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def modes(machine: dict[str, Any]) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
+        found = tiered.plan(SMALL, machine=machine, **ASKED)
+        assert found.chosen is not None
+        return [(one.choice.update, one.choice.activations) for one in (found.chosen, *found.others)], found.notes
+
+    monkeypatch.setattr("tiered.planning.plan.MANY", 0)
+    fitting, notes = modes(RATES)
+    assert sorted(fitting) == [("in_backward", "memory"), ("on_fetch", "memory")]
+    assert any("left out" in note for note in notes)
+    lacking, notes = modes({**RATES, "dram": 1 << 20})
+    assert sorted(way for _, way in lacking) == ["memory", "memory", "recompute", "store"]
+    assert len({update for update, way in lacking if way != "memory"}) == 1
+    assert not any("left out" in note for note in notes)
+
+
 def test_the_smallest_budget_is_the_one_that_paging_takes(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Conv1d(64, 600, 9), nn.Flatten(), nn.Tanh())  # a parameter that is not sliced
     found = tiered.plan(model, workload=Workload(inputs=torch.zeros(1, 64, 9)), dram="1MiB")

@@ -718,7 +718,10 @@ def _predictions(
             planner.expected -= len(updates) - 1
         if way.saves and kept and long:
             planner.expected -= 1
-            planner.notes["activations fit in memory; to plan another way, which is not faster, name it"] = None
+            planner.notes[
+                "activations fit in memory, and other ways are not faster: they were left out, and activations='recompute' or "
+                "'store' plans them"
+            ] = None
             continue
         try:
             found += [planner.predict(replace(way, update=one), briefly=bool(kept) and way.saves) for one in modes]
