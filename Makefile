@@ -52,16 +52,17 @@ gpu: ## the most useful first on a bare machine with an NVIDIA device, environme
 
 clean: ## remove what the targets above made
 	rm -rf .venv build dist demo-store .hypothesis .pytest_cache .mypy_cache .ruff_cache *.egg-info
-	rm -f tiered/io/_aio.*.so tiered/packing/_unpack.*.so tiered/tables/_rows.*.so
+	rm -f tiered/io/_aio.*.so tiered/links/_disk.*.so tiered/packing/_unpack.*.so tiered/tables/_rows.*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# What of the system is missing: a compiler, Python's headers and libaio for the fast backend, venv, strace for fault tests.
+# What of the system is missing: a compiler, Python's headers, libaio and xxHash for the fast backend and link, venv, strace for faults.
 # Headers and venv of a Python that Debian did not make are not Debian's to give.
 define SYSTEM_PACKAGES
 missing=(); python="$(PYTHON)"; \
 command -v gcc >/dev/null && echo 'int main(void) { return 0; }' | gcc -x c - -o /dev/null 2>/dev/null \
 	|| missing+=(gcc libc6-dev); \
 [[ -e /usr/include/libaio.h ]] || missing+=(libaio-dev); \
+[[ -e /usr/include/xxhash.h ]] || missing+=(libxxhash-dev); \
 command -v strace >/dev/null || missing+=(strace); \
 if ! command -v python3 >/dev/null; then missing+=(python3 python3-venv python3-dev); \
 elif [[ $$("$${python:-python3}" -c 'import sys; print(sys.base_prefix)' 2>/dev/null) == /usr ]]; then \

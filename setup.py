@@ -18,6 +18,10 @@ except build.CannotBuild as why:
     print(f"tiered: the libaio backend is not built: {why}; posix serves. To get it: {build.INSTALL}", file=sys.stderr)
 else:
     extensions.append(build.ffibuilder(link).distutils_extension(tmpdir="build/cffi"))
+if build.has_compiler() and build.has_xxhash():
+    extensions.append(build.disk_link().distutils_extension(tmpdir="build/cffi"))
+elif build.has_compiler():
+    print(f"tiered: the native disk link is not built: Python's serves. To get it: {build.INSTALL_XXHASH}", file=sys.stderr)
 for extension in extensions:
     extension.optional = True  # a compiler that fails after all costs the backend or the kernels, not the package
 setup(ext_modules=extensions)

@@ -7,7 +7,7 @@
 #
 # OUT       folder for the page and the files of the steps, which are written as they go (default: bench/results)
 # TORCH     what pip installs, such as torch==2.13.0 (default: a torch with CUDA that is here already, else the Makefile's)
-# WHEELS    folder of wheels (and of libaio-dev*.deb) to install from where there is no network
+# WHEELS    folder of wheels (and of libaio-dev*.deb, libxxhash-dev*.deb) to install from where there is no network
 # PYTHON    interpreter to build upon, or to take as it is where it has all that is needed (default: .venv's, python3, python)
 # DIR       folder on the drive to measure (default: here)
 # LIMIT     seconds for everything (default: 530)
@@ -118,16 +118,16 @@ fi
 
 # The rest of what is needed, and the libaio backend where it can be had
 
-if [[ ! -e /usr/include/libaio.h ]]; then
+if [[ ! -e /usr/include/libaio.h || ! -e /usr/include/xxhash.h ]]; then
 	shopt -s nullglob
-	debs=(${WHEELS:+"$WHEELS"/libaio*.deb})
+	debs=(${WHEELS:+"$WHEELS"/libaio*.deb "$WHEELS"/libxxhash-dev*.deb})
 	if ((${#debs[@]})); then
 		for deb in "${debs[@]}"; do dpkg -x "$deb" build/gpu-root; done
 		export CPATH="$PWD/build/gpu-root/usr/include${CPATH:+:$CPATH}"
 		library=$(find "$PWD/build/gpu-root" -name libaio.a -printf '%h\n' -quit)
 		export LIBRARY_PATH="$library${LIBRARY_PATH:+:$LIBRARY_PATH}"
 	elif [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
-		apt_install libaio-dev gcc libc6-dev
+		apt_install libaio-dev libxxhash-dev gcc libc6-dev
 	fi
 fi
 absent=$(missing $NEEDED cffi) # which only the libaio backend needs

@@ -1,4 +1,4 @@
-/* Linux native AIO as a ring: queue, commit, reap. One thread uses it; no policy, no allocation after open.
+/* Linux native AIO as a ring: submit, reap. One thread uses it; no policy, no allocation after open.
  *
  * A slot is in one of four places: free, pending (the kernel does not have it), in flight (it does), done (not handed out yet).
  */
@@ -103,7 +103,7 @@ static void prepare(struct aio_ring *ring, struct slot *slot)
     uint64_t nbytes = slot->nbytes - slot->moved;
     int64_t offset = slot->offset + (int64_t)slot->moved;
 
-    if (slot->operation == AIO_RING_WRITE)
+    if (slot->operation == RING_WRITE)
         io_prep_pwrite(&slot->iocb, slot->fd, address, nbytes, offset);
     else
         io_prep_pread(&slot->iocb, slot->fd, address, nbytes, offset);
@@ -245,38 +245,34 @@ int aio_ring_open(unsigned depth, aio_ring **opened)
     return 0;
 }
 
-int aio_ring_queue(aio_ring *ring, int operation, int fd, int64_t offset, uint64_t address, uint64_t nbytes, int64_t tag)
+int aio_ring_submit(aio_ring *ring, const ring_request *requests, unsigned count)
 {
     if (is_forked(ring))
-        return AIO_RING_FORKED;
-    if (!ring->free.count)
-        return 0;
-
-    struct slot *slot = pop(&ring->free);
-    slot->operation = operation;
-    slot->fd = fd;
-    slot->offset = offset;
-    slot->address = address;
-    slot->nbytes = nbytes;
-    slot->moved = 0;
-    slot->tag = tag;
-    prepare(ring, slot);
-    return 1;
+        return RING_FORKED;
+    unsigned taken = 0;
+    for (; taken < count && ring->free.count; taken++) {
+        const ring_request *request = &requests[taken];
+        struct slot *slot = pop(&ring->free);
+        slot->operation = request->operation;
+        slot->fd = request->fd;
+        slot->offset = request->offset;
+        slot->address = request->address;
+        slot->nbytes = request->nbytes;
+        slot->moved = 0;
+        slot->tag = request->tag;
+        prepare(ring, slot);
+    }
+    if (taken) {
+        submit_pending(ring);
+        wake_if_due(ring);
+    }
+    return (int)taken;
 }
 
-int aio_ring_commit(aio_ring *ring)
+int aio_ring_reap(aio_ring *ring, unsigned at_least, int64_t timeout_ns, ring_completion *out, unsigned room)
 {
     if (is_forked(ring))
-        return AIO_RING_FORKED;
-    submit_pending(ring);
-    wake_if_due(ring);
-    return 0;
-}
-
-int aio_ring_reap(aio_ring *ring, unsigned at_least, int64_t timeout_ns, aio_ring_completion *out, unsigned room)
-{
-    if (is_forked(ring))
-        return AIO_RING_FORKED;
+        return RING_FORKED;
 
     /* Before looking at completions, never after: one that comes in between must leave its signal. */
     drain_wakeup(ring);
@@ -322,7 +318,7 @@ int aio_ring_reap(aio_ring *ring, unsigned at_least, int64_t timeout_ns, aio_rin
 
 int aio_ring_fileno(aio_ring *ring)
 {
-    return is_forked(ring) ? AIO_RING_FORKED : ring->wakeup;
+    return is_forked(ring) ? RING_FORKED : ring->wakeup;
 }
 
 void aio_ring_close(aio_ring *ring)

@@ -1,7 +1,7 @@
 #ifndef TIERED_AIO_RING_H
 #define TIERED_AIO_RING_H
 
-#include <stdint.h>
+#include "requests.h"
 
 #include "aio_ring.cdef.h"
 

@@ -1,5 +1,5 @@
-"""Describes the extensions (cffi, API mode) to setup.py: ``tiered.io._aio``, and ``tiered.packing._unpack`` and
-``tiered.tables._rows``, which need a compiler alone.
+"""Describes the extensions (cffi, API mode) to setup.py: ``tiered.io._aio``, ``tiered.links._disk``, which needs xxhash.h, and
+``tiered.packing._unpack`` and ``tiered.tables._rows``, which need a compiler alone.
 
 ``TIERED_LIBAIO`` says how libaio comes in: ``static``, ``shared``, ``off``, or ``auto`` (default): static where there is
 a libaio.a, else shared, and not at all where its header or the compiler is missing.
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from cffi import FFI
@@ -21,6 +22,7 @@ HERE = Path(__file__).resolve().parent
 MODULE = "tiered.io._aio"
 KERNELS = {"tiered.packing._unpack": ("unpack", "moments"), "tiered.tables._rows": ("rows", "row_cache")}
 """Extension -> the names of its files."""
+LINK = "tiered.links._disk"
 MODES = ("auto", "static", "shared", "off")
 
 # Compiled, linked and thrown away before the real build, so that what is missing is one line and not a compiler's page.
@@ -37,6 +39,7 @@ INSTALL = (
     "install a C compiler, Python's headers and libaio (Debian, Ubuntu: apt-get install gcc libc6-dev python3-dev "
     "libaio-dev), then install tiered again"
 )
+INSTALL_XXHASH = "install xxHash's header (Debian, Ubuntu: apt-get install libxxhash-dev), then install tiered again"
 
 
 class CannotBuild(Exception):
@@ -104,20 +107,27 @@ def link_arguments() -> list[str]:
     raise CannotBuild(f"a trial build failed: {complaint.strip().splitlines()[-1]}")
 
 
-def ffibuilder(link: list[str]) -> FFI:
-    """cffi's side of the extension. The ring is compiled together with the glue that cffi writes."""
+def described(module: str, names: Sequence[str], flags: Sequence[str], **more: list[str]) -> FFI:
+    """cffi's side of an extension of the files of ``names``, which are compiled together with the glue that cffi writes."""
     ffi = FFI()
-    ffi.cdef((HERE / "aio_ring.cdef.h").read_text())
+    headers = [name for name in names if (HERE / f"{name}.cdef.h").is_file()]
+    for name in headers:
+        ffi.cdef((HERE / f"{name}.cdef.h").read_text())
     ffi.set_source(
-        MODULE,
-        '#include "aio_ring.h"',
-        sources=["libaio_ext/aio_ring.c"],
+        module,
+        "\n".join(f'#include "{name}.h"' for name in headers),
+        sources=[f"libaio_ext/{name}.c" for name in names if (HERE / f"{name}.c").is_file()],
         include_dirs=["libaio_ext"],
-        depends=["libaio_ext/aio_ring.h", "libaio_ext/aio_ring.cdef.h"],
-        extra_compile_args=["-std=gnu11", "-Wall", "-Wextra"],
-        extra_link_args=link,
+        depends=[f"libaio_ext/{name}.{kind}" for name in headers for kind in ("h", "cdef.h")],
+        extra_compile_args=["-std=gnu11", "-Wall", "-Wextra", *flags],
+        **more,
     )
     return ffi
+
+
+def ffibuilder(link: list[str]) -> FFI:
+    """cffi's side of the ring."""
+    return described(MODULE, ("requests", "aio_ring"), (), extra_link_args=link)
 
 
 def has_compiler() -> bool:
@@ -129,21 +139,19 @@ def has_compiler() -> bool:
     return any(Path(sysconfig.get_path(which), "Python.h").is_file() for which in ("include", "platinclude"))
 
 
+def has_xxhash() -> bool:
+    """Whether the compiler finds xxHash's header, with XXH3 in it (0.8 or newer)."""
+    program = "#define XXH_INLINE_ALL\n#include <xxhash.h>\nint main(void) { return (int)XXH3_128bits(0, 0).low64; }\n"
+    command = [*compiler(), "-x", "c", "-", "-o", os.devnull]
+    return subprocess.run(command, input=program, capture_output=True, text=True, check=False).returncode == 0
+
+
+def disk_link() -> FFI:
+    """cffi's side of the native disk link. Without it Python does the same, with the same digests."""
+    return described(LINK, ("requests", "disk_link", "digest", "digest_avx2"), ("-O3",))
+
+
 def kernels() -> list[FFI]:
     """cffi's side of the kernels for quantised parameters and encoded moments, and of the copies of rows. Without them torch
     and Python do the same, bit for bit."""
-    found = []
-    for module, names in KERNELS.items():
-        ffi = FFI()
-        for name in names:
-            ffi.cdef((HERE / f"{name}.cdef.h").read_text())
-        ffi.set_source(
-            module,
-            "\n".join(f'#include "{name}.h"' for name in names),
-            sources=[f"libaio_ext/{name}.c" for name in names],
-            include_dirs=["libaio_ext"],
-            depends=[f"libaio_ext/{name}.{kind}" for name in names for kind in ("h", "cdef.h")],
-            extra_compile_args=["-std=gnu11", "-Wall", "-Wextra", "-O3", "-ffp-contract=off"],
-        )
-        found.append(ffi)
-    return found
+    return [described(module, names, ("-O3", "-ffp-contract=off")) for module, names in KERNELS.items()]

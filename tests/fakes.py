@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import select
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 import xxhash
@@ -19,7 +22,7 @@ import xxhash
 from tiered.allocator import FreeSpace
 from tiered.engine.residency import Entry
 from tiered.errors import CorruptionError, TieredError
-from tiered.interfaces import Streams
+from tiered.interfaces import IOBackend, NativeRing, Streams
 from tiered.types import (
     CHECKSUM_BYTES,
     PIECE_BYTES,
@@ -40,6 +43,7 @@ __all__ = [
     "ManualBackend",
     "ManualLink",
     "MovableTier",
+    "NativeOver",
     "NoDraft",
     "fake_checksums",
     "in_child",
@@ -208,6 +212,40 @@ class InstantBackend(ManualBackend):
         self.complete_all()
         return super().reap(0, 0)
 
+
+class NativeOver:
+    """A ``NativeBackend`` over one of Python's: C code calls back into it. Needs the native disk link."""
+
+    def __init__(self, backend: IOBackend) -> None:
+        from tiered.links._disk import ffi
+
+        self.backend, self._ffi = backend, ffi
+        self.name, self.alignment, self.depth = backend.name, backend.alignment, backend.depth
+        self.submit, self.reap, self.fileno, self.close = backend.submit, backend.reap, backend.fileno, backend.close
+        self._functions = [
+            ffi.callback("int(void *, const ring_request *, unsigned)", self._submitted, error=-errno.EIO),
+            ffi.callback("int(void *, unsigned, int64_t, ring_completion *, unsigned)", self._reaped, error=-errno.EIO),
+            ffi.callback("int64_t(void)", lambda: int(time.monotonic() * 1e9)),
+        ]
+
+    @property
+    def native(self) -> NativeRing:
+        submit, reap, now = (int(self._ffi.cast("uintptr_t", one)) for one in self._functions)
+        return NativeRing(0, submit, reap, now, lambda code: AssertionError(f"the fake answered {code}"))
+
+    def _submitted(self, _: object, requests: Any, count: int) -> int:
+        found = [requests[number] for number in range(count)]
+        ways = (Operation.READ, Operation.WRITE)
+        return self.backend.submit(
+            [IORequest(ways[one.operation], one.fd, one.offset, one.address, one.nbytes, one.tag) for one in found]
+        )
+
+    def _reaped(self, _: object, at_least: int, timeout: int, out: Any, room: int) -> int:
+        completions = self.backend.reap(at_least, timeout / 1e9)
+        assert len(completions) <= room
+        for number, completion in enumerate(completions):
+            out[number].tag, out[number].result = completion
+        return len(completions)
 
 class FakeTier:
     """A tier of any name over plain memory."""

@@ -24,10 +24,10 @@ from libaio_ext import build
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = (
     *("pyproject.toml", "setup.py", "MANIFEST.in", "Makefile", "mkdocs.yml"),
-    *("README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md"),
+    *("README.md", "LICENSE", "NOTICE", "CHANGELOG.md", "CONTRIBUTING.md"),
 )
 FOLDERS = ("tiered", "libaio_ext", "docs", "tests", "bench")
-NOT_SOURCES = shutil.ignore_patterns("__pycache__", "*.so", "*.o", "*.egg-info", "_aio.c", "_unpack.c", "_rows.c")
+NOT_SOURCES = shutil.ignore_patterns("__pycache__", "*.so", "*.o", "*.egg-info", "_aio.c", "_disk.c", "_unpack.c", "_rows.c")
 SDIST = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
 
 USE = """
@@ -102,6 +102,8 @@ def installed(wheel: Path, folder: Path) -> tuple[Path, Path]:
 def extensions() -> list[str]:
     """The compiled modules that a wheel has on this machine."""
     found = [*build.KERNELS] if build.has_compiler() else []
+    if found and build.has_xxhash():
+        found.append(build.LINK)
     try:
         build.link_arguments()
     except build.CannotBuild:
@@ -117,7 +119,7 @@ def test_the_sdist_has_license_docs_and_contract_suites(sdist: Path) -> None:
         assert wanted
         assert wanted <= names
     assert names >= set(SOURCES)
-    assert not [name for name in names if name.endswith((".so", ".pyc", "_aio.c", "_unpack.c", "_rows.c"))]
+    assert not [name for name in names if name.endswith((".so", ".pyc", "_aio.c", "_disk.c", "_unpack.c", "_rows.c"))]
 
 
 def test_the_wheel_has_the_package_alone(wheel: Path) -> None:
@@ -127,7 +129,7 @@ def test_the_wheel_has_the_package_alone(wheel: Path) -> None:
         fields = Parser().parsestr(archive.read(metadata).decode())
     assert {name.partition("/")[0] for name in names} == {"tiered", metadata.partition("/")[0]}
     data = {"tiered/py.typed", "tiered/data/shakespeare.txt", "tiered/integrations/deepspeed/keys.json"}
-    assert {*data, metadata.replace("METADATA", "licenses/LICENSE")} <= set(names)
+    assert {*data, *(metadata.replace("METADATA", f"licenses/{name}") for name in ("LICENSE", "NOTICE"))} <= set(names)
     assert {path.relative_to(ROOT).as_posix() for path in (ROOT / "tiered").rglob("*.py")} <= set(names)
     assert {name for name in names if name.endswith(".so")} == {
         module.replace(".", "/") + sysconfig.get_config_var("EXT_SUFFIX") for module in extensions()

@@ -5,15 +5,28 @@ A full part answers with a value (0, None, False), never with an exception: the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from tiered.types import Candidate, Completion, Fence, IOCompletion, IORequest, Key, Slot, Transfer, Urgency
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["EvictionPolicy", "IOBackend", "Link", "Memory", "Movable", "Planned", "Restorable", "Returnable", "Streams", "Tier"]
+__all__ = [
+    "EvictionPolicy",
+    "IOBackend",
+    "Link",
+    "Memory",
+    "Movable",
+    "NativeBackend",
+    "NativeRing",
+    "Planned",
+    "Restorable",
+    "Returnable",
+    "Streams",
+    "Tier",
+]
 
 
 @runtime_checkable
@@ -66,6 +79,27 @@ class IOBackend(Protocol):
 
     def close(self) -> None:
         """Wait for everything in flight, then release. Idempotent."""
+        ...
+
+
+class NativeRing(NamedTuple):
+    """What C code needs of a ring, as ``disk_ring`` in libaio_ext/disk_link.cdef.h has it: the ring's address, and those of its
+    functions; ``now`` 0 is the system's clock. ``failure`` returns the error to raise for a negative answer."""
+
+    ring: int
+    submit: int
+    reap: int
+    now: int
+    failure: Callable[[int], Exception]
+
+
+@runtime_checkable
+class NativeBackend(IOBackend, Protocol):
+    """A backend whose ring C code may drive. An interface of its own, because few can."""
+
+    @property
+    def native(self) -> NativeRing:
+        """The ring. Valid until ``close``."""
         ...
 
 

@@ -17,6 +17,7 @@ from tiered.cli.info import machine as facts
 from tiered.cli.main import main
 from tiered.interfaces import IOBackend
 from tiered.io.backends import BACKENDS, Shipped, open_backend, unavailable
+from tiered.links.native import native_link_unavailable
 from tiered.measuring import probes
 from tiered.types import BackendName
 
@@ -39,6 +40,7 @@ def test_everything_that_was_asked_for_is_there(tmp_path: Path, capsys: pytest.C
     backends = {backend["name"]: backend["unavailable"] for backend in report["backends"]}
     assert list(backends) == ["libaio", "aiofiles", "posix"]
     assert backends["posix"] is backends["aiofiles"] is None
+    assert report["native_disk_link"]["unavailable"] == native_link_unavailable()
     assert report["torch"] == torch.__version__
     assert bool(report["cuda"]["devices"]) != bool(report["cuda"]["why_none"])
     disk = report["filesystem"]
@@ -57,7 +59,7 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", "--drive", str(tmp_path), "--json", str(tmp_path / "it.json")]) == 0
     shown = capsys.readouterr().out
     labels = [line[:12].rstrip() for line in shown.splitlines() if line[:1] != " "]
-    wanted = ["versions", "machine", "backends", "CUDA", "filesystem", "huge pages", "limits", "budget", "rates"]
+    wanted = ["versions", "machine", "backends", "disk link", "CUDA", "filesystem", "huge pages", "limits", "budget", "rates"]
     assert labels == wanted
     assert json.loads((tmp_path / "it.json").read_text())["rates"]["memory_copy"] > 0
 

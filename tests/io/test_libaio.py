@@ -66,6 +66,13 @@ class Completion(ctypes.Structure):
     _fields_ = (("tag", ctypes.c_int64), ("result", ctypes.c_int64))
 
 
+class Request(ctypes.Structure):
+    _fields_ = (
+        *(("operation", ctypes.c_int), ("fd", ctypes.c_int), ("offset", ctypes.c_int64)),
+        *(("address", ctypes.c_uint64), ("nbytes", ctypes.c_uint64), ("tag", ctypes.c_int64)),
+    )
+
+
 class ShimmedRing:
     """The ring over the shim; the same calls as ``tiered.io._aio`` has."""
 
@@ -91,17 +98,11 @@ class ShimmedRing:
         return bool(select.select([self.library.aio_ring_fileno(self.handle)], [], [], 30)[0])
 
     def submit(self, requests: list[IORequest]) -> None:
-        for r in requests:
-            assert self.library.aio_ring_queue(
-                self.handle,
-                int(r.operation is Operation.WRITE),
-                r.fd,
-                ctypes.c_int64(r.offset),
-                ctypes.c_uint64(r.address),
-                ctypes.c_uint64(r.nbytes),
-                ctypes.c_int64(r.tag),
-            )
-        assert self.library.aio_ring_commit(self.handle) == 0
+        asked = (Request * len(requests))()
+        for row, r in zip(asked, requests, strict=True):
+            row.operation, row.fd, row.offset = r.operation is Operation.WRITE, r.fd, r.offset
+            row.address, row.nbytes, row.tag = r.address, r.nbytes, r.tag
+        assert self.library.aio_ring_submit(self.handle, asked, len(requests)) == len(requests)
 
     def reap(self, at_least: int, timeout: float) -> dict[int, int] | int:
         """Results by tag, or a negative errno."""

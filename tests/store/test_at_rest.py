@@ -15,7 +15,8 @@ from tests.store.chains import numbers
 from tests.stress.children import forked
 from tests.stress.syscalls import Child
 from tiered import CorruptionError, ManifestError, ShortTransfer, StoreClosed, TieredStore
-from tiered.links import disk
+from tiered.links import disk, native
+from tiered.store import pieces as pieces_module
 from tiered.store.at_rest import PIECES_AHEAD, StoreAtRest
 from tiered.store.pieces import PieceReader, aligned
 from tiered.tiers.disk import Disk
@@ -73,12 +74,18 @@ def test_reads_that_take_turns_and_one_that_is_left(rest: StoreAtRest, made: tup
     assert torch.equal(torch.cat(found["other"]), made[1]["other"][: LARGE - 7])
 
 
+@pytest.mark.parametrize("link", ["python", "native"])
 def test_an_exception_within_a_read(
-    rest: StoreAtRest, made: tuple[Path, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+    rest: StoreAtRest, made: tuple[Path, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch, link: str
 ) -> None:
     """The next one begins anew."""
+    if link == "native" and native.native_link_unavailable() is not None:
+        pytest.skip(f"no native link: {native.native_link_unavailable()}")
+    place, name = (disk, "digest") if link == "python" else (native.NativeDiskLink, "_ended")
     with monkeypatch.context() as patch:
-        patch.setattr(disk, "digest", lambda *arguments: (_ for _ in ()).throw(KeyboardInterrupt))
+        if link == "python":
+            patch.setattr(pieces_module, "open_disk_link", disk.DiskLink)
+        patch.setattr(place, name, lambda *arguments: (_ for _ in ()).throw(KeyboardInterrupt))
         pieces = rest.read("large", 0, LARGE)
         with pytest.raises(KeyboardInterrupt):
             rest.get("other")

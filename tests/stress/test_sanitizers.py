@@ -72,7 +72,7 @@ def built(kind: str, folder: Path) -> dict[str, Path]:
         "import sys; sys.path.insert(0, '.')\n"
         "from libaio_ext import build\n"
         "from setuptools import Distribution\n"
-        "found = [build.ffibuilder(build.link_arguments()), *build.kernels()]\n"
+        "found = [build.ffibuilder(build.link_arguments()), build.disk_link(), *build.kernels()]\n"
         "extensions = [one.distutils_extension(tmpdir=sys.argv[1]) for one in found]\n"
         "for extension in extensions:\n"
         "    extension.extra_compile_args += sys.argv[2:]\n"
@@ -86,7 +86,7 @@ def built(kind: str, folder: Path) -> dict[str, Path]:
     )
     assert done.returncode == 0, done.stderr
     made = {}
-    for module in (build.MODULE, *build.KERNELS):
+    for module in (build.MODULE, build.LINK, *build.KERNELS):
         (made[module],) = folder.glob(f"{module.replace('.', '/')}*.so")
     return made
 

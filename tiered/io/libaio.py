@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import errno
 import os
+import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tiered.errors import CapacityError, ForkedStore, StoreClosed, TieredError, whole_number
+from tiered.interfaces import NativeRing
 from tiered.types import IOCompletion, IORequest, Operation
 
 __all__ = ["LibaioBackend", "LibaioConfig"]
@@ -29,6 +31,8 @@ _FAILURES = 3  # consecutive failures of io_getevents, after which it is an erro
 _WRITE = Operation.WRITE  # before Python 3.12 enums look members up slowly
 _LONGEST_WAIT = 1e9  # seconds; in nanoseconds it still fits into 63 bits beside the clock
 _CLOSED = "this libaio backend is closed"
+_REQUEST = struct.Struct("@iiqQQq")
+"""``ring_request`` of libaio_ext/requests.cdef.h."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,24 +64,22 @@ class LibaioBackend:
             raise _refusal(-code, self.depth)
         self._opened = opened[0]
         self._closed = False
-        self._completions = ffi.new("aio_ring_completion[]", self.depth)
+        self._completions = ffi.new("ring_completion[]", self.depth)
+        self._requests = ffi.new("ring_request[]", self.depth)
+        self._packed = ffi.buffer(self._requests)
 
     def submit(self, batch: Sequence[IORequest]) -> int:
         ring = self._opened
         if self._closed:
             raise StoreClosed(_CLOSED)
-        taken = 0
+        packed = 0
         try:
-            for operation, fd, offset, address, nbytes, tag in batch:
-                way = lib.AIO_RING_WRITE if operation is _WRITE else lib.AIO_RING_READ
-                code = lib.aio_ring_queue(ring, way, fd, offset, address, nbytes, tag)
-                if code <= 0:
-                    self._checked(code)
-                    break
-                taken += 1
+            for operation, fd, offset, address, nbytes, tag in batch[: self.depth]:
+                way = lib.RING_WRITE if operation is _WRITE else lib.RING_READ
+                _REQUEST.pack_into(self._packed, packed * _REQUEST.size, way, fd, offset, address, nbytes, tag)
+                packed += 1
         finally:  # an invalid request (a negative size) leaves those before it taken
-            if taken:
-                self._checked(lib.aio_ring_commit(ring))
+            taken = self._checked(lib.aio_ring_submit(ring, self._requests, packed))
         return taken
 
     def reap(self, min_events: int, timeout: float) -> list[IOCompletion]:
@@ -111,13 +113,25 @@ class LibaioBackend:
             self._closed = True
             lib.aio_ring_close(self._opened)
 
+    @property
+    def native(self) -> NativeRing:
+        if self._closed:
+            raise StoreClosed(_CLOSED)
+        functions = (ffi.addressof(lib, "aio_ring_submit"), ffi.addressof(lib, "aio_ring_reap"))
+        ring, submit, reap = (int(ffi.cast("uintptr_t", one)) for one in (self._opened, *functions))
+        return NativeRing(ring, submit, reap, 0, _failure)
+
     @staticmethod
     def _checked(code: int) -> int:
-        if code >= 0:
-            return code
-        if code == lib.AIO_RING_FORKED:
-            raise ForkedStore("a libaio backend belongs to the process that opened it; open one in the child")
-        raise TieredError(f"libaio: the kernel does not give completions: {os.strerror(-code)} (errno {-code})")
+        if code < 0:
+            raise _failure(code)
+        return code
+
+
+def _failure(code: int) -> TieredError:
+    if code == lib.RING_FORKED:
+        return ForkedStore("a libaio backend belongs to the process that opened it; open one in the child")
+    return TieredError(f"libaio: the kernel does not give completions: {os.strerror(-code)} (errno {-code})")
 
 
 def _refusal(code: int, depth: int) -> TieredError:

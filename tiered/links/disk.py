@@ -32,7 +32,7 @@ from tiered.types import (
     Urgency,
 )
 
-__all__ = ["DiskConfig", "DiskLink"]
+__all__ = ["DiskConfig", "DiskLink", "block_bytes", "io_error", "refuse_alignment", "why_corrupt"]
 
 
 LATENCY = 0.006
@@ -117,16 +117,13 @@ class DiskLink:
         alignment: int,
         config: DiskConfig,
     ) -> None:
-        if alignment % backend.alignment:
-            raise MisuseError(
-                f"the {backend.name} backend needs alignment to {backend.alignment} bytes; the store has {alignment}"
-            )
+        refuse_alignment(backend, alignment)
         self._backend = backend
         self._address = address
         self._locate = locate
         self._uuid = uuid
         self._alignment = alignment
-        self._block = max(alignment, config.block - config.block % alignment)
+        self._block = block_bytes(config, alignment)
         self._flight = config.flight
         self._window, self._together = config.window, config.together
         self._depth = backend.depth
@@ -145,6 +142,8 @@ class DiskLink:
         self._unhashed: deque[_Job] = deque()  # jobs to be written that may lack checksums
         self._ended: list[Completion] = []
         self._unsubmitted = 0  # bytes of transfers that were started since blocks were submitted last
+        self.hashed = 0
+        """Pieces that were hashed or verified so far."""
         self._closed = False
 
     def start(self, transfer: Transfer) -> bool:
@@ -331,7 +330,7 @@ class DiskLink:
         """Verify a piece that has arrived; return its bytes."""
         found, nbytes = self._digest(job, piece)
         if job.error is None and found != job.transfer.checksums[piece * CHECKSUM_BYTES : (piece + 1) * CHECKSUM_BYTES]:
-            self._fail(job, _corruption(job, piece))
+            self._fail(job, why_corrupt(job.transfer, job.location, piece * PIECE_BYTES))
         job.unchecked -= 1
         self._end_if_over(job)
         return nbytes
@@ -346,6 +345,7 @@ class DiskLink:
         transfer, offset = job.transfer, piece * PIECE_BYTES
         nbytes = min(PIECE_BYTES, transfer.nbytes - offset)
         memory = (ctypes.c_char * nbytes).from_address(job.memory + offset)
+        self.hashed += 1
         return digest(self._uuid, transfer.tensor_id, transfer.generation, transfer.begin + offset, memory), nbytes
 
     # Completions
@@ -357,7 +357,7 @@ class DiskLink:
             self._counted += size
         # Of a read the tensor's own bytes are enough: a file that was cut off within padding has lost nothing.
         if completion.result != size and not (job.way is _READ and job.transfer.nbytes - at <= completion.result < size):
-            self._fail(job, _io_error(job, at, size, completion.result))
+            self._fail(job, io_error(job.transfer, job.location, at, size, completion.result))
         elif job.missing and job.error is None:
             end = min(at + size, job.transfer.nbytes)
             for piece in range(at // PIECE_BYTES, -(-end // PIECE_BYTES)):
@@ -391,18 +391,30 @@ class DiskLink:
         self._ended.append(Completion(transfer.tag, checksums, job.error))
 
 
-def _io_error(job: _Job, at: int, size: int, result: int) -> TransferError:
-    transfer = job.transfer
-    _, offset, path, _ = stripes.located(job.location, transfer.begin + at)
-    verb = job.way.value
+def refuse_alignment(backend: IOBackend, alignment: int) -> None:
+    """Raise MisuseError where ``backend`` needs more than the ``alignment`` of the extents."""
+    if alignment % backend.alignment:
+        raise MisuseError(f"the {backend.name} backend needs alignment to {backend.alignment} bytes; the store has {alignment}")
+
+
+def block_bytes(config: DiskConfig, alignment: int) -> int:
+    """Return the bytes of a whole block."""
+    return max(alignment, config.block - config.block % alignment)
+
+
+def io_error(transfer: Transfer, location: Location, at: int, size: int, result: int) -> TransferError:
+    """Return the error of a transfer whose block of ``size`` bytes at byte ``at`` came back with ``result``."""
+    _, offset, path, _ = stripes.located(location, transfer.begin + at)
+    way = _WRITE if transfer.direction is _DOWN else _READ
+    verb = way.value
     if result >= 0:
         what = f"{verb} {result} instead of {size} bytes of"
         return ShortTransfer(what, key=transfer.key, tier=DiskLink.dst, path=path, offset=offset, errno=None)
-    kind = ReadError if job.way is Operation.READ else WriteError
+    kind = ReadError if way is _READ else WriteError
     return kind(f"cannot {verb}", key=transfer.key, tier=DiskLink.dst, path=path, offset=offset, errno=-result)
 
 
-def _corruption(job: _Job, piece: int) -> CorruptionError:
-    transfer = job.transfer
-    _, offset, path, _ = stripes.located(job.location, transfer.begin + piece * PIECE_BYTES)
+def why_corrupt(transfer: Transfer, location: Location, at: int) -> CorruptionError:
+    """Return the error of a transfer whose piece at byte ``at`` has another digest."""
+    _, offset, path, _ = stripes.located(location, transfer.begin + at)
     return CorruptionError("wrong checksum in", key=transfer.key, tier=DiskLink.dst, path=path, offset=offset, errno=None)

@@ -22,7 +22,8 @@ from tiered.format.folder import cannot_open, mend_of
 from tiered.format.generations import generations
 from tiered.interfaces import EvictionPolicy, IOBackend, Link, Memory, Tier
 from tiered.io.backends import open_backend, refuse_unknown
-from tiered.links.disk import DiskConfig, DiskLink
+from tiered.links.disk import DiskConfig
+from tiered.links.native import open_disk_link
 from tiered.store.at_rest import StoreAtRest
 from tiered.store.commit import Commits, Generations
 from tiered.store.reading import DiskAtRest, OneGeneration
@@ -112,7 +113,7 @@ def build(options: OpenOptions, at_rest: DiskAtRest | None = None) -> Parts:
             links = (_device_link(hbm, dram),)
             undo.callback(links[0].close)
         if nvme is not None and backend is not None:
-            disk = DiskLink(
+            disk = open_disk_link(
                 backend,
                 address=dram.address,
                 locate=nvme.locate,

@@ -10,7 +10,8 @@ import torch
 from tiered.errors import ManifestError, StoreClosed, TieredError
 from tiered.format.manifest import TensorRecord
 from tiered.io.backends import open_backend
-from tiered.links.disk import DiskConfig, DiskLink
+from tiered.links.disk import DiskConfig
+from tiered.links.native import open_disk_link
 from tiered.tiers.disk import Disk, OpenFile
 from tiered.types import CHECKSUM_BYTES, LARGEST, PIECE_BYTES, BackendName, Direction, Slot, Transfer, Urgency
 
@@ -40,7 +41,7 @@ class PieceReader:
     def __init__(self, disk: Disk[OpenFile], backend: BackendName = "auto") -> None:
         """Open a link to the files of ``disk``. Raises what ``open_backend`` raises."""
         self._disk = disk
-        self._link = DiskLink(
+        self._link = open_disk_link(
             open_backend(backend, DEPTH),
             address=0,  # an upper slot begins at an address
             locate=disk.locate,

@@ -151,12 +151,12 @@ def test_stopped(folder: Path, signum: int, code: int) -> None:
     """Between two pieces: the last line of progress would be printed at the end only."""
     program = f"""if True:
         import os, signal, sys
-        from tiered.links import disk
-        real = disk.digest
-        def interrupted(*arguments):
+        from tiered.store.pieces import PieceReader
+        real = PieceReader.wait
+        def interrupted(reader):
             os.kill(os.getpid(), {int(signum)})
-            return real(*arguments)
-        disk.digest = interrupted
+            return real(reader)
+        PieceReader.wait = interrupted
         signal.signal(signal.SIGINT, signal.default_int_handler)
         from tiered.cli.main import main
         sys.exit(main(["verify", {str(folder)!r}]))

@@ -23,6 +23,7 @@ from tiered.cli.output import counted, rate, refuse_unwritable, write_report
 from tiered.cli.stop import Stopped, StopRequest
 from tiered.format.locked_file import makes_direct
 from tiered.io.backends import unavailable
+from tiered.links.native import native_link_unavailable
 from tiered.measuring.meters import DATA_FILE, bytes_of, environment, measure, scratch_store
 from tiered.planning.machine import Machine
 from tiered.store.opening import SMALLEST_DRAM, default_dram
@@ -195,6 +196,7 @@ def info(folder: str, what: Literal["rates", "none"], json: str | None, measured
     report |= {
         "memory_available_bytes": memory.available,
         "backends": [{"name": name, "unavailable": why} for name, why in unavailable().items()],
+        "native_disk_link": {"unavailable": native_link_unavailable()},
         "cuda": cuda(),
         "filesystem": filesystem(folder),
         "huge_pages": huge_pages(),
@@ -312,6 +314,9 @@ def describe(report: dict[str, Any]) -> str:
     ]
     for label, backend in zip(_label("backends"), report["backends"], strict=False):
         lines.append(f"{label}{backend['name']}: {backend['unavailable'] or 'works'}")
+    why = report["native_disk_link"]["unavailable"]
+    which = "native (C), for the libaio backend" if why is None else f"in Python: the native one is {why}"
+    lines.append(f"disk link   {which}")
     for label, device in zip(_label("CUDA"), report["cuda"]["devices"], strict=False):
         lines.append(f"{label}cuda:{device['index']}: {device['name']}, {format_size(device['memory_bytes'])}")
     if not report["cuda"]["devices"]:
