@@ -45,6 +45,7 @@ __all__ = [
     "MovableTier",
     "NativeOver",
     "NoDraft",
+    "PythonOver",
     "fake_checksums",
     "in_child",
     "readable",
@@ -211,6 +212,14 @@ class InstantBackend(ManualBackend):
     def reap(self, min_events: int, timeout: float) -> list[IOCompletion]:
         self.complete_all()
         return super().reap(0, 0)
+
+
+class PythonOver:
+    """An ``IOBackend`` over another one, whose ring no C code may drive."""
+
+    def __init__(self, backend: IOBackend) -> None:
+        self.name, self.alignment, self.depth = backend.name, backend.alignment, backend.depth
+        self.submit, self.reap, self.fileno, self.close = backend.submit, backend.reap, backend.fileno, backend.close
 
 
 class NativeOver:

@@ -856,3 +856,84 @@ def test_what_has_ended_is_told_before_all_that_will_be_written_is_hashed() -> N
     while fake.link.poll(0):
         pass
     assert fake.link.hashed - before <= 5, "and of a large one no more ahead of its turn than the ring takes"
+
+
+# Both links, beside each other
+
+
+@needs_native
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=120)
+@given(
+    block=st.sampled_from([4096, 65536, MIB, PIECE, 5 * MIB]),
+    depth=st.integers(1, 6),
+    flight=st.sampled_from([65536, MIB, 6 * MIB, 24 * MIB]),
+    together=st.sampled_from([1, 300_000, 4 * MIB]),
+    files=st.sampled_from([0, 3]),
+    data=st.data(),
+)
+def test_both_links_decide_the_same(
+    kind: str, block: int, depth: int, flight: int, together: int, files: int, data: st.DataObject
+) -> None:
+    """The same transfers, promotions, completions and faults: the same requests in the same order, ends, digests and errors."""
+    if kind == "python":  # the test has both
+        return
+
+    def locate(slot: Slot) -> Location:
+        parts = [Location(FD + index, slot.offset, f"/{index}") for index in range(files)]
+        return stripes.striped(parts) if parts else Location(FD, slot.offset, "/0")
+
+    def fake(kind: str) -> Fake:
+        Fake.kind = kind
+        return Fake(ManualBackend(depth), DiskConfig(block, flight=flight, window=8 * MIB, together=together), locate=locate)
+
+    pair = [fake("python"), fake("native")]
+    known: list[tuple[int, Slot, Slot, bytes]] = []  # what was written, with its digests
+
+    def requests(one: Fake) -> list[tuple[Operation, int, int, int, int]]:
+        return [(r.operation, r.fd, r.offset, r.address - one.upper.address, r.nbytes) for r in one.backend.submitted]
+
+    def ended(one: Fake) -> list[tuple[int, bytes, str]]:
+        return [(done.tag, done.checksums, str(done.error)) for done in one.link.poll(0)]
+
+    written: dict[int, tuple[int, Slot, Slot]] = {}
+    whats = ["write", "write", "read", "promote", "complete", "complete", "fault", "refuse", "poll"]
+    for step in range(data.draw(st.integers(3, 25))):
+        what = data.draw(st.sampled_from(whats))
+        if what == "write":
+            nbytes = data.draw(st.sampled_from([1, 4096, 70_001, MIB, PIECE, PIECE + 1, 9 * MIB]))
+            urgency = data.draw(st.sampled_from(list(Urgency)))
+            content = random.Random(step).randbytes(nbytes)
+            took = []
+            for one in pair:
+                upper, lower = one.pair(nbytes, content)
+                transfer = one.loop.transfer(Direction.DOWN, upper, lower, nbytes, urgency, tensor_id=step)
+                took.append(one.link.start(transfer))
+                written[transfer.tag] = nbytes, upper, lower
+            assert took[0] == took[1]
+        elif what == "read" and known:
+            nbytes, upper, lower, checksums = data.draw(st.sampled_from(known))
+            expected = data.draw(st.sampled_from([b"", bytes(len(checksums)), checksums]))
+            urgency = data.draw(st.sampled_from(list(Urgency)))
+            took = [one.link.start(one.loop.transfer(Direction.UP, upper, lower, nbytes, urgency, expected)) for one in pair]
+            assert took[0] == took[1]
+        elif what == "promote" and pair[0].loop.tag:
+            tag, urgency = data.draw(st.integers(1, pair[0].loop.tag)), data.draw(st.sampled_from(list(Urgency)))
+            for one in pair:
+                one.link.promote(tag, urgency)
+        elif what in ("complete", "fault") and pair[0].backend.pending:
+            place = data.draw(st.integers(0, len(pair[0].backend.pending) - 1))
+            result = data.draw(st.sampled_from([-errno.EIO, 0, 512])) if what == "fault" else None
+            for one in pair:
+                one.backend.complete(list(one.backend.pending)[place], result)
+        elif what == "refuse":
+            most = data.draw(st.integers(0, 2))
+            for one in pair:
+                one.backend.refuse_after(most)
+        ends = [ended(one) for one in pair] if what != "write" else [[], []]
+        assert ends[0] == ends[1]
+        known += [(*written[tag], digests) for tag, digests, error in ends[0] if tag in written and error == "None"]
+        assert requests(pair[0]) == requests(pair[1])
+        assert pair[0].backend.batches == pair[1].backend.batches
+        assert pair[0].link.hashed == pair[1].link.hashed
+    for one in pair:
+        one.link.close()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.fakes import PythonOver
 from tiered import CapacityError, CommitError, TieredError, TieredStore
 from tiered.format.generations import dropped, generations
 from tiered.io.probe import libaio_unavailable
@@ -124,7 +125,10 @@ def test_an_error_at_open_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.skipif(libaio_unavailable() is not None, reason="no libaio here")
-def test_completions_that_could_not_be_fetched_once_are_fetched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("link", ["python", "native"])
+def test_completions_that_could_not_be_fetched_once_are_fetched_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: str
+) -> None:
     """Of io_getevents; they stay in the ring meanwhile."""
     from tiered.io import libaio
 
@@ -134,15 +138,30 @@ def test_completions_that_could_not_be_fetched_once_are_fetched_again(tmp_path: 
         def __getattr__(self, name: str) -> Any:
             return getattr(real, name)
 
-        def aio_ring_reap(self, *arguments: Any) -> int:
+        def aio_ring_reap(self, ring: Any, at_least: int, timeout: int, out: Any, room: int) -> int:
             if self.left:
                 self.left -= 1
                 return -errno.EIO
-            return int(real.aio_ring_reap(*arguments))
+            return int(real.aio_ring_reap(ring, at_least, timeout, out, room))
 
     real, failing = libaio.lib, Failing()
-    monkeypatch.setattr(libaio, "lib", failing)
-    with TieredStore.open(tmp_path / "state", dram=MIB, backend="libaio") as store:
+    backend: Any = "libaio"
+    if link == "python":
+        monkeypatch.setattr(libaio, "lib", failing)
+        backend = lambda: PythonOver(libaio.LibaioBackend())  # noqa: E731
+    else:
+        native = pytest.importorskip("tiered.links._disk")
+
+        def reap(ring: Any, at_least: int, timeout: int, out: Any, room: int) -> int:
+            here, there = (("aio_ring *", ring), ("ring_completion *", out)), native.ffi
+            mine = [libaio.ffi.cast(kind, int(there.cast("uintptr_t", one))) for kind, one in here]
+            return failing.aio_ring_reap(mine[0], at_least, timeout, mine[1], room)
+
+        called = native.ffi.callback("int(void *, unsigned, int64_t, ring_completion *, unsigned)", reap)
+        ring = libaio.LibaioBackend.native
+        replaced = property(lambda self: ring.fget(self)._replace(reap=int(native.ffi.cast("uintptr_t", called))))
+        monkeypatch.setattr(libaio.LibaioBackend, "native", replaced)
+    with TieredStore.open(tmp_path / "state", dram=MIB, backend=backend) as store:
         for number in range(20):
             store.put(f"t{number}", torch.full((200 << 10,), number, dtype=torch.uint8))
         failing.left = 2
