@@ -92,6 +92,9 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[TieredError], str]] = {
     ),
     "a budget in words": (lambda: TieredStore.open("s/", dram="8 gigs"), MisuseError, "'8 gigs' is not a size; .*'256MiB'"),
     "a budget in M": (lambda: TieredStore.open("s/", dram="8M"), MisuseError, "'8M' is not a size; did you mean '8MiB'"),
+    "a budget in g": (lambda: TieredStore.open("s/", dram=" 8 g "), MisuseError, "' 8 g ' is not a size; did you mean '8GiB'"),
+    "a budget of a half": (lambda: TieredStore.open("s/", dram="0.5"), CapacityError, "did you mean '0.5GiB'"),
+    "a budget in KiB": (lambda: TieredStore.open("s/", dram=524288), CapacityError, r"the smallest is 1,048,576 bytes$"),
     "what a restart means, of a store": (
         lambda: TieredStore.open("s/", dram="8MiB", existing=cast(Any, "continue")), MisuseError, r"said of a model, in zero",
     ),
@@ -201,6 +204,30 @@ def test_the_nearest_key_of_every_kind_of_tensor(tmp_path: Path) -> None:
                 TieredDataset(store, samples)[0]
     with TieredStore.open(tmp_path / "s", access="read") as store, pytest.raises(KeyNotFound, match=r"mean 'layer0\.weight'\?"):
         store.get("layer0_weight")
+
+
+def test_a_server_without_its_libraries_names_them() -> None:
+    program = "import runpy, sys; sys.modules['uvicorn'] = None; runpy.run_path(sys.argv[1])"
+    example = Path(__file__).resolve().parents[1] / "docs" / "examples" / "serve.py"
+    done = programs.run([sys.executable, "-c", program, str(example)], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1].endswith("pip install '.[hf,serve]' brings what a server needs")
+    assert "Traceback" not in done.stderr
+
+
+def test_an_optimizer_of_ones_own_is_told_what_to_use(tmp_path: Path) -> None:
+    """Where it is given to a commit, as where it makes a step."""
+
+    class Mine(torch.optim.SGD):
+        pass
+
+    with TieredStore.open(tmp_path / "s", dram="4MiB") as store:
+        model = zero.page(torch.nn.Linear(4, 4), store)
+        mine = Mine(model.parameters(), lr=0.1)
+        model(torch.ones(1, 4)).sum().backward()
+        for call in (lambda: zero.commit(model, cast(Any, mine)), mine.step):
+            with pytest.raises(MisuseError, match=r"tiered\.zero\.Elementwise takes Mine, .* tiered\.zero\.Optimizer a rule"):
+                call()
 
 
 def test_the_nearest_of_a_million_keys_is_among_the_first(tmp_path: Path) -> None:

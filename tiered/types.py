@@ -55,6 +55,9 @@ _UNITS = {"": 1, "B": 1} | {
 _BY_LOWER = {unit.lower(): factor for unit, factor in _UNITS.items()}
 MOST_TEXT = 40
 """Characters of a size: Python does not take numbers of any length."""
+MOST_MIB = 1 << 16
+"""An amount without a unit that is meant in MiB is below: 64 GiB and more are given in GiB."""
+_AMOUNT = re.compile(r"[0-9]{1,12}(?:\.[0-9]{1,12})?")
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -69,19 +72,20 @@ def parse_size(size: int | str) -> int:
     match = _SIZE.fullmatch(size) if len(size) <= MOST_TEXT else None
     factor = _BY_LOWER.get(match[2].lower()) if match else None
     if match is None or factor is None:
-        short = match is not None and match[2].lower() in ("k", "m", "g", "t")
-        meant = f"did you mean '{size.strip()}iB'?" if short else "write bytes or a unit: '268435456', '256MiB', '1.5GB'"
+        unit = match[2].upper() if match else ""
+        short = f"did you mean '{match[1]}{unit}iB'?" if match and unit in ("K", "M", "G", "T") else ""
+        meant = short or "write bytes or a unit: '268435456', '256MiB', '1.5GB'"
         raise MisuseError(f"{quoted(size)} is not a size; {meant}")
     return int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
 
 
 def with_unit(size: int | str) -> str:
     """Return the question whether an amount that is far too small was meant in another unit, for the end of an error; empty
-    where it has a unit."""
-    amount = str(size).strip()
-    if not amount.isdecimal() or int(amount) == 0:
+    where it has a unit, or no unit makes it the size of a memory."""
+    amount = _AMOUNT.fullmatch(str(size).strip())
+    if amount is None or not 0 < float(amount[0]) < MOST_MIB:
         return ""
-    return f"; an amount without a unit is in bytes: did you mean '{amount}{'GiB' if int(amount) < 256 else 'MiB'}'?"
+    return f"; an amount without a unit is in bytes: did you mean '{amount[0]}{'GiB' if float(amount[0]) < 256 else 'MiB'}'?"
 
 
 def format_size(nbytes: float) -> str:

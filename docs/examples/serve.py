@@ -15,10 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 
 import torch
-import uvicorn
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, StreamingResponse
-from transformers import TextStreamer
+
+try:
+    import uvicorn
+    from fastapi import FastAPI, Request
+    from fastapi.responses import JSONResponse, StreamingResponse
+    from transformers import TextStreamer
+except ImportError as error:
+    raise SystemExit(f"{error}: pip install '.[hf,serve]' brings what a server needs") from error
 
 from tiered import MisuseError, TieredError, TieredStore
 from tiered.integrations.chat_request import ChatRequest, refusal

@@ -504,6 +504,14 @@ def test_the_tokens_of_several_answers_are_counted_together() -> None:
     assert "(1.50 tokens/s of all 3 together): computing" in told(3)
 
 
+def test_more_memory_brings_nothing_where_all_weights_fit() -> None:
+    """What a token reads beside them, such as keys and values, is no reason for more."""
+    pace = Pace(tokens=2, seconds=4.0, read=100, busy=1.0, leases=4, hits=4, stalled=0.0)
+    summary = GenerationSummary("Llama", [Answer(3, ByteText(), (), ())], 0.1, pace, pace, weights=1000, routed=0, memory=1000)
+    assert "memory    all weights fit: more would bring nothing" in describe(summary)
+    assert summary.as_json()["seconds_with_one_more_gib"] is None
+
+
 def test_the_budget_that_is_named_is_one_that_an_import_can_be_for(tmp_path: Path) -> None:
     """An import divides a weight into slices of 512 rows at least, so that no unit, however small, serves each budget."""
     wide = LlamaConfig(hidden_size=256, intermediate_size=2048, num_hidden_layers=1, **SIZES)

@@ -234,7 +234,11 @@ def stopping(units: int) -> Callable[[str, float], None]:
 
 @pytest.mark.parametrize("options", quick([{}, {"quantize": "int8"}], [{"quantize": "int8"}]), ids=["exact", "quantised"])
 def test_it_goes_on_where_it_was_stopped(
-    options: dict[str, Any], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any],
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     read = Read(monkeypatch)
     with opened(tmp_path / "whole") as store:
@@ -247,6 +251,11 @@ def test_it_goes_on_where_it_was_stopped(
             with pytest.raises(Stop):
                 import_model(folder, store, largest_unit=UNIT, progress=stopping(min(3, units - number)), **options)
             store.close()  # what it committed is all there is
+        assert main(["ls", str(tmp_path / "store"), "--json", str(tmp_path / "ls.json")]) == 0
+        told = capsys.readouterr().out
+        assert "the import of model 'model' is not finished: the same tiered import goes on with it" in told
+        assert "model/param/" not in told, "what is there of it is listed with --all"
+        assert json.loads((tmp_path / "ls.json").read_text())["unfinished_imports"] == ["model"]
         with opened(tmp_path, access="read") as store:
             for name in None, "model":
                 with pytest.raises(MisuseError, match=r"the import of model 'model' into .* is not finished: run"):
@@ -328,7 +337,7 @@ def test_other_sources_and_options_are_refused(folder: Path, tmp_path: Path, sou
             import_model(folder, store, largest_unit=UNIT)
         os.utime(shard, ns=(status.st_atime_ns, status.st_mtime_ns))
         for wrong, says in (
-            ({"largest_unit": UNIT * 2}, "begun with largest_unit 65536, not 131072"),
+            ({"largest_unit": UNIT * 2}, r"begun with units of 64\.0 KiB, not units of 128\.0 KiB: .* to begin anew$"),
             ({"largest_unit": UNIT, "quantize": "int4"}, "begun with policy"),
             ({"largest_unit": UNIT, "cls": LlamaForSequenceClassification}, "begun with cls AutoModelForCausalLM"),
         ):

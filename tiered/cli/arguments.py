@@ -88,6 +88,12 @@ ASIDE = re.compile(r" \(([a-z_]+=['\"]?[\w.-]+['\"]? [^()]*)\)")
 """Advice in brackets that begins with a keyword argument."""
 
 
+STORE = "STORE"
+"""The metavariable of a store's folder, wherever a command takes one."""
+FOLDER_OPTIONS = ("--store", "--path", "--dir", "--folder")
+"""What people write before a folder, in commands that have no such option."""
+
+
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, whose options cannot be abbreviated, and which suggests what may have been meant.
 
@@ -127,8 +133,18 @@ class Parser(argparse.ArgumentParser):
         for word in words:
             if word.startswith("-") and word != "-":
                 name = word.partition("=")[0]
-                self.error(f"unknown option {name}{_meant(name, self._option_string_actions)}")
+                self.error(f"unknown option {name}{self._mend(name)}")
             self.error(f"unexpected argument {word!r}")
+
+    def _mend(self, name: str) -> str:
+        """Return what the unknown option ``name`` was meant to be, for the end of an error."""
+        places = (action.metavar for action in self._actions if not action.option_strings)
+        store = next((place for place in places if place == STORE), None)
+        if name in FOLDER_OPTIONS and store is not None:
+            return f": {store} is given without an option, as in {self.prog} {store.lower()}/"
+        if name in FOLDER_OPTIONS and "--drive" in self._option_string_actions:
+            return ", did you mean --drive?"
+        return _meant(name, self._option_string_actions)
 
     def in_options(self, message: str) -> str:
         """Write the keyword arguments in a message of the library as options of this parser: ``existing='overwrite'`` is
@@ -202,7 +218,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 def add_store(parser: argparse.ArgumentParser, what: str = "the store's folder") -> None:
     """``STORE``, and ``--paths`` for a store on several drives."""
-    parser.add_argument("folder", metavar="STORE", help=what)
+    parser.add_argument("folder", metavar=STORE, help=what)
     add_paths(parser)
 
 

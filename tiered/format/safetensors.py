@@ -153,7 +153,8 @@ def read_header(fd: int, path: str) -> list[SafetensorsEntry]:
         entries.append(SafetensorsEntry(name, spec, 8 + length + begin))
         at = end
     if at != data:
-        raise SafetensorsError(f"{path}: the tensors have {at} bytes, the file has {data} for them")
+        cut = "; the file is cut short: copy or download it again" if data < at else ""
+        raise SafetensorsError(f"{path}: the tensors have {at:,} bytes, the file has {data:,} for them{cut}")
     return entries
 
 

@@ -57,16 +57,21 @@ class ImportSource(msgspec.Struct, frozen=True):
 
     def refuse_other(self, begun: ImportSource, whose: str) -> None:
         """Raise MisuseError where an import that was ``begun`` is not from here. ``whose``: names it."""
-        mend = "import from what it was begun with, or give existing='overwrite' (--existing overwrite) to begin anew"
+        mend = "import from what it was begun with, or give existing='overwrite' to begin anew"
         for file in sorted(self.files.keys() | begun.files.keys()):
             if self.files.get(file) != begun.files.get(file):
                 raise MisuseError(f"{whose} is not finished, and {file!r} is not what it was begun with: {mend}")
         for option in sorted(self.options.keys() | begun.options.keys()):
             if self.options.get(option) != begun.options.get(option):
-                raise MisuseError(
-                    f"{whose} is not finished, and was begun with {option} {begun.options.get(option)}, not "
-                    f"{self.options.get(option)}: {mend}"
-                )
+                was, now = (_worded(option, one.options.get(option)) for one in (begun, self))
+                raise MisuseError(f"{whose} is not finished, and was begun with {was}, not {now}: {mend}")
+
+
+def _worded(option: str, value: str | None) -> str:
+    """Say a value that an import depends on as its users do."""
+    if option != "largest_unit":
+        return f"{option} {value}"
+    return "units of the size that the model gives" if value in (None, "None") else f"units of {format_size(int(value))}"
 
 
 def files_in(folder: Path) -> dict[str, tuple[int, int]]:
@@ -101,7 +106,7 @@ def begun(store: TieredStore, name: str) -> ImportRecord | None:
         return msgspec.json.decode(contents, type=ImportRecord)
     except ValueError as error:
         raise ManifestError(
-            f"{name}/files/{UNFINISHED} in {store} is damaged ({error}): give existing='overwrite' (--existing overwrite)"
+            f"{name}/files/{UNFINISHED} in {store} is damaged ({error}): give existing='overwrite'"
         ) from None
 
 
@@ -148,7 +153,7 @@ class Import:
                 raise MisuseError(
                     f"the import of model {self._name!r} into {self._store} was begun with other units, of at most "
                     f"{goes_on.unit:,} bytes: open the store with at least {8 * goes_on.unit:,} bytes of memory (--dram), or "
-                    "give existing='overwrite' (--existing overwrite) to begin anew"
+                    "give existing='overwrite' to begin anew"
                 )
             self._losses = dict(goes_on.losses)
             for unit in plan.units[: goes_on.done]:

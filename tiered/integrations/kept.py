@@ -35,6 +35,7 @@ __all__ = [
     "kept_file",
     "kept_folder",
     "kept_models",
+    "key_of_file",
     "only_model",
     "opening_of",
     "put_file",
@@ -79,15 +80,20 @@ def keep(store: TieredStore, name: str, files: Mapping[str, bytes], opening: Map
     put_file(store, name, OPENING, json.dumps(dict(opening)).encode())
 
 
+def key_of_file(name: str, file: str) -> str:
+    """Return the key of a file that is kept for the model ``name``."""
+    return f"{name}/files/{file}"
+
+
 def put_file(store: TieredStore, name: str, file: str, contents: bytes) -> None:
     """Put a file into ``store``, unless it is empty."""
     if contents:
-        store.put(f"{name}/files/{file}", torch.frombuffer(bytearray(contents), dtype=torch.uint8), owner=model_named(name))
+        store.put(key_of_file(name, file), torch.frombuffer(bytearray(contents), dtype=torch.uint8), owner=model_named(name))
 
 
 def kept_models(store: TieredStore) -> list[str]:
     """Return the names of the models in ``store`` that can be opened without a folder."""
-    end = f"/files/{CONFIG}"
+    end = key_of_file("", CONFIG)
     names = (key.removesuffix(end) for key in store if key.endswith(end))
     return sorted(name for name in names if store.owner_of(f"{name}{end}") == model_named(name))
 
@@ -97,7 +103,7 @@ def only_model(store: TieredStore) -> str:
     expect_type(store, TieredStore, "models are kept in a TieredStore")
     found = kept_models(store)
     if not found:
-        end = f"/files/{UNFINISHED}"
+        end = key_of_file("", UNFINISHED)
         for key in store:
             if key.endswith(end):
                 refuse_unfinished(store, key.removesuffix(end))
@@ -109,7 +115,7 @@ def only_model(store: TieredStore) -> str:
 
 def refuse_unfinished(store: TieredStore, name: str) -> None:
     """Raise MisuseError where the import of a model was stopped, and not finished since."""
-    if f"{name}/files/{UNFINISHED}" in store:
+    if key_of_file(name, UNFINISHED) in store:
         raise MisuseError(
             f"the import of model {name!r} into {store} is not finished: run the same tiered import, or import_model, again, "
             "which goes on where it was stopped"
@@ -118,7 +124,7 @@ def refuse_unfinished(store: TieredStore, name: str) -> None:
 
 def kept_file(store: TieredStore, name: str, file: str) -> bytes | None:
     """Return the contents of a file that is kept; None where there is none."""
-    key = f"{name}/files/{file}"
+    key = key_of_file(name, file)
     if key not in store:
         return None
     spec = store.spec(key)
@@ -143,7 +149,7 @@ def opening_of(store: TieredStore, name: str) -> dict[str, str]:
     except (ValueError, RecursionError):
         opening = None
     if not isinstance(opening, dict) or not all(isinstance(value, str) for value in opening.values()):
-        raise ManifestError(f"{name}/files/{OPENING} in {store} is damaged: it is no JSON object of strings")
+        raise ManifestError(f"{key_of_file(name, OPENING)} in {store} is damaged: it is no JSON object of strings")
     return opening
 
 

@@ -22,6 +22,9 @@ __all__ = ["NvmeConfig", "NvmeTier"]
 
 _EXTENTS, _USED = operator.attrgetter("extents"), operator.attrgetter("used")
 
+MEND = ": open the store with a larger nvme=, delete tensors, or keep fewer generations (keep=1)"
+
+
 @dataclass(frozen=True)
 class NvmeConfig:
     """Configuration: ``path`` is the store's folder, ``paths`` folders for the data files, one in each (none: the store's
@@ -199,9 +202,13 @@ class NvmeTier(Disk[DataFile]):
         used_up = ""
         if self._limit is not None:
             largest = format_size(max(file.largest for file in files))
-            used_up = f"the capacity of {format_size(self._limit)} in {self.folder} is used up: {largest} in one piece is left"
+            used_up = f"{self._used_up()}: {largest} in one piece is left{MEND}"
         self._refusal = "; ".join(dict.fromkeys(file.refusal or used_up for file in self.files))
         return None
+
+    def _used_up(self) -> str:
+        assert self._limit is not None
+        return f"the capacity of {format_size(self._limit)} in {self.folder} is used up"
 
     def _allocate_striped(self, nbytes: int) -> Slot | None:
         """Return a striped extent; None where the files have no range in common, and cannot grow to have one."""
@@ -252,8 +259,7 @@ class NvmeTier(Disk[DataFile]):
         extents: int = sum(map(_EXTENTS, self.files))
         missing = nbytes - (extents - self.used)
         if self._limit is not None and missing > self._limit - extents:
-            left = f"{self._limit - self.used:,} bytes of it are left"
-            self._refusal = f"the capacity of {format_size(self._limit)} in {self.folder} is used up: {left}"
+            self._refusal = f"{self._used_up()}: {self._limit - self.used:,} bytes of it are left{MEND}"
             return False
         self._refusal = None
         if len(self.files) == 1:

@@ -65,9 +65,9 @@ class GenerationSummary:
         return beyond if beyond >= 0 else None
 
     def with_more(self, nbytes: int) -> float | None:
-        """Return seconds a token with so much more memory, by the formula; None where nothing was read after the first token.
-        Of a model with experts it is the least."""
-        if self.read is None or self.compute is None or not self.read or not self.rest.read_rate:
+        """Return seconds a token with so much more memory, by the formula; None where all weights fit already, or nothing was
+        read after the first token. Of a model with experts it is the least."""
+        if self.weights <= self.memory or self.read is None or self.compute is None or not self.read or not self.rest.read_rate:
             return None
         return max(self.compute, max(0.0, self.read - nbytes) / self.rest.read_rate)
 
@@ -146,6 +146,8 @@ def _more(summary: GenerationSummary) -> str | None:
     then = summary.with_more(GIB)
     if summary.seconds is None or summary.read is None or summary.compute is None:
         return None
+    if summary.weights <= summary.memory:
+        return "all weights fit: more would bring nothing"
     if then is None:
         return "nothing was read after the first token: more would bring nothing"
     about = "at best" if summary.routed else "about"

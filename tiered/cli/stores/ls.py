@@ -61,15 +61,15 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
     found = listing(parsed.folder, parsed.generation)
     meta = next(one.meta for one in found.generations if one.number == found.number)
     models, note = _models(found, meta, parsed.paths)
-    chats = _conversations(found)
+    chats, unfinished = _conversations(found), _unfinished(found)
     if parsed.pattern is not None:
         keys = [one.key for one in found.tensors]
         found = replace(found, tensors=tuple(one for one in found.tensors if fnmatchcase(one.key, parsed.pattern)))
-        models, note, chats = [], None, []
+        models, note, chats, unfinished = [], None, [], []
         near = "" if found.tensors else meant(parsed.pattern, keys)
     if parsed.json != "-":
-        print(_described(found, models, chats, note, parsed.pattern, pieces=parsed.all) + near)
-    write_report(parsed.json, _as_json(found, models, chats, note))
+        print(_described(found, models, chats, unfinished, note, parsed.pattern, pieces=parsed.all) + near)
+    write_report(parsed.json, _as_json(found, models, chats, unfinished, note))
     return 1 if any(one.problem for one in found.generations) else 0
 
 
@@ -123,10 +123,24 @@ def _conversations(found: StoreListing) -> list[dict[str, Any]]:
     ]
 
 
+def _unfinished(found: StoreListing) -> list[str]:
+    """Return the names of models whose import is not finished."""
+    from tiered.integrations.kept import UNFINISHED, key_of_file
+
+    mark = key_of_file("", UNFINISHED)
+    return sorted(one.key.removesuffix(mark) for one in found.tensors if one.key.endswith(mark))
+
+
 def _described(
-    found: StoreListing, models: list[dict[str, Any]], chats: list[dict[str, Any]], note: str | None, pattern: str | None, *,
+    found: StoreListing,
+    models: list[dict[str, Any]],
+    chats: list[dict[str, Any]],
+    unfinished: list[str],
+    note: str | None,
+    pattern: str | None,
+    *,
     pieces: bool,
-) -> str:  # fmt: skip
+) -> str:
     from tiered.cli.output import counted, table
     from tiered.errors import shown
     from tiered.integrations.kept import OF_CACHE
@@ -141,6 +155,8 @@ def _described(
             sizes = format_size(model["state_bytes"]), format_size(model["bytes"])
             rows.append((model["name"], count, str(model["units"]), *sizes, step))
         lines += [table(rows), *([f"parameters were not counted: {shown(note, LINE)}"] if note else []), ""]
+    for name in unfinished:
+        lines += [f"the import of model {name!r} is not finished: the same tiered import goes on with it", ""]
     if chats:
         kept = [("conversation", "size"), *((chat["name"], format_size(chat["bytes"])) for chat in chats)]
         lines += [table(kept), ""]
@@ -151,7 +167,8 @@ def _described(
         generations.append((str(one.number), *numbers, told))
     if pattern is None:
         lines += [table(generations, "rrrl"), ""]
-    parts = (*(f"{model['name']}/" for model in models), *(chat["name"] + OF_CACHE for chat in chats))
+    of_models = [*(model["name"] for model in models), *unfinished]
+    parts = (*(f"{name}/" for name in of_models), *(chat["name"] + OF_CACHE for chat in chats))
     listed = [one for one in found.tensors if pieces or not one.key.startswith(parts)]
     if listed:
         lines.append(f"generation {found.number}:")
@@ -174,7 +191,7 @@ def _all(generations: int) -> str:
 
 
 def _as_json(
-    found: StoreListing, models: list[dict[str, Any]], chats: list[dict[str, Any]], note: str | None
+    found: StoreListing, models: list[dict[str, Any]], chats: list[dict[str, Any]], unfinished: list[str], note: str | None
 ) -> dict[str, Any]:
     return {
         "folder": found.folder,
@@ -195,6 +212,7 @@ def _as_json(
         ],
         "models": models,
         "conversations": chats,
+        "unfinished_imports": unfinished,
         "note": note,
         "bytes": sum(one.spec.nbytes for one in found.tensors),
         "bytes_in_all_generations": found.nbytes,

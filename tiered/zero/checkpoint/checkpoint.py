@@ -15,7 +15,7 @@ from tiered.store import TieredStore
 from tiered.types import TensorSpec
 from tiered.zero.checkpoint import beside, loaders
 from tiered.zero.checkpoint.loaders import Loader, Stateful, random_states
-from tiered.zero.optimizers.optimizer import Optimizer
+from tiered.zero.optimizers.optimizer import Optimizer, ours_for
 from tiered.zero.paging.pager import Pager, buffer_places, name_of, pager_of, pager_of_parameter, pagers_in
 from tiered.zero.paging.saved_tensors import without_grad
 from tiered.zero.paging.sharding import Partition
@@ -76,8 +76,9 @@ class Training:
             name = type(optimizer).__name__
             if not isinstance(optimizer, Optimizer):
                 raise MisuseError(
-                    f"optimizer= is a {name}, which is none of tiered.zero for paged parameters: of one for parameters in "
-                    "memory give extra={'optimizer': optimizer.state_dict()}, and load what zero.resume returns of it"
+                    f"optimizer= is a {name}, which is none of tiered.zero: for paged parameters make {ours_for(name)}; of one "
+                    "for parameters in memory give extra={'optimizer': optimizer.state_dict()}, and load what zero.resume "
+                    "returns of it"
                 )
             if optimizer.resident:
                 raise MisuseError(

@@ -672,11 +672,19 @@ def _to_update(parameter: torch.Tensor) -> bool:
 
 def _refusal(optimizer: TorchOptimizer) -> str:
     name = type(optimizer).__name__
-    others = f"tiered.zero.AdamW, or another one (tiered.zero.Elementwise takes {name}, if it computes element by element),"
-    ours = f"tiered.zero.{name}" if name in OPTIMIZERS else others
     return (
-        f"{name} cannot update parameters that are paged, whose values are in the store: make {ours} for them, or keep what "
-        f"{name} updates out of the model that is paged{_for_a_trainer(optimizer)}"
+        f"{name} cannot update parameters that are paged, whose values are in the store: make {ours_for(name)} for them, or "
+        f"keep what {name} updates out of the model that is paged{_for_a_trainer(optimizer)}"
+    )
+
+
+def ours_for(name: str) -> str:
+    """Say which optimizer of tiered.zero does for paged parameters what the class ``name`` does in memory."""
+    if name in OPTIMIZERS:
+        return f"tiered.zero.{name}"
+    return (
+        f"tiered.zero.AdamW or another one of tiered.zero (tiered.zero.Elementwise takes {name}, if it computes element by "
+        "element, and tiered.zero.Optimizer a rule of your own)"
     )
 
 
