@@ -341,7 +341,7 @@ def test_examples_are_short_and_listed() -> None:
     assert {path.stem for path in EXAMPLES} == set(SMALL)
     for path in EXAMPLES:
         assert f"(examples/{path.name})" in page
-        assert len(path.read_text().splitlines()) <= (125 if path.stem == "serve" else 60), path.name
+        assert len(path.read_text().splitlines()) <= (130 if path.stem == "serve" else 60), path.name
         assert f"python docs/examples/{path.name}" in path.read_text() or "torchrun" in path.read_text()
 
 
