@@ -27,7 +27,7 @@ from tests.zero.models import Mixed, Tied, parameter_groups
 from tests.zero.narrow import MasterAdamW, Narrow
 from tiered import InterruptedStep, LeaseConflict, MisuseError, TieredStore, zero
 from tiered.zero.paging.gradients import UnitGradients
-from tiered.zero.paging.pager import placement_of
+from tiered.zero.paging.pager import Pager, pager_of, placement_of
 from tiered.zero.paging.tensors.stored import StoredTensor
 
 INF = float("inf")
@@ -1110,3 +1110,43 @@ def test_a_gradient_that_lost_its_graph_leads_none_in_silence(store: TieredStore
         made(model.parameters(), lr=0.1).zero_grad(set_to_none=False)
         backward(model, 3)
     assert all(torch.equal(grad.sum(), p.grad.sum()) for grad, p in zip(grads, theirs.parameters(), strict=True))  # type: ignore[union-attr]
+
+
+class Unfreezes(nn.Module):
+    """Unfreezes parameters in the middle of its forward; one is read, the other one is computed with by another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+        self.layers[3].requires_grad_(False)
+        self.layers[4].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[1](self.layers[0](x))
+        self.layers[3].requires_grad_(True)
+        self.layers[4].requires_grad_(True)
+        return nn.functional.linear(self.layers[2](x), self.layers[3].weight) + self.layers[4](x)
+
+
+def test_gradients_of_a_unit_that_modules_around_hold(store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of the model is one unit. Each module looks at its own parameters, so that the looks do not grow as the square."""
+    looks = 0
+    real = Pager._hook_gradients
+
+    def counted(pager: Pager, unit: Any, placements: Any = None) -> bool:
+        nonlocal looks
+        looks += len(unit.plan.placements if placements is None else placements)
+        return real(pager, unit, placements)
+
+    monkeypatch.setattr(Pager, "_hook_gradients", counted)
+    torch.manual_seed(0)
+    reference = Unfreezes()
+    model = zero.page(copy.deepcopy(reference), store)
+    assert len(pager_of(model).units) == 1
+    x = torch.randn(3, 8)
+    for module in reference, model:
+        module(x).square().sum().backward()
+    for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert (mine.grad is None) == (other.grad is None)
+        assert other.grad is None or same_bits(mine.grad.detach().clone(), other.grad)
+    assert looks <= 4 * sum(1 for _ in reference.parameters())
