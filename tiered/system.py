@@ -48,6 +48,7 @@ __all__ = [
     "refuse_little_room",
     "refuse_without_room",
     "returned_at_once",
+    "to_stay_free",
     "wait_for",
 ]
 
@@ -294,6 +295,17 @@ class OwnedWakeup(Wakeup):
 
     def __del__(self) -> None:
         self.close()
+
+
+RESERVE = 64 << 20
+FREE_SHARE = 16
+"""Of the memory that a process may take RESERVE bytes, or one in FREE_SHARE, are to stay free: for the system, buffers of
+libraries, pieces in flight."""
+
+
+def to_stay_free(nbytes: int) -> int:
+    """Return how many of ``nbytes`` of memory are to stay free."""
+    return max(RESERVE, nbytes // FREE_SHARE)
 
 
 KEPT = 32 << 20

@@ -37,6 +37,7 @@ __all__ = [
     "Transfer",
     "Urgency",
     "Use",
+    "budget_text",
     "exact_size",
     "format_size",
     "owner_decoded",
@@ -104,6 +105,12 @@ def exact_size(nbytes: int) -> str:
         if nbytes % size == 0:
             return f"{nbytes // size:,}{unit}"
     return f"{nbytes:,}B"
+
+
+def budget_text(nbytes: int) -> str:
+    """Write a budget of at most so many bytes as an option and ``dram=`` take it, for people: "9.66GiB"."""
+    unit, size = next((one for one in (("GiB", 1 << 30), ("MiB", 1 << 20)) if nbytes >= one[1]), ("KiB", 1 << 10))
+    return f"{nbytes * 100 // size / 100:.2f}{unit}"
 
 
 Key = str

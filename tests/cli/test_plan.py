@@ -115,6 +115,18 @@ def test_what_does_not_fit_is_an_answer(tmp_path: Path, capsys: pytest.CaptureFi
     assert "would fit" in printed
 
 
+def test_a_change_is_said_as_options_that_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = tmp_path / "small.json"
+    Machine(read=1e9, write=1e9, dram=297 << 19, base=1 << 20).save(small)
+    asked = [*SMALL, "--layers", "3", "--vocabulary", "256", "--batch", "64", "--context", "32", "--dram", "4MiB"]
+    asked += ["--machine", str(small), "--update", "on_fetch"]
+    assert main([*asked, "--activations", "memory"]) == 0
+    change = re.search(r"would fit (--[-\w]+ \w+ --dram [\d.]+MiB)", capsys.readouterr().out)
+    assert change
+    assert main([*asked, *change[1].split()]) == 0
+    assert "fits      with" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [

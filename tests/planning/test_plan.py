@@ -20,6 +20,7 @@ from tiered.planning.plan import Choice, Planner
 from tiered.planning.sizes import sizes_of
 from tiered.planning.sources import Subject, subject_of
 from tiered.planning.timing import Timing, measure_operations
+from tiered.types import parse_size
 from tiered.zero import Policy
 from tiered.zero.paging.units import Limits
 from tiered.zero.rules.exact import AdamWRule
@@ -29,6 +30,8 @@ SMALL = Numbers(layers=2, width=64, heads=4, vocabulary=256)
 """Parameters, gradients and states are twice the smallest budget."""
 ONE = Numbers(layers=1, width=64, heads=4, vocabulary=256)
 RATES: dict[str, Any] = {"read": 1e9, "write": 2e9, "dram": "1GiB"}
+STAYS = 64 << 20
+"""Bytes of a small machine that stay for the system."""
 ASKED: dict[str, Any] = {"workload": Workload(2, 32), "dram": "1MiB"}
 
 
@@ -119,7 +122,9 @@ def test_the_smallest_budget_is_the_one_that_paging_takes(tmp_path: Path) -> Non
     assert found.chosen is None
     assert not found.fits
     assert "smallest budget" in (found.refused or "")
-    assert str(found.enough) in found.changes[0]
+    change = re.fullmatch(r"dram='([\d.]+\w+)'", found.changes[0])
+    assert change
+    assert found.enough <= parse_size(change[1]) <= 1.02 * found.enough
     assert found.enough >= found.smallest
     for dram, fits in ((found.smallest, True), (found.smallest - 4096, False)):
         with TieredStore.open(tmp_path / str(dram), dram=dram, durability="none") as store:
@@ -181,9 +186,9 @@ def test_what_updates_whole_parameters_is_planned_where_none_is_divided() -> Non
 
 def test_what_does_not_fit_says_what_would() -> None:
     asked = {**ASKED, "workload": Workload(1, 4096), "update": "on_fetch", "activations": "memory"}
-    none = tiered.plan(DEEP, machine={**RATES, "dram": "64MiB", "base": 1 << 20}, **asked)
+    none = tiered.plan(DEEP, machine={**RATES, "dram": STAYS + (64 << 20), "base": 1 << 20}, **asked)
     assert [one for one in none.changes if one.startswith("more memory")], "no batch is small enough"
-    found = tiered.plan(DEEP, machine={**RATES, "dram": "80MiB", "base": 1 << 20}, **asked)
+    found = tiered.plan(DEEP, machine={**RATES, "dram": STAYS + (80 << 20), "base": 1 << 20}, **asked)
     assert not found.fits
     assert "activations" in (found.refused or "")
     assert any("smaller batch" in one for one in found.changes)
@@ -192,7 +197,7 @@ def test_what_does_not_fit_says_what_would() -> None:
 
 @pytest.mark.parametrize(("room", "budget"), quick([(92 << 20, False), (169 << 19, True)], [(169 << 19, True)]))
 def test_a_change_that_is_said_to_fit_does(room: int, budget: bool) -> None:
-    machine: dict[str, Any] = {**RATES, "dram": room, "base": 1 << 20}
+    machine: dict[str, Any] = {**RATES, "dram": STAYS + room, "base": 1 << 20}
     asked: dict[str, Any] = {"workload": Workload(64, 32), "dram": "4MiB", "update": "on_fetch"}
     found = tiered.plan(DEEP, machine=machine, activations="memory", **asked)
     assert not found.fits
@@ -203,8 +208,20 @@ def test_a_change_that_is_said_to_fit_does(room: int, budget: bool) -> None:
     assert ("dram=" in told) is budget
     if budget:
         assert not tiered.plan(DEEP, machine=machine, **mode, **asked).fits
-        asked["dram"] = int(told.partition("dram=")[2].rstrip(")"))
+        asked["dram"] = told.partition("dram='")[2].partition("'")[0]
     assert tiered.plan(DEEP, machine=machine, **mode, **asked).fits
+
+
+@pytest.mark.parametrize(("dram", "stays"), [(1 << 30, 64 << 20), (64 << 30, 4 << 30)])
+def test_what_fits_leaves_memory_for_the_system(dram: int, stays: int) -> None:
+    machine: dict[str, Any] = {**RATES, "dram": dram}
+    asked: dict[str, Any] = ASKED | {"update": "on_fetch", "activations": "memory"}
+    taken = tiered.plan(ONE, machine=machine, **asked).chosen
+    assert taken is not None
+    for base, fits in ((dram - stays - taken.memory.process, True), (dram - stays - taken.memory.process + 1, False)):
+        found = tiered.plan(ONE, machine={**machine, "base": Machine(1, 1).base + base}, **asked)
+        assert found.fits is fits
+    assert f"{stays / 2**20:.1f} MiB of it for the system".replace("4096.0 MiB", "4.0 GiB") in (found.refused or "")
 
 
 def test_what_does_not_fit_in_the_memory_of_a_device_is_not_chosen() -> None:
@@ -325,7 +342,7 @@ def test_the_fastest_number_of_parts_that_fits_is_chosen() -> None:
     assert len(divided) == 1
     assert divided[0].memory.activations < found.chosen.memory.activations
     room = (divided[0].memory.process + found.chosen.memory.process) // 2
-    less = tiered.plan(ONE, micro_batch=[1, 4], activations="memory", **{**asked, "machine": {**RATES, "dram": room}})
+    less = tiered.plan(ONE, micro_batch=[1, 4], activations="memory", **{**asked, "machine": {**RATES, "dram": STAYS + room}})
     assert less.fits
     assert less.chosen is not None
     assert less.chosen.choice.micro_batch == 4

@@ -12,6 +12,7 @@ from typing import Any
 from tiered.errors import MisuseError, expect_type, quoted, shown, whole_number
 from tiered.format.foreign.documents import json_of
 from tiered.planning.simulated import DriveRates
+from tiered.system import to_stay_free
 from tiered.types import parse_size
 
 __all__ = ["Machine"]
@@ -85,6 +86,12 @@ class Machine:
     @property
     def drive(self) -> DriveRates:
         return DriveRates(self.read, self.write, self.transfer)
+
+    @property
+    def room(self) -> int:
+        """Return the bytes of host memory that processes may take: what is left of ``dram`` for the system is at least 64 MiB,
+        and a sixteenth. 0 where ``dram`` is not known."""
+        return max(1, self.dram - to_stay_free(self.dram)) if self.dram else 0
 
     @classmethod
     def of(cls, what: Machine | str | os.PathLike[str] | Mapping[str, Any]) -> Machine:

@@ -28,7 +28,7 @@ from tiered.planning.timing import Timing, measure_operations
 from tiered.store.activations import piece_of
 from tiered.store.opening import SMALLEST_DRAM, default_dram
 from tiered.system import KEPT, SELDOM
-from tiered.types import OptimizerName, Use, format_size, parse_size
+from tiered.types import OptimizerName, Use, budget_text, format_size, parse_size
 from tiered.zero.page import smallest_pool
 from tiered.zero.paging.recompute.micro_batch import split_modules
 from tiered.zero.paging.step_trace import LONGEST
@@ -428,7 +428,7 @@ class Planner:
 
     def over_dram(self, memory: PlannedMemory) -> int:
         """Return the bytes that the machine lacks for the process: 0 or less where it has them, or is not known."""
-        return 0 if self.machine is None or not self.machine.dram else memory.process - self.machine.dram
+        return 0 if self.machine is None or not self.machine.dram else memory.process - self.machine.room
 
     def over_hbm(self, memory: PlannedMemory) -> int:
         """Return the bytes that its device lacks: 0 or less where it has them, or there is none."""
@@ -450,7 +450,7 @@ class Planner:
         if machine is None:
             return True
         process = machine.base + IN_TRANSIT + OPEN + self.in_process(peak) + min(choice.dram, self.smallest(choice))
-        return (not machine.dram or process <= machine.dram) and self.on_device(choice, peak, 0) <= machine.hbm
+        return (not machine.dram or process <= machine.room) and self.on_device(choice, peak, 0) <= machine.hbm
 
     def _in_memory(self, choice: Choice) -> float | None:
         """Return the seconds of a step whose activations stay in memory, beside one whose activations do not."""
@@ -648,7 +648,7 @@ def plan(
             model=subject.name, parameters=parameters, tokens=tokens, optimizer=optimizer, machine=found, smallest=smallest,
             enough=enough, chosen=None,
             refused=f"{format_size(budget)} of DRAM is too little: the smallest budget that works is {format_size(smallest)}",
-            changes=(f"a budget of {format_size(enough)} (dram={enough})", *_smaller_units(planner, budget)),
+            changes=(f"dram={budget_text(-(-enough * 101 // 100))!r}", *_smaller_units(planner, budget)),
         )
     updates: Sequence[Update] = [update] if update else (["on_fetch"] if accumulate > 1 else ["on_fetch", "in_backward"])
     planner.expected = len(ways) * len(updates) + len(sweep.budgets) * len(updates) + len(sweep.ranks)
@@ -676,9 +676,10 @@ def _refused(planner: Planner, chosen: Prediction) -> str | None:
         return None
     activations = format_size(memory.activations)
     if planner.over_dram(memory) > 0:
-        of_them = f", {activations} of it for activations" if planner.in_process(memory.activations) else ""
+        of_them = f" (activations {activations})" if planner.in_process(memory.activations) else ""
         found.append(
-            f"the process would take {format_size(memory.process)}{of_them}, and the machine has {format_size(machine.dram)}"
+            f"the process would take {format_size(memory.process)}{of_them}, and the machine has {format_size(machine.dram)}, "
+            f"{format_size(machine.dram - machine.room)} of it for the system"
         )
     if planner.over_hbm(memory) > 0:
         found.append(
@@ -831,7 +832,8 @@ def _faster(
         if other.fits and other.seconds < 0.95 * chosen.seconds:
             found.append(f"{mode}: {other.seconds:.2f} s a step instead of {chosen.seconds:.2f}")
     for mode in doubled:
-        if (more := planner.predict(mode)).seconds < 0.95 * chosen.seconds:
+        more = planner.predict(mode)
+        if more.fits and more.seconds < 0.95 * chosen.seconds:
             found.append(f"twice the budget: {more.seconds:.2f} s a step instead of {chosen.seconds:.2f}")
     if waits:
         found.append("more tokens in a step: the drive moves as many bytes for a larger batch")
@@ -861,12 +863,12 @@ def _to_fit(planner: Planner, chosen: Prediction, batch: int) -> tuple[str, ...]
             other = planner.predict(way, briefly=True)
         except MisuseError:
             continue
-        fewer_bytes = max(0, other.memory.pool - planner.over_dram(other.memory)) // 4096 * 4096
+        fewer_bytes = parse_size(budget_text(max(0, other.memory.pool - planner.over_dram(other.memory))))
         if other.fits:
             found.append((other.seconds, told))
         elif planner.over_hbm(other.memory) <= 0 and planner.fits(replace(way, dram=fewer_bytes)):
-            words = f"a budget of {format_size(fewer_bytes)} (dram={fewer_bytes})"
-            found.append((other.seconds, f"{told}{', with ' if told else ''}{words}"))
+            mode, comma, aside = told.partition(", ")
+            found.append((other.seconds, f"{mode}{', ' if mode else ''}dram={budget_text(fewer_bytes)!r}{comma}{aside}"))
     changes = [told for _, told in sorted(found, key=lambda one: one[0])]
     memory, smallest = chosen.memory, planner.smallest(choice)
     beside = "beside activations and with the smallest budget"

@@ -17,6 +17,7 @@ from itertools import pairwise
 
 from tiered.errors import MisuseError, StoreClosed, expect_type
 from tiered.store.store import TieredStore
+from tiered.system import to_stay_free
 from tiered.telemetry import MemoryStatistics
 from tiered.types import format_size, parse_size
 
@@ -24,10 +25,6 @@ __all__ = ["MemoryNotice", "MemoryWatch"]
 
 logger = logging.getLogger("tiered")
 
-RESERVE = 64 << 20
-"""Bytes that are to stay free, at least: buffers of libraries, pieces in flight."""
-FREE_SHARE = 16
-"""One in so many bytes of what the process could take when the watch began is to stay free, too."""
 LOOKS = 6
 """Looks from which growth is taken: memory of each of them is compared with that of the one before."""
 LOOKS_AHEAD = 20
@@ -82,7 +79,7 @@ class MemoryWatch:
         self._store = weakref.ref(store)
         self._tell = tell
         found = store.statistics().memory
-        least = max(RESERVE, (found.headroom + found.process) // FREE_SHARE) if reserve is None else parse_size(reserve)
+        least = to_stay_free(found.headroom + found.process) if reserve is None else parse_size(reserve)
         self.reserve = least
         self._beyond: deque[int] = deque(maxlen=LOOKS)
         self._looked = float("-inf")

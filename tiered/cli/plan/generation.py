@@ -63,8 +63,9 @@ def _described(
     where = "of the device's memory" if machine is not None and machine.hbm else "of that"
     cache = f"keys and values of {of} take {format_size(first.cache)} {where}"
     lines.append(f"process   {format_size(round(first.process))}; {cache}")
-    if machine is not None and machine.dram and first.process > machine.dram:
-        lines.append(f"          that is more than the machine has, {format_size(machine.dram)}: lower --dram or --context")
+    if machine is not None and machine.dram and first.process > machine.room:
+        left = f"{format_size(machine.dram)} less {format_size(machine.dram - machine.room)} for the system"
+        lines.append(f"          that is more than the machine has, {left}: lower --dram or --context")
     head = ["weights", "on the drive", "read a token", *(["to the device"] if machine is not None and machine.hbm else [])]
     rows = [[*head, *(["s a token", "tokens/s", "limit", "first token"] if machine is not None else [])]]
     for one in found:

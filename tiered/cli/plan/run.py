@@ -64,7 +64,7 @@ def planned(parsed: argparse.Namespace) -> int:
         print("tiered: stopped; nothing was left behind", file=sys.stderr)
         return stopped.exit_code
     if parsed.json != "-":
-        print(describe(plan))
+        print(parser.in_options(describe(plan)).replace(", --", " --"))  # which can be copied into a command line
     if parsed.plot is not None and plan.chosen is not None:
         plot(parsed.plot, plan)
         print(f"\npicture   {parsed.plot}", file=sys.stderr if parsed.json == "-" else sys.stdout)
