@@ -98,7 +98,8 @@ def main() -> int:
         rate = network(ranks) if ranks > 1 else 1e9
         machine = found.but(
             flops=found.flops / crowd, memory=found.memory / crowd, update=found.update / crowd, lease=found.lease * crowd,
-            gradient=found.gradient * crowd, operation=found.operation * crowd, network=rate * ranks, ranks_per_node=ranks,
+            gradient=found.gradient * crowd, operation=found.operation * crowd, network=rate,
+            read=found.read / ranks, write=found.write / ranks,  # each rank is as a node by itself: what it sends was measured
             threads=max(1, cores // ranks), cores=max(1, cores // ranks),
         )  # fmt: skip
         plan = simulated(ranks, machine, pool)

@@ -48,16 +48,15 @@ NODE = 16
 RESERVED = 6 << 30
 """Bytes of a rank's part of the host's memory that its pool does not take: an assumption."""
 
-V100_NODE = Machine(
+V100_NODE = Machine(  # the part of a node that one of its 16 ranks has, because their GPUs are linked to one another
     name="DGX-2",
-    read=28e9,  # DGX2: NVMe to GPU, 28 GB/s with one node, 1.8 TB/s with 64
-    write=28e9,  # assumed: as reading; nothing was found
+    read=28e9 / NODE,  # DGX2: NVMe to GPU, 28 GB/s with one node, 1.8 TB/s with 64
+    write=28e9 / NODE,  # assumed: as reading; nothing was found
     dram=HOST // NODE,
     flops_half=63e12,  # ISSUE: 10 B parameters, which need no offloading, on the same kind of machine: about 63 TFlop/s
     memory=900e9,  # assumed: HBM2 of a V100, by its data sheet; operations that compute little take a few percent
     update=64e9 / 28 / NODE,  # assumed: Adam moves 28 bytes for each element; DGX2 has 64 GB/s of a node's memory to its GPUs
-    network=70e9 * NODE,  # DGX2: between GPUs 70 GB/s, which it says is the limit of a gather
-    ranks_per_node=NODE,
+    network=70e9,  # DGX2: between GPUs 70 GB/s, which it says is the limit of a gather
     cores=6,  # assumed: a core is left for the thread of the store
 )
 
@@ -128,8 +127,7 @@ class Planned:
     def unhidden(self) -> float:
         """Return the seconds of the step if the drive worked while nothing else did: an upper bound by the plan's own bytes."""
         machine, found = self.row.machine, self.ranks
-        sharing = min(self.row.ranks, machine.ranks_per_node)
-        return found.seconds - found.waiting + (found.read / machine.read + found.written / machine.write) * sharing
+        return found.seconds - found.waiting + found.read / machine.read + found.written / machine.write
 
 
 def seconds_of(tflops: float, parameters: int, tokens: int) -> float:

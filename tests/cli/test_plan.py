@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,6 +73,34 @@ def test_a_report_a_picture_and_ranks(machine: str, tmp_path: Path, capsys: pyte
     assert "<svg" in drawn
     assert "without waiting" not in drawn or len(drawn) > 1000
     assert "rank" in capsys.readouterr().out
+
+
+def test_ranks_that_share_a_node_share_its_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, report = tmp_path / "node.json", tmp_path / "plan.json"
+
+    def planned(dram: str, ranks: str, memory: int) -> tuple[str, list[dict[str, Any]]]:
+        Machine(read=1e9, write=1e9, dram=memory, base=1 << 20, ranks_per_node=2).save(path)
+        asked = [*SMALL, *ONE, "--width", "256", "--layers", "3", "--machine", str(path), "--dram", dram, "--ranks", ranks]
+        assert main([*asked, "--json", str(report)]) == 0
+        return capsys.readouterr().out, json.loads(report.read_text())["ranks"]
+
+    one, (alone,) = planned("16MiB", "1", 1 << 30)
+    assert "a node" in one
+    assert "pay" not in one, "nothing was compared"
+    assert "too much" not in one
+    memory = (64 << 20) + 2 * alone["process"] - (8 << 20)  # 4 MiB too few for each of two
+    printed, rows = planned("16MiB", "1,2,4", memory)
+    table = [line.split() for line in printed.splitlines() if re.match("    [124] ", line)]
+    assert [row[-1] for row in table] == ["yes", "no", "yes"], "shares of four are smaller than the budget"
+    assert [row["node"] for row in rows] == [share * row["process"] for share, row in zip((1, 2, 2), rows, strict=True)]
+    found = re.search(r"\n2 ranks: the 2 of a node would take .* too much; --dram ([\d.]+)MiB is the most", printed)
+    assert found
+    most = float(found[1])
+    assert 10 < most < 13
+    for dram, fits in ((most, True), (most + 0.5, False)):
+        printed, _ = planned(f"{dram:.2f}MiB", "1,2", memory)
+        assert ("too much" not in printed) is fits
+        assert ("up to 2 ranks pays: the" in printed or "more than 1 rank do not pay: the" in printed) is fits
 
 
 def test_activations_in_the_store_and_parts_of_a_batch(machine: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,7 +40,8 @@ class Machine:
     ``cores``, with a device from updates alone. ``base``: bytes of a process after its imports.
     ``hbm``: bytes of memory of a device that computes (0: the processor does); ``device_flops``, ``device_memory``: its
     operations a second, and bytes of its memory a second; ``link``: bytes a second to it, each way.
-    ``network``, ``latency``: between nodes; ``ranks_per_node`` share drive and network, and have a device each.
+    ``network``, ``latency``: between nodes; ``ranks_per_node`` share drive, network and ``dram``, exchange by ``memory`` where
+    one node has all ranks, and have a device each.
     ``rated_life``: bytes that the drive may be written in its life (0: not known).
     """
 

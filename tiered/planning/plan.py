@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from typing import Any, get_args
 
 import torch
@@ -154,9 +155,11 @@ class Prediction:
 @dataclass(frozen=True)
 class PlannedRanks:
     """So many ranks with ZeRO stage 3, each with the batch that was asked for and a store of its own. Bytes are those of one
-    rank and step: ``sent`` over the network, ``read`` and ``written`` of its drive. ``network`` are seconds that it waits for
-    the other ranks' bytes. ``pays``: whether twice the ranks of the row before bring half as many more tokens a second, at
-    least."""
+    rank and step: ``sent`` to the others, ``read`` and ``written`` of its drive. ``network`` are seconds that it waits for
+    the other ranks' bytes: by the network between nodes, or by the memory of the node that has all ranks. ``process``: bytes
+    of memory of one rank, ``node`` those of the ranks of a node together. ``refused`` says why a node does not have them, and
+    which budget it has. ``pays``: whether twice the ranks of the row before that fits bring half as many more tokens a second,
+    at least."""
 
     ranks: int
     seconds: float
@@ -167,7 +170,14 @@ class PlannedRanks:
     waiting: float
     network: float
     process: int
+    node: int
+    refused: str | None = None
     pays: bool = True
+
+    @property
+    def fits(self) -> bool:
+        """Whether a node has the memory of its ranks; what is not known of a machine does not limit."""
+        return self.refused is None
 
 
 @dataclass(frozen=True)
@@ -215,8 +225,9 @@ class Plan:
 
     @property
     def stops_paying(self) -> int | None:
-        """The number of ranks from which on twice as many no longer pay; None where there is none among ``ranks``."""
-        return next((before.ranks for before, row in zip(self.ranks, self.ranks[1:], strict=False) if not row.pays), None)
+        """The number of ranks from which on twice as many no longer pay; None where there is none among ``ranks`` that fit."""
+        rows = [row for row in self.ranks if row.fits]
+        return next((before.ranks for before, row in pairwise(rows) if not row.pays), None)
 
     def of_step(self) -> dict[str, Any] | None:
         """Return what a report sets beside a step that was measured: seconds, bytes of the drive, and memory; None where the
@@ -501,14 +512,15 @@ class Planner:
         plan = self.divided(choice.dram, ranks)
         needed = smallest_pool(plan, self.subject.model, saves=choice.saves, shares=ranks)
         if needed > choice.dram:
-            raise CapacityError(f"{ranks} ranks need {format_size(needed)} of DRAM each")
-        self._tell(f"{ranks:,} ranks")
+            raise CapacityError(f"{_counted(ranks)} need {format_size(needed)} of DRAM each")
+        self._tell(_counted(ranks))
         step, together = self.step(choice, ranks), self._together(choice.dram, ranks)
         sharing = min(ranks, machine.ranks_per_node)
         drive = _in_blocks(DriveRates(machine.read / sharing, machine.write / sharing, machine.transfer), together)
         found = rehearse(step, choice.dram, drive, Timing(machine, self._measured, ranks), warm_up=3, counted=2)
         sent = sum(one.nbytes for one in step.operations if isinstance(one, WorkNote) and one.kind in ("gather", "reduce"))
         seconds = max(found.seconds, self._sending(self.sizes(choice.dram), step))
+        memory = self._memory(choice, self.sizes(choice.dram, ranks), step, found)
         return PlannedRanks(
             ranks=ranks,
             seconds=seconds,
@@ -518,7 +530,28 @@ class Planner:
             written=found.written,
             waiting=found.waiting,
             network=found.by_work.get("network", 0.0),
-            process=self._memory(choice, self.sizes(choice.dram, ranks), step, found).process,
+            process=memory.process,
+            node=sharing * memory.process,
+            refused=self._refused_on_node(choice, memory, ranks, needed),
+        )
+
+    def _refused_on_node(self, choice: Choice, memory: PlannedMemory, ranks: int, needed: int) -> str | None:
+        """Return why a node does not have the memory of its share of so many ranks, each of which takes a budget of ``needed``
+        bytes at least, and the largest budget that it has memory for; None where it has the memory."""
+        machine = self.machine
+        assert machine is not None
+        sharing = min(ranks, machine.ranks_per_node)
+        more = sharing * memory.process - machine.room
+        if not machine.dram or more <= 0:
+            return None
+        beside = memory.process - memory.pool - choice.dram // TABLES
+        largest = budget_text(max(0, machine.room // sharing - beside) * TABLES // (TABLES + 1))
+        fits = f"dram={largest!r} is the most that fits"
+        if parse_size(largest) < needed:
+            fits = f"each needs a budget of {format_size(needed)}: plan fewer ranks of a node"
+        return (
+            f"{_counted(ranks)}: the {sharing:,} of a node would take "
+            f"{format_size(sharing * memory.process)}, {format_size(more)} too much; {fits}"
         )
 
     def _pieces(self, choice: Choice, touches: int) -> int:
@@ -760,12 +793,16 @@ def _rows(planner: Planner, choice: Choice, ranks: Sequence[int], tokens: int) -
         except CapacityError as error:
             planner.notes[str(error)] = None
             continue
-        if rows:
-            before = rows[-1]
+        before = next((one for one in reversed(rows) if one.fits), None)
+        if before is not None:
             more = row.tokens_per_second / max(1e-12, before.tokens_per_second) - 1
             row = replace(row, pays=more >= PAYS * (count / before.ranks - 1))
         rows.append(row)
     return tuple(rows)
+
+
+def _counted(ranks: int) -> str:
+    return f"{ranks:,} rank{'' if ranks == 1 else 's'}"
 
 
 def _in_blocks(rates: DriveRates, together: int) -> DriveRates:

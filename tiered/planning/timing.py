@@ -77,10 +77,13 @@ class Timing:
     def network(self, nbytes: float) -> float:
         """Return the seconds in which a unit of so many bytes is gathered, or reduced: a ring, in which each rank sends all but
         its share, a share at a time (Thakur, Rabenseifner and Gropp, 2005, https://doi.org/10.1177/1094342005051521). The ranks
-        of a node share its network."""
+        of a node share its network. Where one node has all ranks, they share its memory instead, in which each byte is read and
+        written, and the latency between nodes is none of theirs."""
         machine, others = self.machine, self._ranks - 1
-        rate = machine.network / min(self._ranks, machine.ranks_per_node)
-        return others * machine.latency + nbytes * others / self._ranks / rate
+        sent = nbytes * others / self._ranks * min(self._ranks, machine.ranks_per_node)
+        if self._ranks <= machine.ranks_per_node:
+            return 2 * sent / machine.memory
+        return others * machine.latency + sent / machine.network
 
     def _of_cost(self, cost: Cost) -> float:
         found = self._known.get(id(cost))

@@ -55,10 +55,12 @@ a machine file by hand:
   hbm             memory of a device that computes (0: none); link: bytes a second to it (2e10), each way
   device_flops    its operations a second (3e13); device_memory: bytes a second of its memory (5e11)
   base            bytes of a process after its imports (240MiB)
-  network         bytes a second between nodes (1.25e9); latency: seconds (5e-5); ranks_per_node (1) share drive and network
+  network         bytes a second between nodes (1.25e9); latency: seconds (5e-5)
+  ranks_per_node  ranks that share a node's drive, network and memory (1); where one node has all of them, they exchange
+                  through its memory
   rated_life      bytes that the drive may be written (not known); name: what the plan calls it
 Sizes are numbers, or texts such as "16GiB". tiered info --machine FILE measures all but the devices and
-the last two lines.
+the last four lines.
 
 """
 
@@ -101,7 +103,9 @@ def add_parser(commands: Commands) -> None:
     machine.add_argument("--rated-life", type=size, metavar="SIZE", help="what the drive may be written, like 600TB")
     machine.add_argument("--network", type=positive, metavar="GB/S", help="network of a node (default: the file's, or 1.25)")
     outcome = parser.add_argument_group("results")
-    outcome.add_argument("--ranks", type=counts, metavar="N,N", default=(), help="simulate so many ranks, like 1,8,64,1024")
+    outcome.add_argument(
+        "--ranks", type=counts, metavar="N,N", default=(), help="simulate so many ranks, each with --dram, like 1,8,64,1024"
+    )
     outcome.add_argument(
         "--optimum", action="store_true", help="also say how few bytes any plan could move (pip install '.[plan]')"
     )

@@ -264,13 +264,21 @@ def _modes(found: list[Prediction], timed: bool) -> str:
 
 
 def _ranks(plan: Plan) -> str:
-    rows = [["ranks", "s/step", "tokens/s", "GB sent", "GB drive", "waiting", "network"]]
+    misfits = [one for one in plan.ranks if not one.fits]
+    head = ["ranks", "s/step", "tokens/s", "GB sent", "GB drive", "waiting", "exchange", "process", "a node"]
+    rows = [[*head, *(["fits"] if misfits else [])]]
     for one in plan.ranks:
         moved = f"{(one.read + one.written) / 1e9:.2f}"
         numbers = f"{one.seconds:.2f}", f"{one.tokens_per_second:,.0f}", f"{one.sent / 1e9:.2f}", moved
-        rows.append([f"{one.ranks:,}", *numbers, f"{one.waiting:.2f}", f"{one.network:.2f}"])
-    stops = plan.stops_paying
-    most = counted(plan.ranks[-1].ranks, "rank")
-    verdict = f"more than {counted(stops, 'rank')} do not pay" if stops else f"each step up to {most} pays"
-    return f"{table(rows, 'r' * 7)}\n{verdict}: twice as many bring half as many more tokens a second, at least, where they pay"
-
+        row = [f"{one.ranks:,}", *numbers, f"{one.waiting:.2f}", f"{one.network:.2f}"]
+        row += [format_size(one.process), format_size(one.node), *(["yes" if one.fits else "no"] if misfits else [])]
+        rows.append(row)
+    lines = [table(rows, "r"), *(one.refused for one in misfits if one.refused is not None)]
+    fitting = [one.ranks for one in plan.ranks if one.fits]
+    if len(fitting) > 1:
+        stops, half = plan.stops_paying, "half of the tokens a second that they would bring at best"
+        if stops:
+            lines.append(f"more than {counted(stops, 'rank')} do not pay: the ranks that are added bring less than {half}")
+        else:
+            lines.append(f"each step up to {fitting[-1]:,} ranks pays: the ranks that it adds bring at least {half}")
+    return "\n".join(lines)
