@@ -308,6 +308,28 @@ def test_other_budgets_and_ranks() -> None:
     assert found.stops_paying == 1, "a network of 10 MB/s"
 
 
+def test_what_is_done_of_a_plan_never_becomes_less() -> None:
+    told: list[tuple[str, float]] = []
+    asked: dict[str, Any] = ASKED | {"machine": {**RATES, "read": 1e8}, "sweep": Sweep(ranks=[1, 2])}
+    tiered.plan(SMALL, **asked, progress=lambda *one: told.append(one))
+    shares = [share for _, share in told]
+    assert shares == sorted(shares)
+    assert [int(said.partition("number ")[2].partition(":")[0]) for said, _ in told] == list(range(1, len(told) + 1))
+    assert [said.rpartition(": ")[2] for said, _ in told][-2:] == ["1 rank", "2 ranks"]
+
+
+def test_ranks_of_one_node_exchange_through_its_memory_and_those_of_several_over_the_network() -> None:
+    machine: dict[str, Any] = {**RATES, "latency": 1e-3, "memory": 1e10}
+    for ranks, per_node, seconds in (
+        (2, 2, 2 * 1e9 / 2 * 2 / 1e10),  # both send half, and each byte is read and written
+        (4, 8, 2 * 1e9 * 3 / 4 * 4 / 1e10),
+        (2, 1, 1e-3 + 1e9 / 2 / 1e8),
+        (4, 2, 3e-3 + 1e9 * 3 / 4 * 2 / 1e8),  # two ranks share the network of their node
+    ):
+        timing = Timing(Machine.of({**machine, "network": 1e8, "ranks_per_node": per_node}), ranks=ranks)
+        assert timing.network(1_000_000_000) == pytest.approx(seconds)
+
+
 def test_a_budget_that_does_not_work_is_said() -> None:
     found = tiered.plan(SMALL, update="on_fetch", activations="memory", sweep=Sweep(["1KiB", "1MiB"]), **ASKED)
     assert [one.choice.dram for one in found.curve] == [1 << 20]

@@ -260,9 +260,9 @@ class Planner:
         self, subject: Subject, machine: Machine | None, rule: UpdateRule, policy: Policy, passes: int,
         measure: bool = False, rehearsed: int = REHEARSED, progress: Told | None = None,
     ) -> None:
-        self._told, self._played = progress, 0
+        self._told, self._played, self._share = progress, 0, 0.0
         self.expected = 1
-        """Predictions that are played in all, as far as is known."""
+        """Predictions that are played in all, as far as is known: what is played next depends on what was found."""
         self.subject, self.machine, self._rule, self._policy, self.passes = subject, machine, rule, policy, passes
         self._rehearsed = rehearsed
         self._updates_whole = updates_whole(rule)
@@ -372,10 +372,11 @@ class Planner:
         return len(self.step(choice).operations) > MANY
 
     def _tell(self, what: str) -> None:
-        """Tell that another prediction begins, which may raise, to stop."""
+        """Tell that another prediction begins, which may raise, to stop. The share that is done never becomes less."""
         if self._told is not None:
-            most = max(self.expected, self._played + 1)
-            self._told(f"playing steps with {what} ({self._played + 1} of about {most})", min(0.99, self._played / most))
+            done = self._played / max(self.expected, self._played + 1)
+            self._share = max(self._share, min(0.99, done))
+            self._told(f"playing steps, number {self._played + 1}: {what}", self._share)
         self._played += 1
 
     def _predict(self, choice: Choice, briefly: bool) -> Prediction:
