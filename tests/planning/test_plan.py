@@ -506,13 +506,20 @@ def test_a_machine_is_kept_as_a_file(tmp_path: Path) -> None:
         ("[" * 100_000, "not JSON"),
         (whole.replace("1000000000.0", "9" * 400), "an integer of 1,329 bits"),
         (whole.replace("1000000000.0", "1e999"), "read is a rate above 0"),
-        (whole.replace("1000000000.0", '"' + "9" * 5000 + '"'), "is not a size"),
+        (whole.replace("1000000000.0", '"' + "9" * 5000 + '"'), "read is a rate above 0"),
+        ('{"read": "7 GB/s", "write": "3GB"}', "a machine's read is a rate above 0, in bytes a second, not '7 GB/s'; .* '7GB'"),
+        ('{"read": 0, "write": "3GB"}', "a machine's read is a rate above 0, in bytes a second, not 0"),
+        ('{"read": 1e9, "write": 1e9, "flops": "400GFLOPS"}', "flops is a rate .*, in operations a second, not '400GFLOPS'"),
+        ('{"read": 1e9, "write": 1e9, "lease": "fast"}', "lease is a number from 0 on, in seconds, not 'fast'; write a number"),
+        ('{"read": 1e9, "write": 1e9, "cores": "two"}', "cores is a count, a whole number, not 'two'"),
+        ('{"read": 1e9, "write": 1e9, "drma": "8GiB"}', r"a machine has no drma; did you mean 'dram'\?$"),
         (whole.replace('"here"', '"\\ud800"'), "not Unicode"),
         (whole.replace('"name"', '"\\u001b[2J"'), r"has no \\x1b\[2J"),
     ):
         (tmp_path / "machine.json").write_text(text)
         with pytest.raises(MisuseError, match=says) as refused:
             Machine.of(tmp_path / "machine.json")
+        assert "machine.json" in str(refused.value)
         assert str(refused.value).isprintable()
     for what in (None, 3, b"machine.json", "a\0b", tmp_path):
         with pytest.raises(MisuseError):

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from tiered.errors import MisuseError, expect_type, quoted, shown, whole_number
+from tiered.errors import MisuseError, expect_type, meant, quoted, shown, whole_number
 from tiered.format.foreign.documents import json_of
 from tiered.planning.simulated import DriveRates
 from tiered.system import to_stay_free
@@ -24,6 +24,15 @@ LARGEST = 2.0**80
 """Of its numbers: what is computed with them stays finite."""
 SLOWEST = 1e5
 """Bytes a second: what a file or numbers say of a drive below that was meant in another unit."""
+COUNTS = ("cores", "threads", "ranks_per_node")
+NUMBERS = {
+    **dict.fromkeys(("read", "write", "memory", "hashing", "network", "device_memory", "link"), "bytes a second"),
+    **dict.fromkeys(("flops", "flops_half", "device_flops"), "operations a second"),
+    "update": "elements a second",
+    **dict.fromkeys(("transfer", "operation", "lease", "gradient", "handling", "latency"), "seconds"),
+    **dict.fromkeys(("dram", "base", "rated_life", "hbm"), "bytes"),
+}
+"""What the numbers of a machine are in, but for counts."""
 MEASURE = "measure one with tiered info --machine FILE"
 
 
@@ -72,15 +81,11 @@ class Machine:
     name: str = ""
 
     def __post_init__(self) -> None:
-        rates = ("read", "write", "flops", "memory", "update", "hashing", "network", "device_flops", "device_memory", "link")
-        for name in rates:
-            if not _is_number(getattr(self, name)) or not getattr(self, name) > 0:
-                raise MisuseError(f"a machine's {name} is a rate above 0, not {quoted(getattr(self, name))}")
-        seconds = ("transfer", "operation", "lease", "gradient", "handling", "latency")
-        for name in (*seconds, "dram", "flops_half", "base", "rated_life", "hbm"):
-            if not _is_number(getattr(self, name)) or getattr(self, name) < 0:
-                raise MisuseError(f"a machine's {name} is a number from 0 on, not {quoted(getattr(self, name))}")
-        for name in ("cores", "threads", "ranks_per_node"):
+        for name in NUMBERS:
+            value = getattr(self, name)
+            if not _is_number(value) or value < 0 or (value == 0 and _is_rate(name)):
+                raise MisuseError(f"a machine's {_described(name)}, not {quoted(value)}")
+        for name in COUNTS:
             whole_number(f"a machine's {name} is a count", getattr(self, name))
         expect_type(self.name, str, "a machine's name is text")
 
@@ -119,19 +124,29 @@ class Machine:
         known = {one.name: one.type for one in fields(cls)}
         unknown = sorted(quoted(name) if not isinstance(name, str) else shown(name) for name in found if name not in known)
         if unknown:
-            raise MisuseError(f"{where}: a machine has no {', '.join(unknown[:5])}; it has {', '.join(known)}")
+            near = meant(unknown[0], known) or f"; it has {', '.join(known)}"
+            raise MisuseError(f"{where}: a machine has no {', '.join(unknown[:5])}{near}")
         if not {"read", "write"} <= set(found):
             raise MisuseError(f"{where}: a machine has read= and write= at least, the drive's bytes per second")
-        values: dict[str, Any] = {
-            name: parse_size(value) if isinstance(value, str) and name != "name" else value for name, value in found.items()
-        }
+        values = dict(found)
+        for name, value in found.items():
+            if isinstance(value, str) and name != "name":
+                try:
+                    values[name] = parse_size(value)
+                except MisuseError:
+                    text = ", or a text such as '7GB'" if "bytes" in NUMBERS.get(name, "") else ""
+                    told = f"a machine's {_described(name)}, not {quoted(value)}; write a number{text}"
+                    raise MisuseError(f"{where}: {told}") from None
         for name in ("read", "write"):
             given = values[name]
             if _is_number(given) and 0 < given < SLOWEST:
                 raise MisuseError(
                     f"{where}: {name}={given:g} is in bytes a second, slower than any drive: did you mean '{given:g}GB'?"
                 )
-        return cls(**values)
+        try:
+            return cls(**values)
+        except MisuseError as error:
+            raise MisuseError(f"{where}: {error}") from None
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the machine to a file. Raises MisuseError where that cannot be written."""
@@ -153,6 +168,17 @@ class Machine:
     def but(self, **numbers: Any) -> Machine:
         """Return this machine with other numbers."""
         return replace(self, **numbers)
+
+
+def _is_rate(name: str) -> bool:
+    """Return whether a number is a rate that cannot be 0; that of bf16 products is then as of fp32 ones."""
+    return NUMBERS[name].endswith("a second") and name != "flops_half"
+
+
+def _described(name: str) -> str:
+    if name in COUNTS:
+        return f"{name} is a count, a whole number"
+    return f"{name} is {'a rate above 0' if _is_rate(name) else 'a number from 0 on'}, in {NUMBERS[name]}"
 
 
 def _is_number(value: object) -> bool:
