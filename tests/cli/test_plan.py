@@ -162,6 +162,7 @@ def test_a_change_is_said_as_options_that_do(tmp_path: Path, capsys: pytest.Capt
         (["--heads", "5"], "multiple"),
         (["folder"], "--layers, --width, --heads"),
         (["--no-measure", "--ranks", "2"], "--machine"),
+        (["--no-measure", "--update-tier", "hbm"], "--update-tier hbm is not planned: a plan is of updates on the host"),
     ],
 )
 def test_what_is_no_usage(given: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -88,6 +88,10 @@ def add_parser(commands: Commands) -> None:
     how.add_argument("--dram", type=size, metavar="SIZE", help="budget of host memory (default: half of the machine's)")
     how.add_argument("--optimizer", choices=OPTIMIZERS, help="default: adamw")
     how.add_argument("--update", choices=UPDATES, help="when units are updated (default: the faster one)")
+    how.add_argument(
+        "--update-tier", choices=("dram", "hbm"),
+        help="dram: plans are of updates on the host, and hbm is refused (default: dram)",
+    )
     how.add_argument("--activations", choices=("memory", "recompute", "store"), help="default: the fastest that fits")
     how.add_argument(
         "--micro-batch", type=counts, metavar="N,N", help="parts of the batch inside units; of several the fastest that fits"

@@ -46,6 +46,8 @@ def planned(parsed: argparse.Namespace) -> int:
     model = _model(parsed, parser)
     if parsed.hbm and parsed.machine is None:
         parser.error("--hbm needs --machine FILE, which has the device's rates and those of its link")
+    if parsed.update_tier == "hbm":
+        parser.error("--update-tier hbm is not planned: a plan is of updates on the host")
     if parsed.ranks and parsed.machine is None and not parsed.measure:
         parser.error("--ranks needs a machine: leave out --no-measure, or give --machine")
     try:
