@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tiered.errors import MisuseError, one_of, path_of, quoted, whole_number
+from tiered.errors import MisuseError, meant, one_of, path_of, quoted, shown, whole_number
 from tiered.integrations.hub import folder_of
 from tiered.planning.dry_run import Loss, TrainingSetup, on_meta
 from tiered.planning.layers import train
@@ -234,6 +234,10 @@ def model_of_folder(what: str) -> nn.Module:
     """Return the model of a folder with a config.json of transformers, or of a name on the hub, on the meta device. Raises
     MisuseError where there is none."""
     folder = folder_of(what, "config")
+    if not os.path.lexists(folder):
+        near = meant(folder.name, sorted(one.name for one in folder.parent.glob("*") if one.is_dir()))
+        wanted = ": name one of a transformers model, or org/name on the Hugging Face hub"
+        raise MisuseError(f"there is no folder {shown(what, 1000)}{near or wanted}")
     if not Path(folder, "config.json").is_file():
         if any(Path(folder).glob("manifest.*")):
             raise MisuseError(f"{what} is a store, and a plan is made of shapes: name the folder that its model was read from")
