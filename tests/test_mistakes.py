@@ -188,7 +188,7 @@ def test_a_store_that_nobody_closes_says_what_is_lost(tmp_path: Path) -> None:
     )
     done = programs.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0
-    assert "s was closed with changes of 1 tensors that were not committed: call commit() first, or leave a with" in done.stderr
+    assert "s was closed with changes of 1 tensor that were not committed: call commit() first, or leave a with" in done.stderr
 
 
 def test_the_nearest_key_of_every_kind_of_tensor(tmp_path: Path) -> None:

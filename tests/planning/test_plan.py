@@ -116,6 +116,15 @@ def test_of_steps_that_take_long_to_play_ways_that_are_not_faster_are_left_out(m
     assert not any("left out" in note for note in notes)
 
 
+def test_a_note_says_which_choices_lease_too_many_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tiered.planning.plan.LONGEST", 10)
+    found = tiered.plan(ONE, **ASKED, machine=RATES, activations="memory")
+    assert found.chosen is not None
+    (note,) = [one for one in found.notes if "follows orders of up to 10" in one]
+    for one in (found.chosen, *found.others):
+        assert f"{one.touches:,} tensors ({one.choice})" in note
+
+
 def test_the_smallest_budget_is_the_one_that_paging_takes(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Conv1d(64, 600, 9), nn.Flatten(), nn.Tanh())  # a parameter that is not sliced
     found = tiered.plan(model, workload=Workload(inputs=torch.zeros(1, 64, 9)), dram="1MiB")

@@ -272,6 +272,7 @@ class Planner:
         self._predicted: dict[tuple[Choice, bool], Prediction] = {}
         self._measured: dict[str, float] = {}
         self._measures = measure and not (machine is not None and machine.hbm)  # a device is not measured here
+        self._long: dict[str, int] = {}
         self.notes: dict[str, None] = {}
 
     def divided(self, dram: int, ranks: int = 1, *, largest_alone: bool = False) -> ModelPlan:
@@ -392,10 +393,7 @@ class Planner:
             self.notes["chunks of optimizer states are taken together in the rehearsal, of which a step has very many"] = None
             touches += _leases_of_states(sizes) - _leases_of_states(self.sizes(choice.dram, together=together))
         if touches > LONGEST:
-            self.notes[
-                f"a step leases {touches:,} tensors, and a store follows orders of up to {LONGEST:,}: it would evict by last "
-                "use, and move more bytes than this plan says"
-            ] = None
+            self._long[str(choice)] = max(touches, self._long.get(str(choice), 0))
         step = in_groups(step, self._pieces(choice, of_activations))
         rates = _in_blocks(DriveRates(1e9, 1e9) if self.machine is None else self.machine.drive, together)
         least = bytes_moved(*uses_of(step), choice.dram, plan_retention(*uses_of(step), choice.dram))
@@ -469,6 +467,15 @@ class Planner:
         if choice.activations != "store" or self.machine is None:
             return None
         return self.predict(replace(choice, activations="memory")).seconds
+
+    def note_long(self) -> None:
+        """Note which choices have steps that lease more tensors than a store follows."""
+        if self._long:
+            steps = " and ".join(f"{touches:,} tensors ({choice})" for choice, touches in self._long.items())
+            self.notes[
+                f"a step leases {steps}, and a store follows orders of up to {LONGEST:,}: it would evict by last use, and move "
+                "more bytes than this plan says"
+            ] = None
 
     def note_assumed(self, found: Prediction) -> None:
         """Note where the longest part of a step takes so long by a number of the machine that nobody measured or gave."""
@@ -696,6 +703,7 @@ def plan(
     planner.note_assumed(chosen)
     curve = _curve(planner, chosen.choice, sweep.budgets, updates)
     rows = _rows(planner, chosen.choice, sweep.ranks, tokens)
+    planner.note_long()
     return Plan(
         model=subject.name, parameters=parameters, tokens=tokens, optimizer=optimizer, machine=found,
         smallest=planner.smallest(chosen.choice), enough=enough, chosen=chosen, others=others,

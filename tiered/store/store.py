@@ -253,8 +253,8 @@ class TieredStore(TensorMapping):
         self._close()
         if dropped:
             warnings.warn(
-                f"{self._name} was closed with changes of {dropped} tensors that were not committed: call commit() first, or "
-                "leave a with block, which commits",
+                f"{self._name} was closed with changes of {dropped} tensor{'' if dropped == 1 else 's'} that were not "
+                "committed: call commit() first, or leave a with block, which commits",
                 UncommittedWarning,
                 stacklevel=2,
             )
