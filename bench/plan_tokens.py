@@ -96,18 +96,17 @@ def _tokens(folder: Path, wanted: list[str] | None) -> Iterator[str]:
 
 
 def _training(folder: Path, wanted: list[str] | None) -> Iterator[str]:
-    yield "| model | machine | chosen | s a step | of them waiting | read | written | process | the plan took |"
-    yield "|---|---|---|---:|---:|---:|---:|---:|---:|"
+    yield "| model, machine | chosen | s a step | waiting | GiB read | GiB written | GiB process | s of plan |"
+    yield "|---|---|---:|---:|---:|---:|---:|---:|"
     for name, machine, took, plan in _plans(folder, wanted, ["--context", "1024", "--batch", "1"]):
         one = plan["chosen"]
         if one is None or not plan["fits"]:
-            yield f"| {name} | {machine} | {plan['refused']} | | | | | | {took:.0f} s |"
+            yield f"| {name}, {machine} | {plan['refused']} | | | | | | {took:.0f} |"
             continue
-        bytes_moved = " | ".join(format_size(round(one[way])) for way in ("read", "written"))
+        gib = (one["read"], one["written"], one["memory"]["process"])
+        cells = [_two(one["seconds"]), _two(one["waiting"]), *(f"{nbytes / 2**30:.1f}" if nbytes else "0" for nbytes in gib)]
         chosen = f"{one['choice']['update']}, {one['choice']['activations']}"
-        memory = format_size(one["memory"]["process"])
-        seconds = f"{_two(one['seconds'])} | {_two(one['waiting'])}"
-        yield f"| {name} | {machine} | {chosen} | {seconds} | {bytes_moved} | {memory} | {took:.0f} s |"
+        yield f"| {name}, {machine} | {chosen} | {' | '.join(cells)} | {took:.0f} |"
 
 
 def _two(number: float) -> str:
