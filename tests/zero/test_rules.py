@@ -22,6 +22,7 @@ from tiered import MisuseError, TensorSpec, TieredStore, zero
 from tiered.zero.paging.storage import TensorStore
 from tiered.zero.paging.units import Limits, divide
 from tiered.zero.paging.update import States
+from tiered.zero.rules.exact import AdamRule, AdamWRule
 from tiered.zero.rules.forms import forms_of
 from tiered.zero.rules.known import KNOWN
 
@@ -619,3 +620,40 @@ def test_sizes_of_chunks_are_those_of_all_parameters_looked_at_one_by_one() -> N
             for key in keys:
                 name = key.rpartition("/")[2].partition("#")[0]
                 assert states.sizes(key) == sorted({states._size(name, index, part) for part in parts} - {0}), (rule, shapes)
+
+
+@pytest.mark.parametrize("rule", [AdamWRule, AdamRule])
+@pytest.mark.parametrize("update", ["on_fetch", "in_backward"])
+def test_small_parameters_are_updated_together(
+    rule: type[Any], update: str, store: TieredStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By one call for a chunk, and not by one for each parameter; with the bits of torch's class. Each step has others without
+    a gradient."""
+    calls: list[int] = []
+    real = rule.update_each
+
+    def counted(self: Any, params: Any, *arguments: Any) -> None:
+        calls.append(len(params))
+        real(self, params, *arguments)
+
+    monkeypatch.setattr(rule, "update_each", counted)
+    torch.manual_seed(0)
+    reference = nn.Sequential(*[nn.Linear(16, 16) for _ in range(12)])
+    model = zero.page(copy.deepcopy(reference), store)
+    kinds = {AdamWRule: (torch.optim.AdamW, zero.AdamW), AdamRule: (torch.optim.Adam, zero.Adam)}
+    theirs = kinds[rule][0](reference.parameters(), lr=1e-2, fused=True)
+    ours = kinds[rule][1](model.parameters(), lr=1e-2, update=update)
+    for step in range(6):
+        calls.clear()
+        for module, optimizer in (reference, theirs), (model, ours):
+            optimizer.zero_grad()
+            x = torch.ones(2, 16)
+            for number, layer in enumerate(module):
+                x = x if number == step else layer(x)
+            x.square().sum().backward()
+            optimizer.step()
+        ours.flush()
+        assert sum(calls) == 22, "each parameter that has a gradient"
+        if step > 6 - 2:
+            assert len(calls) <= 4
+    assert equal(model.state_dict(), reference.state_dict())

@@ -19,7 +19,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -182,9 +182,9 @@ class Pending:
         """Note that the piece that was begun is unchanged."""
         self._begun = None
 
-    def done(self) -> None:
-        """Count the piece that was begun, by one assignment: an interruption leaves it counted or not."""
-        self._place = self._place[0], self._place[1] + 1
+    def done(self, pieces: int = 1) -> None:
+        """Count the piece that was begun, or several, by one assignment: an interruption leaves them counted or not."""
+        self._place = self._place[0], self._place[1] + pieces
 
     def chunk_done(self) -> None:
         self._place = self._place[0] + 1, 0
@@ -200,6 +200,58 @@ class _Piece(NamedTuple):
     forms: Mapping[str, StateForm]
     spans: Mapping[str, tuple[int, slice]]
     whole: bool
+
+
+class _Together:
+    """Pieces that follow one another and are updated by one call of their rule, up to ``most`` elements: of small parameters a
+    call takes longer than the update."""
+
+    def __init__(self, pending: Pending, most: int) -> None:
+        self._pending, self._most = pending, most
+        self._update: Update | None = None
+        self._params: list[torch.Tensor] = []
+        self._grads: list[torch.Tensor] = []
+        self._states: list[dict[str, torch.Tensor]] = []
+        self._elements = 0
+
+    def takes(
+        self, piece: _Piece, update: Update, param: torch.Tensor, grad: torch.Tensor | None, state: dict[str, torch.Tensor]
+    ) -> bool:
+        """Return whether the piece is updated with others, by ``update``; else those before it are updated now."""
+        joins = (
+            grad is not None
+            and getattr(update.rule, "together", False)
+            and update.step > 1
+            and update.missed is None
+            and not (update.scales or update.wide_scales or piece.whole)
+            and param.dtype not in _NARROW
+            and not param.is_meta
+        )
+        before = self._update
+        if before is not None and not (joins and update.step == before.step and update.rule == before.rule):
+            self.update()
+        if not joins:
+            return False
+        assert grad is not None
+        self._update = update
+        self._params.append(param)
+        self._grads.append(grad)
+        self._states.append(state)
+        self._elements += param.numel()
+        if self._elements >= self._most:
+            self.update()
+        return True
+
+    def update(self) -> None:
+        """Update the pieces that were taken."""
+        if (update := self._update) is None:
+            return
+        rule: Any = update.rule
+        self._pending.begin()
+        rule.update_each(self._params, self._grads, self._states, update.step)
+        self._pending.done(len(self._params))
+        self._update, self._elements = None, 0
+        self._params, self._grads, self._states = [], [], []
 
 
 class Chunk(NamedTuple):
@@ -490,6 +542,7 @@ class States:
                 self.store.span("update", f"{self.key}#{index}"),
             ):
                 began = time.perf_counter()
+                together = _Together(pending, max(UPDATED_AT_ONCE, self.chunk_elements // PIECES))
                 for piece in pieces[pending.pieces_done :]:
                     placement, (start, stop) = piece.placement, (piece.elements.start, piece.elements.stop)
                     state = {kind: chunk[number][span] for kind, (number, span) in piece.spans.items()}
@@ -501,6 +554,9 @@ class States:
                     if update.graded:
                         assert gradient is not None
                         grad = placement.flat(gradient, start, stop)
+                    if together.takes(piece, update, param, grad, state):
+                        del state, param, grad
+                        continue
                     pending.begin()
                     try:
                         self._update_piece(piece, update, param, grad, state, scratch)
@@ -509,6 +565,7 @@ class States:
                         raise
                     pending.done()
                     del state, param, grad
+                together.update()
                 self.update_seconds += time.perf_counter() - began
                 del chunk  # the last alias: the chunk may go to disk as soon as the lease ends
             pending.chunk_done()

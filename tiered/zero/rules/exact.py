@@ -26,8 +26,8 @@ Function = Callable[..., None]
 
 
 class _TorchRule:
-    """Update by the function that ``torch_class`` calls for lists of tensors, with lists of one: by the fused kernel where
-    ``fused``, else one tensor at a time.
+    """Update by the function that ``torch_class`` calls for lists of tensors: by the fused kernel where ``fused``, else one
+    tensor at a time.
 
     ``_function`` takes, after parameters and gradients, lists of the states ``lists``; those that ``needs`` names are there
     where the hyper-parameter is not 0 or False, which must stay as it is. ``kept``: the states that are stored, if not all.
@@ -44,19 +44,30 @@ class _TorchRule:
         return {name: param for name in names if name not in self.needs or getattr(self, self.needs[name])}
 
     def update(self, param: torch.Tensor, grad: torch.Tensor, state: State, step: int) -> None:
+        self.update_each([param], [grad], [state], step)
+
+    def update_each(
+        self, params: list[torch.Tensor], grads: list[torch.Tensor], states: Sequence[State], step: int
+    ) -> None:
         made: Any = self
-        _call(self._stepped_by(), made, param, grad, [[state[name]] if name in state else [] for name in self.lists], step)
+        lists = [[state[name] for state in states if name in state] for name in self.lists]
+        _call(self._stepped_by(), made, params, grads, lists, step)
 
     def _stepped_by(self) -> Function:
         return type(self)._function
 
 
 def _call(
-    function: Function, rule: UpdateRule, param: torch.Tensor, grad: torch.Tensor, lists: Sequence[list[Any]], step: int
+    function: Function,
+    rule: UpdateRule,
+    params: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    lists: Sequence[list[Any]],
+    step: int,
 ) -> None:
     arguments, counts = _arguments(function, rule)  # type: ignore[arg-type]  # a frozen dataclass, which can be hashed
-    steps = [[_before(step, param, arguments.get("fused"))]] if counts else []
-    function([param], [grad], *lists, *steps, **arguments)
+    steps = [[_before(step, param, arguments.get("fused")) for param in params]] if counts else []
+    function(params, grads, *lists, *steps, **arguments)
 
 
 @lru_cache(1024)
@@ -87,6 +98,7 @@ class AdamWRule(_TorchRule):
     maximize: bool = False
 
     fused: ClassVar[bool] = True
+    together: ClassVar[bool] = True
     torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.AdamW
     torch_names: ClassVar[Mapping[str, str]] = {"m": "exp_avg", "v": "exp_avg_sq"}
     _function: ClassVar[Function] = staticmethod(adamw)
@@ -114,7 +126,7 @@ class SGDRule(_TorchRule):
 
     def update(self, param: torch.Tensor, grad: torch.Tensor, state: State, step: int) -> None:
         buffers: list[torch.Tensor | None] = [state["momentum_buffer"] if self.momentum and step > 1 else None]
-        _call(sgd.sgd, self, param, grad, [buffers], step)
+        _call(sgd.sgd, self, [param], [grad], [buffers], step)
         if self.momentum and step == 1:
             assert buffers[0] is not None
             state["momentum_buffer"].copy_(buffers[0])
@@ -133,6 +145,7 @@ class AdamRule(_TorchRule):
     fused: bool | None = True
     decoupled_weight_decay: bool = False
 
+    together: ClassVar[bool] = True
     optional: ClassVar[tuple[str, ...]] = ("decoupled_weight_decay",)  # torch 2.6 has it in AdamW alone
     torch_class: ClassVar[type[torch.optim.Optimizer]] = torch.optim.Adam
     torch_names: ClassVar[Mapping[str, str]] = {"m": "exp_avg", "v": "exp_avg_sq", "largest": "max_exp_avg_sq"}
@@ -354,7 +367,7 @@ def adamw_step(
 ) -> None:
     """Make a step of AdamW by torch's fused kernel, with the hyper-parameters of ``rule``. The moments ``m`` and ``v`` have the
     type of ``param``; all three change in place."""
-    _call(adamw, rule, param, grad, [[m], [v], []], step)
+    _call(adamw, rule, [param], [grad], [[m], [v], []], step)
 
 
 def _before(step: int, param: torch.Tensor, fused: bool | None = False) -> torch.Tensor:

@@ -46,6 +46,8 @@ class UpdateRule(Protocol):
     - ``torch_class``: the class of torch whose states and param groups it has, or what makes one, as that is, of parameters.
     - ``constant``: the fields that must stay as they are once a step was made. ``optional``: those that a state which is
       loaded need not have; they stay as they are then.
+    - ``together``: True where ``update_each(params, grads, states, step)`` does for lists, by one call, what ``update`` does
+      for each, with the same bits.
     - ``rounds``: True where parameters are bf16, have no masters, and are rounded by chance: then it has a field ``seed``.
     """
 
