@@ -135,11 +135,9 @@ class NativeDiskLink:
             where = b"".join(_PART.pack(part.fd, part.offset) for part in parts)
             held, places = _address(where)
             kept = kept, held
-        _ROW.pack_into(
-            *(self._packed, self._waiting * _ROW.size, transfer.tag, way, urgency, fd, offset),
-            *(self._address + transfer.upper.offset, transfer.nbytes, transfer.tensor_id, transfer.generation, transfer.begin),
-            *(expected, places, len(parts)),
-        )
+        memory, whose = self._address + transfer.upper.offset, (transfer.tensor_id, transfer.generation)
+        row = (transfer.tag, way, urgency, fd, offset, memory, transfer.nbytes, *whose, transfer.begin)
+        _ROW.pack_into(self._packed, self._waiting * _ROW.size, *row, expected, places, len(parts))
         self._jobs[transfer.tag] = transfer, location, length, kept
         accepted[urgency] += length
         self._waiting += 1
