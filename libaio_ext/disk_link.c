@@ -526,30 +526,37 @@ disk_link *disk_link_open(const disk_ring *ring, const disk_config *config)
     return link;
 }
 
-int disk_link_start(disk_link *link, const disk_transfer *transfers, unsigned count)
+static int begin_jobs(disk_link *link, const disk_transfer *transfers, unsigned count)
 {
     for (unsigned i = 0; i < count; i++) {
         int failed = begin_job(link, &transfers[i]);
         if (failed)
             return failed;
     }
-    return submit(link);
+    return 0;
 }
 
-int disk_link_promote(disk_link *link, int64_t tag, int urgency)
+int disk_link_start(disk_link *link, const disk_transfer *transfers, unsigned count)
 {
+    int failed = begin_jobs(link, transfers, count);
+    return failed ? failed : submit(link);
+}
+
+int disk_link_promote(disk_link *link, const disk_transfer *transfers, unsigned count, int64_t tag, int urgency)
+{
+    int failed = begin_jobs(link, transfers, count);
     struct job *job = *bucket_of(link, tag);
     while (job && job->transfer.tag != tag)
         job = job->next_known;
-    if (!job || job->transfer.urgency <= urgency)
-        return 0;
-    int queued = job->queued;
-    if (queued)
-        leave_queue(link, job);
-    job->transfer.urgency = urgency;
-    if (queued)
-        append(link, job);
-    return submit(link);
+    if (job && job->transfer.urgency > urgency) {
+        int queued = job->queued;
+        if (queued)
+            leave_queue(link, job);
+        job->transfer.urgency = urgency;
+        if (queued)
+            append(link, job);
+    }
+    return failed ? failed : submit(link);
 }
 
 int disk_link_turn(disk_link *link, const disk_transfer *transfers, unsigned count, int64_t timeout_ns, disk_end *out, unsigned room)

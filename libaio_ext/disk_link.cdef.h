@@ -62,8 +62,8 @@ int disk_link_turn(disk_link *link, const disk_transfer *transfers, unsigned cou
 /* Take `count` transfers and submit what the ring has room for; look for no end. 0, -ENOMEM, or what the ring answered. */
 int disk_link_start(disk_link *link, const disk_transfer *transfers, unsigned count);
 
-/* Raise the urgency of a transfer that was taken and has not ended. */
-int disk_link_promote(disk_link *link, int64_t tag, int urgency);
+/* Take `count` transfers, raise the urgency of one that was taken and has not ended, and submit. As disk_link_start. */
+int disk_link_promote(disk_link *link, const disk_transfer *transfers, unsigned count, int64_t tag, int urgency);
 
 /* Counters that are right after each call: blocks in flight, and pieces that were hashed since the link was opened. */
 typedef struct {

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.contracts.link import SIZES, LinkContract, Loop
 from tests.fakes import InstantBackend, ManualBackend, NativeOver
-from tiered.errors import CorruptionError, MisuseError, ReadError, ShortTransfer, TransferError, WriteError
+from tiered.errors import CorruptionError, MisuseError, ReadError, ShortTransfer, StoreClosed, TransferError, WriteError
 from tiered.format import stripes
 from tiered.interfaces import IOBackend, NativeBackend
 from tiered.io.aiofiles import AiofilesBackend
@@ -858,6 +858,19 @@ def test_what_has_ended_is_told_before_all_that_will_be_written_is_hashed() -> N
     assert fake.link.hashed - before <= 5, "and of a large one no more ahead of its turn than the ring takes"
 
 
+def test_what_is_promoted_while_it_waits_for_others_goes_first() -> None:
+    fake = manual(depth=6, together=4 * MIB)
+    offsets = []
+    for urgency in (Urgency.DEMAND, Urgency.PREFETCH, Urgency.WRITEBACK):
+        upper, lower = fake.pair(4096)
+        transfer = fake.loop.transfer(Direction.DOWN, upper, lower, 4096, urgency)
+        offsets.append(lower.offset)
+        assert fake.link.start(transfer)
+    assert len(fake.backend.submitted) == 1
+    fake.link.promote(transfer.tag, Urgency.DEMAND)
+    assert [request.offset for request in fake.backend.submitted] == [offsets[0], offsets[2], offsets[1]]
+
+
 # Both links, beside each other
 
 
@@ -899,6 +912,7 @@ def test_both_links_decide_the_same(
     whats = ["write", "write", "read", "promote", "complete", "complete", "fault", "refuse", "poll"]
     for step in range(data.draw(st.integers(3, 25))):
         what = data.draw(st.sampled_from(whats))
+        polls = data.draw(st.booleans())
         if what == "write":
             nbytes = data.draw(st.sampled_from([1, 4096, 70_001, MIB, PIECE, PIECE + 1, 9 * MIB]))
             urgency = data.draw(st.sampled_from(list(Urgency)))
@@ -929,7 +943,7 @@ def test_both_links_decide_the_same(
             most = data.draw(st.integers(0, 2))
             for one in pair:
                 one.backend.refuse_after(most)
-        ends = [ended(one) for one in pair] if what != "write" else [[], []]
+        ends = [ended(one) for one in pair] if polls else [[], []]
         assert ends[0] == ends[1]
         known += [(*written[tag], digests) for tag, digests, error in ends[0] if tag in written and error == "None"]
         assert requests(pair[0]) == requests(pair[1])
@@ -937,3 +951,28 @@ def test_both_links_decide_the_same(
         assert pair[0].link.hashed == pair[1].link.hashed
     for one in pair:
         one.link.close()
+
+
+@needs_native
+def test_a_link_that_a_signal_handler_closes(kind: str) -> None:
+    """While a poll waits: the poll does not go on with memory that was freed."""
+    if kind == "python":
+        return
+
+    class Interrupted(NativeOver):
+        link: NativeDiskLink
+
+        def _reaped(self, *_: object) -> int:
+            self.link.close()
+            return -errno.EINTR
+
+    fake, interrupted = manual(), Interrupted(ManualBackend())
+    where = {"address": fake.upper.address, "locate": lambda slot: Location(FD, 0, "/0"), "uuid": UUID, "alignment": ALIGNMENT}
+    link = interrupted.link = NativeDiskLink(interrupted, **where, config=DiskConfig())
+    transfer = fake.loop.transfer(Direction.UP, *fake.pair(MIB), MIB)
+    assert link.start(transfer)
+    with pytest.raises(StoreClosed):
+        link.poll(60)
+    assert link.hashed == 0
+    with pytest.raises(AssertionError, match="after close"):
+        link.start(fake.loop.transfer(Direction.UP, *fake.pair(MIB), MIB))

@@ -356,7 +356,8 @@ class DiskLink:
         if job.way is _WRITE and completion.result == size:
             self._counted += size
         # Of a read the tensor's own bytes are enough: a file that was cut off within padding has lost nothing.
-        if completion.result != size and not (job.way is _READ and job.transfer.nbytes - at <= completion.result < size):
+        own = max(0, job.transfer.nbytes - at)
+        if completion.result != size and not (job.way is _READ and own <= completion.result < size):
             self._fail(job, io_error(job.transfer, job.location, at, size, completion.result))
         elif job.missing and job.error is None:
             end = min(at + size, job.transfer.nbytes)

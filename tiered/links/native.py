@@ -12,7 +12,7 @@ import struct
 import time
 from collections.abc import Callable
 
-from tiered.errors import CapacityError, TransferError
+from tiered.errors import CapacityError, StoreClosed, TransferError
 from tiered.interfaces import IOBackend, Link, NativeBackend
 from tiered.links.disk import LATENCY, DiskConfig, DiskLink, block_bytes, io_error, refuse_alignment, why_corrupt
 from tiered.types import CHECKSUM_BYTES, PIECE_BYTES, Completion, Direction, Location, Slot, Transfer, Urgency
@@ -106,12 +106,13 @@ class NativeDiskLink:
 
     @property
     def hashed(self) -> int:
-        """Pieces that were hashed or verified so far. Not after ``close``."""
+        """Pieces that were hashed or verified so far; 0 after ``close``."""
         return self._counters[1]
 
     def start(self, transfer: Transfer) -> bool:
         """Take a transfer; return False while the window is full of transfers at least as urgent."""
-        assert not self._closed, "start after close"
+        if self._closed:  # no assertion: C code has freed what this would write to
+            raise AssertionError("start after close")
         assert transfer.tag not in self._jobs, f"tag {transfer.tag} is in flight"
         if transfer.after:
             assert all(fence.query() for fence in transfer.after), "DRAM has no streams, so nothing here waits for a fence"
@@ -156,14 +157,14 @@ class NativeDiskLink:
         accepted[transfer.urgency] -= length
         accepted[urgency] += length
         transfer.urgency = urgency
-        if self._waiting:
-            self._checked(lib.disk_link_start(self._link, self._rows, self._taken()))
-        self._checked(lib.disk_link_promote(self._link, tag, urgency))
+        self._checked(lib.disk_link_promote(self._link, self._rows, self._taken(), tag, urgency))
 
     def poll(self, timeout: float) -> list[Completion]:
         left = min(timeout, LONGEST_WAIT)
         deadline = time.monotonic() + left if left > 0 else 0.0
         while True:
+            if self._closed:  # perhaps by a signal handler, between two calls
+                raise StoreClosed("this link to a disk is closed")
             waits = int(left * 1e9) if left > 0 else 0
             count = lib.disk_link_turn(self._link, self._rows, self._taken(), waits, self._ends, AT_ONCE)
             if count != -errno.EINTR:
@@ -180,6 +181,7 @@ class NativeDiskLink:
         """Wait for the blocks in flight and close the backend; blocks that were not submitted are dropped. Idempotent."""
         if not self._closed:
             self._closed = True
+            self._counters = memoryview(bytes(self._counters.nbytes)).cast("Q")
             self._backend.close()
             lib.disk_link_close(self._link)
             self._jobs.clear()

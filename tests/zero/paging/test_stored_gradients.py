@@ -1113,40 +1113,79 @@ def test_a_gradient_that_lost_its_graph_leads_none_in_silence(store: TieredStore
 
 
 class Unfreezes(nn.Module):
-    """Unfreezes parameters in the middle of its forward; one is read, the other one is computed with by another module."""
+    """Unfreezes a parameter in the middle of its forward, and computes with it: as it is read of its module, at the end, or as
+    the model has it elsewhere, before another module runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, how: str) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
-        self.layers[3].requires_grad_(False)
-        self.layers[4].requires_grad_(False)
+        self.how, self.listed = how, [self.layers[3].weight]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.layers[1](self.layers[0](x))
-        self.layers[3].requires_grad_(True)
-        self.layers[4].requires_grad_(True)
-        return nn.functional.linear(self.layers[2](x), self.layers[3].weight) + self.layers[4](x)
+        self.listed[0].requires_grad_(True)
+        if self.how == "read":
+            return nn.functional.linear(x, self.layers[3].weight)
+        return self.layers[2](nn.functional.linear(x, self.listed[0]))  # type: ignore[no-any-return]
 
 
-def test_gradients_of_a_unit_that_modules_around_hold(store: TieredStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of the model is one unit. Each module looks at its own parameters, so that the looks do not grow as the square."""
-    looks = 0
-    real = Pager._hook_gradients
-
-    def counted(pager: Pager, unit: Any, placements: Any = None) -> bool:
-        nonlocal looks
-        looks += len(unit.plan.placements if placements is None else placements)
-        return real(pager, unit, placements)
-
-    monkeypatch.setattr(Pager, "_hook_gradients", counted)
+@pytest.mark.parametrize("how", ["read", "captured"])
+def test_a_parameter_that_is_unfrozen_within_a_unit_in_use(store: TieredStore, how: str) -> None:
+    """All of the model is one unit. Its gradient is the pager's as any other: ranks would not reduce what autograd made."""
     torch.manual_seed(0)
-    reference = Unfreezes()
+    reference = Unfreezes(how)
     model = zero.page(copy.deepcopy(reference), store)
-    assert len(pager_of(model).units) == 1
+    (unit,) = pager_of(model).units
     x = torch.randn(3, 8)
     for module in reference, model:
+        module.layers[3].requires_grad_(False)
         module(x).square().sum().backward()
+    assert all(state.taken for one, state in unit.gradients.states.items() if one.parameter is model.layers[3].weight)
+    assert model.layers[3].weight in {one.parameter for one in unit.gradients.states if one.parameter.requires_grad}
     for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
         assert (mine.grad is None) == (other.grad is None)
         assert other.grad is None or same_bits(mine.grad.detach().clone(), other.grad)
-    assert looks <= 4 * sum(1 for _ in reference.parameters())
+
+
+def test_modules_of_a_unit_in_use_do_not_look_at_all_of_its_parameters(
+    store: TieredStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a forward takes as many looks as the square of the layers."""
+    looks = 0
+    real = Pager._hook_gradients
+
+    def counted(pager: Pager, unit: Any) -> None:
+        nonlocal looks
+        looks += len(unit.gradients.unhooked)
+        real(pager, unit)
+
+    monkeypatch.setattr(Pager, "_hook_gradients", counted)
+    model = zero.page(nn.Sequential(*[nn.Linear(8, 8) for _ in range(12)]), store)
+    assert len(pager_of(model).units) == 1
+    for _ in range(2):
+        model(torch.ones(3, 8)).sum().backward()
+    assert looks == 24, "each parameter once"
+
+
+@pytest.mark.parametrize("what", ["hook", "attribute"])
+def test_a_model_that_its_parameter_refers_to_since_the_middle_of_forward_is_collected(store: TieredStore, what: str) -> None:
+    class Refers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            if what == "hook":
+                self.first.weight.register_hook(lambda grad: (self, grad)[1])
+            else:
+                self.first.weight.owner = [self]  # type: ignore[assignment]
+            return self.second(x)  # type: ignore[no-any-return]
+
+    model = zero.page(Refers(), store)
+    assert len(pager_of(model).units) == 1
+    model(torch.ones(2, 8)).sum().backward()
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None

@@ -7,6 +7,7 @@ ranks accumulated and has not reduced yet. Other files keep sets of units only.
 
 from __future__ import annotations
 
+import gc
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -119,8 +120,8 @@ class UnitGradients:
         self.parts = {placement: part for placement, part in parts.items() if placement in self.states}
         self.opened: torch.Tensor | None = None  # while gradients arrive: leased
         self._lease = Opened()
-        self.passing: set[GradientState] = set()
-        """Those whose node only graphs have, once the unit is held no longer."""
+        self.unhooked: dict[Placement, None] = dict.fromkeys(placements)
+        """Parameters whose gradient no hook takes yet, or whose node only graphs have."""
         self.arrived: set[Placement] = set()
         """Parameters whose gradient this process accumulated in the running backward pass."""
         self.final: set[Placement] = set()
@@ -132,10 +133,13 @@ class UnitGradients:
         """More gradients may come, at any time until the backward pass ends, that add up with those that have arrived."""
 
     def let_nodes_go(self) -> None:
-        """Leave the nodes of ``passing`` to the graphs."""
-        for state in self.passing:
-            state.node = None
-        self.passing.clear()
+        """Leave to the graphs the nodes of parameters that have hooks or attributes of their users, because the unit is held no
+        longer: a node refers to its parameter in C++, where the collector does not look, and such a parameter perhaps to the
+        model. The next hold hooks the nodes that there are then."""
+        for placement, state in self.states.items():
+            if state.node is not None and _has_users(placement.parameter):
+                self.unhooked[placement] = None  # first: an exception in between must not leave a node that nobody hooks
+                state.node = None
 
     def end_pass(self) -> None:
         """Forget what arrived in the backward pass; the gradients stay as they are."""
@@ -637,6 +641,16 @@ def _refuse_shared(placement: Placement, consequence: str) -> None:
             f"{grad.source.shown} was assigned to the gradient of {placement.name!r}, and {consequence}: assign a copy "
             "(.clone())"
         )
+
+
+def _has_users(parameter: Any) -> bool:
+    """Return whether users gave a parameter hooks or attributes, beside ours: one hook, and one attribute that the collector
+    knows."""
+    return bool(
+        parameter._backward_hooks
+        or len(parameter._post_accumulate_grad_hooks or ()) > 1
+        or sum(map(gc.is_tracked, parameter.__dict__.values())) > 1
+    )
 
 
 def _forget_whole(placement: Placement) -> None:

@@ -144,11 +144,10 @@ class Reference:
 
 class Frame:
     """Units that one running forward holds. ``read``: those of them that it did not hold from its beginning, because they are
-    other modules', in the order in which they were read, and their bytes. ``hooked``: those of which all gradients were hooked
-    for it. ``below``: the saved-tensor hooks that were in force when it began; ``hooks``: those that it puts in force, if any.
-    """
+    other modules', in the order in which they were read, and their bytes. ``below``: the saved-tensor hooks that were in force
+    when it began; ``hooks``: those that it puts in force, if any."""
 
-    __slots__ = ("below", "hooked", "hooks", "module", "read", "read_bytes", "recording", "span", "units")
+    __slots__ = ("below", "hooks", "module", "read", "read_bytes", "recording", "span", "units")
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -156,7 +155,6 @@ class Frame:
         self.below = hooks_active()
         self.hooks: Hooks | None = None
         self.units: list[Unit] = []
-        self.hooked: set[Unit] = set()
         self.read: dict[Unit, None] = {}
         self.read_bytes = 0
         self.span: Span | None = None
@@ -339,7 +337,6 @@ class Pager:
         self.sliced = plan.sliced
         self._references = self._counted()
         self._held = {module: [self.units[i] for i in indices] for module, indices in plan.held.items()}
-        self._own = {module: self._units_of_parameters(module) for module in self._held}
         self._titles = {module: _names(units) for module, units in self._held.items()}
         """What spans of these modules are called."""
         self._frames: list[Frame] = []
@@ -462,16 +459,6 @@ class Pager:
                 held = self._held.get(module, ())
                 ForwardHooks(held, self._before_forward, self._after_forward).register(module)
 
-    def _units_of_parameters(self, module: nn.Module) -> dict[Unit, list[Placement]]:
-        """Return the parameters of ``module``, and of the modules within it, by their units."""
-        found: dict[Unit, list[Placement]] = {}
-        for parameter in module.parameters():
-            sliced = self.sliced.get(parameter)
-            for one in (parameter,) if sliced is None else sliced.slices:
-                unit, placement = self._home[one]
-                found.setdefault(unit, []).append(placement)
-        return found
-
     def _counted(self) -> dict[nn.Parameter, int]:
         """Return how many references there are to each parameter where nobody but this model has it."""
         counted = SimpleNamespace(parameter=object())
@@ -562,7 +549,6 @@ class Pager:
             self.step_trace.forward_begins("training" if torch.is_grad_enabled() else "inference", self._units_in_order)
 
     def _hold(self, frame: Frame, unit: Unit) -> None:
-        within = unit.held and any(unit in one.hooked for one in self._frames)
         if not unit.held:
             self._look_ahead(unit)
         if not _shows_arguments() and (unit.held or self._computes_alone()):
@@ -570,18 +556,13 @@ class Pager:
         else:
             self.take(unit)
         self._defer_hidden(unit)
-        if within:  # a module around this one has hooked all of them: to look at hundreds at each of its layers takes longer
-            self._held_for(frame.units, unit, self._own[frame.module].get(unit, ()))
-        elif self._held_for(frame.units, unit):
-            frame.hooked.add(unit)
+        self._held_for(frame.units, unit)
 
-    def _held_for(self, units: list[Unit], unit: Unit, placements: Sequence[Placement] | None = None) -> bool:
-        """Have a unit that is held compute for those who hold ``units``, until ``_drop_all(units)``. Return whether gradients
-        of ``placements`` (None: of all its parameters) are hooked."""
+    def _held_for(self, units: list[Unit], unit: Unit) -> None:
+        """Have a unit that is held compute for those who hold ``units``, until ``_drop_all(units)``."""
         units.append(unit)
-        hooked = self._hook_gradients(unit, placements)
+        self._hook_gradients(unit)
         self._show(unit)
-        return hooked
 
     def _drop_all(self, units: list[Unit]) -> None:
         """Drop units that are held for somebody, the last one first."""
@@ -600,7 +581,6 @@ class Pager:
             del frame.read[left]
             frame.read_bytes -= left.plan.nbytes
             frame.units.remove(left)
-            frame.hooked.discard(left)
             self._drop(left)
         self._hold(frame, unit)
         frame.read[unit] = None
@@ -704,8 +684,8 @@ class Pager:
                     return unit.apart(placement)
                 unit.show([placement])
                 self._hook_gradients(unit)
-            elif parameter.requires_grad and not unit.gradients.states[placement].taken:  # unfrozen since the unit is held
-                self._hook_gradients(unit, (placement,))
+            elif placement in unit.gradients.unhooked:  # perhaps unfrozen since the unit is held
+                self._hook_gradients(unit)
             self._defer_hidden(unit)
         elif recomputed:
             self._visit_backward((unit,))
@@ -1225,34 +1205,23 @@ class Pager:
 
     # -- gradients ---------------------------------------------------------------------------------------------------------
 
-    def _hook_gradients(self, unit: Unit, placements: Sequence[Placement] | None = None) -> bool:
-        """Hook the gradients of ``placements`` (None: of all) of a unit that is held, also of one that was unfrozen since.
-        Return whether graphs may need it.
-
-        A node refers to its parameter in C++, where the collector does not look: of one that has hooks or attributes of its
-        users, which may refer to the model, only graphs keep it, and each hold of the unit hooks what there is then.
-        """
-        if not torch.is_grad_enabled() or _excluded(_AUTOGRAD):  # nothing is recorded, so there is no node to hook
-            return False
-        states = unit.gradients.states
-        for placement in unit.plan.placements if placements is None else placements:
+    def _hook_gradients(self, unit: Unit) -> None:
+        """Hook the gradients of a unit that is held, also of a parameter that was unfrozen since. What is hooked stays so until
+        the unit is dropped: a module within the unit looks at those that are not."""
+        gradients = unit.gradients
+        if not gradients.unhooked or not torch.is_grad_enabled() or _excluded(_AUTOGRAD):  # what is not recorded has no node
+            return
+        for placement in list(gradients.unhooked):
             parameter: Any = placement.parameter
             if not (parameter.requires_grad and parameter.is_leaf):  # one that was frozen may be the result of a write
                 continue
-            state = states.get(placement)
+            state = gradients.states.get(placement)
             if state is None or not state.taken:
                 self._hook_taking(unit, placement, state)
-                state = states[placement]
-            passing = (
-                parameter._backward_hooks
-                or len(parameter._post_accumulate_grad_hooks or ()) > 1
-                or sum(map(gc.is_tracked, parameter.__dict__.values())) > 1  # our handle is one
-            )
-            if passing or state.node is None:
+                state = gradients.states[placement]
+            if state.node is None:
                 self._hook_node(parameter, state)
-            if passing:
-                unit.gradients.passing.add(state)
-        return True
+            del gradients.unhooked[placement]
 
     def _hook_taking(self, unit: Unit, placement: Placement, state: GradientState | None) -> None:
         """Have a parameter give away what autograd has accumulated. Another such hook, where an exception strikes, finds

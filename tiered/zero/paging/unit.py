@@ -638,8 +638,7 @@ class Unit:
                     self._memories[address] = StorageWeakRef(self.base.untyped_storage())  # type: ignore[no-untyped-call]
                 self._left = self._versions_now()
             self.release_parameters()
-            if self.gradients.passing:
-                self.gradients.let_nodes_go()
+            self.gradients.let_nodes_go()
             self.base = None
             self.memory, self.places = {}, {}
             self.aside = {}
