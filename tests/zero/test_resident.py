@@ -315,7 +315,7 @@ def test_a_step_that_was_interrupted_is_not_gone_on_from(tmp_path: Path, monkeyp
         train(model, optimizer, 0, 2)
         store.commit()
         values = copy.deepcopy(model.state_dict())
-        real, calls = zero.AdamWRule.update, 0
+        real, calls = zero.AdamWRule.update_each, 0
 
         def interrupted(*arguments: Any) -> None:
             nonlocal calls
@@ -325,7 +325,7 @@ def test_a_step_that_was_interrupted_is_not_gone_on_from(tmp_path: Path, monkeyp
             real(*arguments)
 
         with monkeypatch.context() as patch:
-            patch.setattr(zero.AdamWRule, "update", interrupted)
+            patch.setattr(zero.AdamWRule, "update_each", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 train(model, optimizer, 2, 3)
         for again in (optimizer.step, optimizer.state_dict):

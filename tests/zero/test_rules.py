@@ -657,3 +657,21 @@ def test_small_parameters_are_updated_together(
         if step > 6 - 2:
             assert len(calls) <= 4
     assert equal(model.state_dict(), reference.state_dict())
+
+
+def test_a_rule_that_overrides_the_update_of_adamw_is_asked_for_each_parameter(store: TieredStore) -> None:
+    asked = []
+
+    class Mine(AdamWRule):
+        def update(self, param: Any, grad: Any, state: Any, step: int) -> None:
+            asked.append(step)
+            super().update(param, grad, state, step)
+
+    model = zero.page(nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)]), store)
+    optimizer = zero.Optimizer(model.parameters(), Mine())
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(2, 16)).square().sum().backward()
+        optimizer.step()
+    optimizer.flush()
+    assert sorted(asked) == [1] * 8 + [2] * 8 + [3] * 8

@@ -38,6 +38,11 @@ class _TorchRule:
     lists: ClassVar[tuple[str, ...]]
     needs: ClassVar[Mapping[str, str]] = {}
     kept: ClassVar[tuple[str, ...] | None] = None
+    together: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        if "update" in vars(cls) and "together" not in vars(cls):
+            cls.together = False  # ``update_each`` of a class above would leave this ``update`` out
 
     def state_specs(self, param: TensorSpec) -> Mapping[str, TensorSpec]:
         names = self.lists if self.kept is None else self.kept
