@@ -137,7 +137,14 @@ class UnitGradients:
         longer: a node refers to its parameter in C++, where the collector does not look, and such a parameter perhaps to the
         model. The next hold hooks the nodes that there are then."""
         for placement, state in self.states.items():
-            if state.node is not None and _has_users(placement.parameter):
+            if state.node is None:
+                continue
+            parameter: Any = placement.parameter
+            if (
+                parameter._backward_hooks
+                or len(parameter._post_accumulate_grad_hooks or ()) > 1  # ours is one
+                or sum(map(gc.is_tracked, parameter.__dict__.values())) > 1  # our handle is one
+            ):
                 self.unhooked[placement] = None  # first: an exception in between must not leave a node that nobody hooks
                 state.node = None
 
@@ -641,16 +648,6 @@ def _refuse_shared(placement: Placement, consequence: str) -> None:
             f"{grad.source.shown} was assigned to the gradient of {placement.name!r}, and {consequence}: assign a copy "
             "(.clone())"
         )
-
-
-def _has_users(parameter: Any) -> bool:
-    """Return whether users gave a parameter hooks or attributes, beside ours: one hook, and one attribute that the collector
-    knows."""
-    return bool(
-        parameter._backward_hooks
-        or len(parameter._post_accumulate_grad_hooks or ()) > 1
-        or sum(map(gc.is_tracked, parameter.__dict__.values())) > 1
-    )
 
 
 def _forget_whole(placement: Placement) -> None:
