@@ -614,11 +614,6 @@ const disk_counters *disk_link_counters(disk_link *link)
     return &link->counters;
 }
 
-void disk_link_digest(const unsigned char *context, uint64_t context_bytes, uint64_t address, uint64_t nbytes, unsigned char *out)
-{
-    digest(context, context_bytes, (const void *)(uintptr_t)address, nbytes, out);
-}
-
 void disk_link_close(disk_link *link)
 {
     for (unsigned i = 0; i < BUCKETS; i++)

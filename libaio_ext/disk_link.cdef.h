@@ -74,6 +74,3 @@ const disk_counters *disk_link_counters(disk_link *link);
 
 /* Free the memory. Blocks in flight must have ended: close the ring first. */
 void disk_link_close(disk_link *link);
-
-/* Write the 16 bytes of xxh3-128 of the context and `nbytes` at `address`, as tiered.format.data_file.digest. */
-void disk_link_digest(const unsigned char *context, uint64_t context_bytes, uint64_t address, uint64_t nbytes, unsigned char *out);

@@ -32,7 +32,7 @@ _WRITE = Operation.WRITE  # before Python 3.12 enums look members up slowly
 _LONGEST_WAIT = 1e9  # seconds; in nanoseconds it still fits into 63 bits beside the clock
 _CLOSED = "this libaio backend is closed"
 _REQUEST = struct.Struct("@iiqQQq")
-"""``ring_request`` of libaio_ext/requests.cdef.h."""
+"""Packs a request, which C code reads as ``ring_request`` of libaio_ext/requests.cdef.h."""
 
 
 @dataclass(frozen=True, slots=True)

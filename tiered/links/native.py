@@ -35,11 +35,11 @@ LONGEST_WAIT = 1e9
 """Seconds; in nanoseconds it still fits into 63 bits beside the clock."""
 
 _ROW = struct.Struct("@qiiqqQQQQQQQQ")
-"""``disk_transfer`` of libaio_ext/disk_link.cdef.h."""
+"""Packs a row that C code reads as ``disk_transfer`` of libaio_ext/disk_link.cdef.h."""
 _END = struct.Struct("@qqqQQQQ")
-"""``disk_end``."""
+"""Unpacks the end of a transfer, which C code writes as ``disk_end``."""
 _PART = struct.Struct("@qq")
-"""``disk_part``."""
+"""Packs the place of a part of a striped slot, which C code reads as ``disk_part``."""
 
 
 def native_link_unavailable() -> str | None:
