@@ -261,6 +261,39 @@ def test_what_does_not_fit_in_the_memory_of_a_device_is_not_chosen() -> None:
     assert none.changes == ("a device with more memory: beside activations and with the smallest budget it takes 1.0 MiB",)
 
 
+@pytest.mark.parametrize(("hbm", "rel"), [(1 << 20, 0.25), (64 << 20, 0.02)])
+def test_what_crosses_the_link_of_a_device_is_what_a_run_sends(tmp_path: Path, hbm: int, rel: float) -> None:
+    x, layers = torch.zeros(8, 128), 12
+    with TieredStore.open(tmp_path / "store", hbm=hbm, device="cpu", dram="16MiB", durability="none") as store:
+        model = zero.page(nn.Sequential(*[nn.Linear(128, 128) for _ in range(layers)]), store)
+        optimizer = zero.AdamW(model.parameters())
+        sent = list[int]()
+        for _ in range(6):
+            before = store.statistics().links[0].up.bytes
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            sent.append(store.statistics().links[0].up.bytes - before)
+    machine = {**RATES, "hbm": hbm, "link": 1e6, "device_flops": 1e12, "device_memory": 1e12}
+    planned = nn.Sequential(*[nn.Linear(128, 128) for _ in range(layers)])
+    asked: dict[str, Any] = {"dram": "16MiB", "update": "on_fetch", "activations": "memory"}
+    found = tiered.plan(planned, workload=Workload(inputs=x), machine=machine, **asked)
+    assert found.chosen is not None
+    assert found.chosen.sending * 1e6 == pytest.approx(sum(sent[2:]) / 4, rel=rel)
+
+
+def test_each_backward_sends_its_gradients_from_a_device() -> None:
+    def sending(passes: int) -> float:
+        machine = {**RATES, "hbm": "1GiB", "link": 1e6, "device_flops": 1e12, "device_memory": 1e12}
+        workload = Workload(inputs=torch.zeros(8, 64), accumulate=passes)
+        asked: dict[str, Any] = {"update": "on_fetch", "activations": "memory", "dram": "4MiB"}
+        found = tiered.plan(nn.Linear(64, 64), workload=workload, machine=machine, **asked).chosen
+        assert found is not None
+        return found.sending
+
+    assert sending(3) == pytest.approx(3 * sending(1), rel=0.05)
+
+
 def test_what_the_thread_of_the_store_takes_from_computing() -> None:
     """Nothing of forward and backward where a device computes, or where a core is left."""
     asked: dict[str, Any] = ASKED | {"update": "on_fetch", "activations": "memory"}
@@ -481,8 +514,12 @@ def test_models_that_cannot_be_planned(tmp_path: Path) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.layer(x) if x.sum().item() > 0 else x
 
-    with pytest.raises(MisuseError, match="meta device"):
+    with pytest.raises(MisuseError, match=r"meta device, .* with float32 of shape \(1, 4\): .*Workload\(inputs="):
         tiered.plan(ByValue(), workload=Workload(inputs=torch.zeros(1, 4)), dram="1MiB")
+    with pytest.raises(MisuseError, match=r"with int64 of shape \(2, 32\): .*Workload\(inputs="):  # the tokens of a usual plan
+        tiered.plan(nn.Linear(4, 4), **ASKED)
+    with pytest.raises(MisuseError, match=r"with int64 of shape \(2, 32\): .*missing 1 required .*Workload\(inputs="):
+        tiered.plan(nn.Bilinear(4, 4, 4), **ASKED)
     for model in (nn.Linear(4, 4).requires_grad_(False), nn.ReLU()):
         with pytest.raises(MisuseError, match="has no parameter that is trained"):
             tiered.plan(model, workload=Workload(inputs=torch.zeros(1, 4)), dram="1MiB")

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import flop_registry
 
-from tiered.errors import MisuseError, expect_type
+from tiered.errors import MisuseError, TieredError, expect_type
 from tiered.planning.notes import Alive, NotingRanks, NotingStore, OperationKind, StepNotes, TensorForm, WorkNote
 from tiered.planning.sizes import sizes_of
 from tiered.types import TensorSpec
@@ -148,14 +148,29 @@ def dry_run(
                 optimizer.step()
             store.step.peak = live.peak
             return store.step
-    except (RuntimeError, NotImplementedError) as error:
+    except TieredError:
+        raise
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        why = str(error).splitlines()[0].rstrip(".")
         raise MisuseError(
-            f"{type(model).__name__} cannot run on the meta device, without values: {str(error).splitlines()[0]}; give the "
-            "plan numbers (tiered.Numbers), or a model whose forward does not depend on values"
+            f"{type(model).__name__} cannot run on the meta device, which has no values, with {_shown(args, kwargs)}: {why}. "
+            "Workload(inputs=..., loss=...) gives it something else; a model whose forward depends on values is planned by its "
+            "numbers (tiered.Numbers)"
         ) from error
     finally:
         del paged
         gc.collect()  # a model and its pager refer to one another; what paging changes in torch ends with the last of them
+
+
+def _shown(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Return what a model is given, as text: of tensors the element type and the shape."""
+
+    def one(value: Any) -> str:
+        if not isinstance(value, torch.Tensor):
+            return type(value).__name__
+        return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
+
+    return ", ".join([*map(one, args), *(f"{name}={one(value)}" for name, value in kwargs.items())]) or "nothing"
 
 
 def _paged(model: nn.Module, store: NotingStore, training: TrainingSetup) -> _Optimizer:

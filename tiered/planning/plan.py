@@ -21,7 +21,7 @@ from tiered.planning.dry_run import Activations, Repeats, TrainingSetup, Update
 from tiered.planning.machine import Machine
 from tiered.planning.notes import CreateNote, LeaseNote, StepNotes, WorkNote, in_groups
 from tiered.planning.optimum import lower_bound
-from tiered.planning.rehearsal import COUNTED, WARM_UP, Offloading, Rehearsed, Seconds, no_time, rehearse
+from tiered.planning.rehearsal import COUNTED, WARM_UP, Offloading, Rehearsed, Seconds, no_time, rehearse, rehearse_fewer
 from tiered.planning.simulated import DriveRates
 from tiered.planning.sizes import UnitSizes, sizes_of
 from tiered.planning.sources import Numbers, Subject, Workload, subject_of
@@ -57,6 +57,8 @@ PAYS = 0.5
 """Of the tokens a second that so many more ranks would bring at best, what they must bring to pay."""
 HIDDEN = 1.15
 """Times the seconds of a step with activations in memory that one takes at most whose activations the drive hides."""
+AS_FAST = 1.02
+"""Times the seconds of a step with activations in memory that one takes which is as fast."""
 PARTS = (2, 4, 8, 16)
 """Parts of a batch that are tried where nothing else makes a model fit."""
 ENOUGH, SHARE = 8, 128
@@ -394,12 +396,13 @@ class Planner:
             touches += _leases_of_states(sizes) - _leases_of_states(self.sizes(choice.dram, together=together))
         if touches > LONGEST:
             self._long[str(choice)] = max(touches, self._long.get(str(choice), 0))
-        step = in_groups(step, self._pieces(choice, of_activations))
+        pieces = self._pieces(choice, of_activations)
         rates = _in_blocks(DriveRates(1e9, 1e9) if self.machine is None else self.machine.drive, together)
+        brief = briefly or self.takes_long(choice)
+        found = self._rehearse(step, choice.dram, rates, self.seconds(), lambda notes: in_groups(notes, pieces), brief)
+        step = in_groups(step, pieces)
         least = bytes_moved(*uses_of(step), choice.dram, plan_retention(*uses_of(step), choice.dram))
-        warm_up, counted = (2, 1) if briefly or self.takes_long(choice) else (WARM_UP, COUNTED)
-        found = rehearse(step, choice.dram, rates, self.seconds(), warm_up=warm_up, counted=counted)
-        sending, memory = self._sending(sizes, step), self._memory(choice, sizes, step, found)
+        sending, memory = self._sending(sizes, step, found), self._memory(choice, sizes, step, found)
         return Prediction(
             choice=choice,
             read=found.read,
@@ -417,20 +420,42 @@ class Planner:
             in_memory=self._in_memory(choice),
         )
 
+    def _rehearse(
+        self, step: StepNotes, dram: int, rates: DriveRates, seconds: Seconds,
+        prepared: Callable[[StepNotes], StepNotes] = lambda step: step, brief: bool = False,
+    ) -> Rehearsed:
+        """Play steps, as few as show what one takes (``brief``), and of a long one a model with fewer layers that are alike."""
+        warm_up, counted = (2, 1) if brief else (WARM_UP, COUNTED)
+        if len(step.operations) <= MANY:
+            return rehearse(prepared(step), dram, rates, seconds, warm_up=warm_up, counted=counted)
+        found, few = rehearse_fewer(step, dram, rates, seconds, prepared=prepared, warm_up=warm_up, counted=counted)
+        if few:
+            self.notes[
+                f"of {step.layers} layers that are alike {few[0]} and {few[1]} are played, with budgets as much smaller, and "
+                "bytes and seconds of all are those of the line through both"
+            ] = None
+        return found
+
     def enough(self, smallest: int) -> int:
         """Return the bytes of the smallest budget with which one would want to run, where ``smallest`` works."""
         sizes = self.sizes(max(smallest, self.subject.nbytes // 16))
         everything = sum(one.nbytes + one.states + one.gradient for one in sizes)
         return max(min(ENOUGH * smallest, everything), everything // SHARE // 4096 * 4096, smallest)
 
-    def _sending(self, sizes: Sequence[UnitSizes], step: StepNotes) -> float:
-        """Return the seconds in which a link moves what a step sends to a device, beside computing: parameters that its memory
-        does not hold beside activations, in forward and in backward. Gradients come back the other way meanwhile."""
+    def _sending(self, sizes: Sequence[UnitSizes], step: StepNotes, found: Rehearsed) -> float:
+        """Return the seconds in which a link moves what a step sends to a device and back, beside computing, both ways at once.
+        Parameters come up in forward and in backward where the device's memory does not hold them beside activations, and once
+        a step where it does, because the host updates them; gradients go down. Activations that wait in the store go both ways.
+        """
         machine = self.machine
         if machine is None or not machine.hbm:
             return 0.0
-        parameters = sum(one.nbytes for one in sizes)
-        return 2 * self.passes * max(0, parameters - max(0, machine.hbm - step.peak)) / machine.link
+        parameters, gradients = sum(one.nbytes for one in sizes), sum(one.gradient for one in sizes)
+        trained = sum(one.nbytes for one in sizes if one.gradient) / max(1, parameters)
+        held = min(parameters, max(0, machine.hbm - step.peak))
+        up = 2 * self.passes * (parameters - held) + trained * held + found.offloading.restored
+        down = self.passes * gradients + found.offloading.stored
+        return max(up, down) / machine.link
 
     def _has(self, memory: PlannedMemory) -> bool:
         """Return whether the machine has that memory."""
@@ -525,9 +550,9 @@ class Planner:
         step, together = self.step(choice, ranks), self._together(choice.dram, ranks)
         sharing = min(ranks, machine.ranks_per_node)
         drive = _in_blocks(DriveRates(machine.read / sharing, machine.write / sharing, machine.transfer), together)
-        found = rehearse(step, choice.dram, drive, Timing(machine, self._measured, ranks), warm_up=3, counted=2)
+        found = self._rehearse(step, choice.dram, drive, Timing(machine, self._measured, ranks))
         sent = sum(one.nbytes for one in step.operations if isinstance(one, WorkNote) and one.kind in ("gather", "reduce"))
-        seconds = max(found.seconds, self._sending(self.sizes(choice.dram), step))
+        seconds = max(found.seconds, self._sending(self.sizes(choice.dram), step, found))
         memory = self._memory(choice, self.sizes(choice.dram, ranks), step, found)
         return PlannedRanks(
             ranks=ranks,
@@ -747,9 +772,9 @@ def _parts(micro_batch: int | Sequence[int] | None, activations: Activations | N
 def _predictions(
     planner: Planner, ways: Sequence[Choice], updates: Sequence[Update]
 ) -> list[Prediction]:
-    """Play each way with each update mode. Where activations fit in memory, ways that take less of it are not faster: they are
-    played with the better update mode alone. Of steps that take long to play they are left out, and where activations do not
-    fit the better mode of the first way is that of all."""
+    """Play each way with each update mode. No way is faster than activations in memory: where those fit, the others are played
+    with the better update mode alone. Of steps that take long to play the others are left out once one that fits is as fast as
+    that, and where activations do not fit the better mode of the first way is that of all."""
     found: list[Prediction] = []
     refusals: list[MisuseError] = []
     for way in ways:
@@ -759,11 +784,11 @@ def _predictions(
         if way.saves and (kept or long):
             modes = [min(kept or found, key=_order).choice.update]
             planner.expected -= len(updates) - 1
-        if way.saves and kept and long:
+        if way.saves and long and (fastest := _as_fast_as_in_memory(found)):
             planner.expected -= 1
             planner.notes[
-                "activations fit in memory, and other ways are not faster: they were left out, and activations='recompute' or "
-                "'store' plans them"
+                f"no way is faster than activations={fastest.choice.activations!r}: those that were left out are planned by "
+                "activations='recompute' or 'store'"
             ] = None
             continue
         try:
@@ -775,6 +800,13 @@ def _predictions(
     for one in refusals:
         planner.notes[str(one)] = None
     return found
+
+
+def _as_fast_as_in_memory(found: Sequence[Prediction]) -> Prediction | None:
+    """Return the fastest prediction that fits, where it takes no longer than activations in memory would, fit or not."""
+    best = min((one for one in found if one.fits), key=_order, default=None)
+    least = min((one.seconds for one in found if not one.choice.saves), default=0.0)
+    return best if best is not None and best.seconds <= AS_FAST * least else None
 
 
 def _curve(
