@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -307,6 +308,18 @@ def test_what_the_thread_of_the_store_takes_from_computing() -> None:
         taken[name] = found.by_work.get("transfers", 0.0)
     assert taken["alone"] == 0
     assert 0 < taken["device"] < 0.7 * taken["all cores"]
+
+
+def test_bf16_products_of_backward_have_a_rate_of_their_own() -> None:
+    def seconds(**rates: float) -> dict[str, float]:
+        numbers = {**RATES, "flops": 1e9, "flops_half": 1e9, "operation": 0.0, **rates}
+        found = tiered.plan(replace(SMALL, dtype="bfloat16"), machine=numbers, update="on_fetch", activations="memory", **ASKED)
+        assert found.chosen is not None
+        return found.chosen.by_work
+
+    usual, slow = seconds(), seconds(flops_half_backward=1e8)
+    assert slow["forward"] == usual["forward"]
+    assert slow["backward"] > 5 * usual["backward"]
 
 
 def test_a_plan_says_where_a_default_of_a_machine_decides() -> None:

@@ -27,6 +27,8 @@ POOL = 64 << 20
 SMALL, MANY = 16 << 10, 256
 """Bytes of a small tensor, and how many are read to see what one takes beside its bytes."""
 PRODUCT = (512, 1024, 2048)
+LONG = 2.0
+"""Seconds after which a piece of work is not timed again."""
 MOVED = 64 << 20
 """Bytes of an operand that is only moved: larger than caches."""
 UPDATED = 1 << 20
@@ -72,7 +74,8 @@ def measured_machine(
         progress("measuring the drive with small tensors", 0.3)
         transfer = _transfer(store, rates.read)
     progress("measuring the processor", 0.35)
-    flops = {dtype: _product(dtype) for dtype in (torch.float32, torch.bfloat16)}
+    flops, half = _product(torch.float32), _product(torch.bfloat16)
+    half_backward = _product(torch.bfloat16, backward=True) if of == "training" else half
     progress("measuring the memory", 0.45)
     a, b = (torch.ones(MOVED // 4, dtype=torch.float32, device="cpu") for _ in range(2))
     memory = 3 * MOVED / _least(lambda: a + b, 15)
@@ -92,8 +95,9 @@ def measured_machine(
         write=rates.write,
         transfer=transfer,
         dram=psutil.virtual_memory().total,
-        flops=flops[torch.float32],
-        flops_half=flops[torch.bfloat16],
+        flops=flops,
+        flops_half=half,
+        flops_half_backward=half_backward,
         memory=memory,
         operation=operation,
         lease=lease,
@@ -111,9 +115,13 @@ def measured_machine(
 
 
 def _least(work: Callable[[], object], times: int) -> float:
-    """Return the least seconds of ``work``, after one call that does not count: other programs only make it longer."""
+    """Return the least seconds of ``work``, after one call that does not count: other programs only make it longer. Once these
+    take ``LONG`` seconds together there is no other call."""
     work()
-    return min(_seconds(work) for _ in range(times))
+    found = [_seconds(work)]
+    while len(found) < times and sum(found) < LONG:
+        found.append(_seconds(work))
+    return min(found)
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -122,10 +130,15 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def _product(dtype: torch.dtype) -> float:
+def _product(dtype: torch.dtype, *, backward: bool = False) -> float:
+    """Return operations a second of the product of a linear layer, or of its two of a backward pass. They are other routines:
+    without instructions for bf16 a product by a matrix that is not transposed may take twenty times as long."""
     rows, inner, columns = PRODUCT
-    a, b = (torch.ones(shape, dtype=dtype, device="cpu") for shape in ((rows, inner), (inner, columns)))
-    return 2.0 * rows * inner * columns / _least(lambda: a @ b, 9)
+    shapes = (rows, inner), (columns, inner), (rows, columns)
+    x, weight, gradient = (torch.ones(shape, dtype=dtype, device="cpu") for shape in shapes)
+    if not backward:
+        return 2.0 * rows * inner * columns / _least(lambda: torch.nn.functional.linear(x, weight), 9)
+    return 4.0 * rows * inner * columns / _least(lambda: (gradient @ weight, gradient.T @ x), 9)
 
 
 def _transfer(store: TieredStore, rate: float) -> float:

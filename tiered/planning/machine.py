@@ -27,7 +27,7 @@ SLOWEST = 1e5
 COUNTS = ("cores", "threads", "ranks_per_node")
 NUMBERS = {
     **dict.fromkeys(("read", "write", "memory", "hashing", "network", "device_memory", "link"), "bytes a second"),
-    **dict.fromkeys(("flops", "flops_half", "device_flops"), "operations a second"),
+    **dict.fromkeys(("flops", "flops_half", "flops_half_backward", "device_flops"), "operations a second"),
     "update": "elements a second",
     **dict.fromkeys(("transfer", "operation", "lease", "gradient", "handling", "latency"), "seconds"),
     **dict.fromkeys(("dram", "base", "rated_life", "hbm"), "bytes"),
@@ -41,7 +41,8 @@ class Machine:
     """What a plan needs to know of a machine: rates in bytes, operations or elements per second, others in seconds or bytes.
 
     ``read``, ``write``: the drive, one way at a time. ``transfer``: seconds for each tensor beside its bytes. ``dram``: bytes
-    of host memory. ``flops``: floating point operations of fp32 products (``flops_half``: of bf16 ones; 0: as fp32).
+    of host memory. ``flops``: floating point operations of fp32 products (``flops_half``: of bf16 ones; 0: as fp32;
+    ``flops_half_backward``: of those of a backward pass, which some processors compute far slower; 0: as ``flops_half``).
     ``memory``: bytes of operands of operations that compute little, ``operation``: seconds of the smallest operation of torch.
     ``lease``: seconds of a lease and of what paging does around it; ``update``: elements that Adam updates; ``gradient``:
     seconds of storing a gradient, beside its bytes. ``hashing``: bytes that the store's thread checks, ``handling``: seconds
@@ -60,6 +61,7 @@ class Machine:
     dram: int = 0
     flops: float = 1e11
     flops_half: float = 0.0
+    flops_half_backward: float = 0.0
     memory: float = 1e10
     operation: float = 5e-6
     lease: float = 1.5e-4
@@ -155,11 +157,12 @@ class Machine:
         except OSError as error:
             raise MisuseError(f"cannot write the machine to {path}: {error.strerror}") from error
 
-    def computing(self, width: int, *, device: bool) -> tuple[float, float]:
+    def computing(self, width: int, *, device: bool, backward: bool = False) -> tuple[float, float]:
         """Return operations and bytes a second of what computes with elements of ``width`` bytes."""
         if device:
             return self.device_flops, self.device_memory
-        return (self.flops_half or self.flops) if width == 2 else self.flops, self.memory
+        half = (backward and self.flops_half_backward) or self.flops_half or self.flops
+        return half if width == 2 else self.flops, self.memory
 
     def assumes(self, name: str) -> bool:
         """Return whether a number is the one that is taken where nobody measured or gave it."""
@@ -172,7 +175,7 @@ class Machine:
 
 def _is_rate(name: str) -> bool:
     """Return whether a number is a rate that cannot be 0; that of bf16 products is then as of fp32 ones."""
-    return NUMBERS[name].endswith("a second") and name != "flops_half"
+    return NUMBERS[name].endswith("a second") and not name.startswith("flops_half")
 
 
 def _described(name: str) -> str:

@@ -88,17 +88,17 @@ class Timing:
     def _of_cost(self, cost: Cost) -> float:
         found = self._known.get(id(cost))
         if found is None:
-            found = self._known[id(cost)] = sum(self.seconds(one) for one in cost.operations)
+            found = self._known[id(cost)] = sum(self.seconds(one, cost.backward) for one in cost.operations)
         return found
 
-    def seconds(self, operation: OperationKind) -> float:
-        """Return the seconds of one operation of torch."""
+    def seconds(self, operation: OperationKind, backward: bool = False) -> float:
+        """Return the seconds of one operation of torch, of a backward pass or of a forward pass."""
         machine = self.machine
         found = self._measured.get(operation.signature)
         if found is not None:
             return found
         narrow = any(isinstance(one, TensorForm) and one.dtype.itemsize == 2 for one in _leaves(operation.call[1]))
-        flops, memory = machine.computing(2 if narrow else 4, device=machine.hbm > 0)
+        flops, memory = machine.computing(2 if narrow else 4, device=machine.hbm > 0, backward=backward)
         return max(operation.flops / flops, operation.nbytes / memory) + machine.operation
 
     def compute(self, step: StepNotes) -> tuple[float, float]:

@@ -46,7 +46,8 @@ a machine file by hand:
   read, write     the drive, bytes a second, one way at a time: the only ones that are needed; of several drives the sum
   transfer        seconds of a tensor beside its bytes (1e-4)
   dram            host memory (what is not known does not limit)
-  flops           operations a second of fp32 products (1e11); flops_half: of bf16 ones (as fp32)
+  flops           operations a second of fp32 products (1e11); flops_half: of bf16 ones (as fp32), flops_half_backward: of
+                  those of backward (as flops_half)
   memory          bytes a second that the processor reads (1e10); operation: seconds of its smallest operation (5e-6)
   lease, gradient seconds of a lease (1.5e-4), and of storing a gradient beside its bytes (1e-4)
   update          elements a second that Adam updates (5e8)
