@@ -149,7 +149,7 @@ def test_kept_conversations_are_listed_and_deleted(
     assert before - sum(one["bytes"] for one in left["tensors"]) == found["conversations"][0]["bytes"] > 0
     assert "talk/of/somebody" in [one["name"] for one in left["tensors"]]
     assert main(["generate", str(store), "--forget", "talk"]) == 1
-    assert "keeps no cache named 'talk' (there are: 'text')" in capsys.readouterr().err
+    assert "keeps no conversation named 'talk' (there are: 'text')" in capsys.readouterr().err
     assert main(["generate", str(store), "--forget", "text", "--keep", "talk"]) == 2
     assert "--forget deletes a conversation" in capsys.readouterr().err
 
@@ -316,7 +316,7 @@ def test_a_store_that_is_written_to(stores: dict[str, Path], tmp_path: Path, cap
 
 def test_the_models_that_there_are_are_named(stores: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(given(stores["plain"], "--prompt", PROMPT, "--model", "modal")) == 1
-    assert "of a model named 'modal' (there is 'model')" in capsys.readouterr().err
+    assert "of a model named 'modal': there is 'model'" in capsys.readouterr().err
 
 
 def test_keys_during_an_answer_are_not_shown(tmp_path: Path) -> None:

@@ -102,6 +102,20 @@ def test_a_hostile_header(tmp_path: Path, header: Any, data: bytes, says: str) -
         WeightFiles(path)
 
 
+@pytest.mark.parametrize(
+    ("begins", "says"),
+    [
+        (b"GGUF\3\0\0\0", "a GGUF file of llama.cpp, .* name the folder"),
+        (b"PK\3\4", "save_pretrained"),
+        (b"\x80\2", "save_pretrained"),
+    ],
+)
+def test_what_another_program_writes_is_named(tmp_path: Path, begins: bytes, says: str) -> None:
+    (tmp_path / "it.safetensors").write_bytes(begins + bytes(16))
+    with pytest.raises(SafetensorsError, match=f"is not a safetensors file, but .*{says}"):
+        WeightFiles(tmp_path)
+
+
 @pytest.mark.parametrize("length", [2**64 - 1, 2**63, 100_000_001, 1_000])
 def test_a_header_that_says_it_is_long_takes_no_memory(tmp_path: Path, length: int) -> None:
     path = saved(tmp_path / "it.safetensors", b"{}", length=length)
@@ -117,7 +131,7 @@ def test_a_header_that_says_it_is_long_takes_no_memory(tmp_path: Path, length: i
     [
         ("{", "is not an index"),
         ("[]", "is not an index"),
-        ("{}", "is not an index"),
+        ("{}", "has no weight_map, so it is no index .*: name its folder"),
         ({"weight_map": {"w": 1}}, "is not an index"),
         ({"weight_map": {"w": "../a.safetensors"}}, "not a file beside it"),
         ({"weight_map": {"w": "/etc/passwd"}}, "not a file beside it"),
@@ -151,12 +165,12 @@ def test_what_is_no_file_is_named_and_not_waited_for(tmp_path: Path, name: str, 
 def test_which_files(tmp_path: Path) -> None:
     with pytest.raises(MisuseError, match="neither a safetensors file nor a folder"):
         WeightFiles(tmp_path / "absent")
-    with pytest.raises(MisuseError, match="has 0 safetensors files"):
+    with pytest.raises(MisuseError, match="has no safetensors file: name a folder"):
         WeightFiles(tmp_path)
     save_file({"a": torch.ones(1)}, tmp_path / "a.safetensors")
     assert set(WeightFiles(tmp_path).entries) == {"a"}
     save_file({"b": torch.ones(1)}, tmp_path / "b.safetensors")
-    with pytest.raises(MisuseError, match="has 2 safetensors files"):
+    with pytest.raises(MisuseError, match=r"has 2 safetensors files and no model\.safetensors\.index\.json: .* name that file"):
         WeightFiles(tmp_path)
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}))
     for path in (tmp_path, tmp_path / INDEX):

@@ -60,7 +60,7 @@ def test_numbers_and_stops() -> None:
         ({"seed": 0.5}, "seed is a whole number"),
         ({"stop": 3}, "stop is a text"),
         ({"stop": [""]}, "stop is a text"),
-        ({"n": 2}, "n is not supported, only 1: leave it out"),
+        ({"n": 2}, "n is not supported: leave it out, or give 1"),
         ({"tools": [{"type": "function"}]}, "tools is not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
         ({"logprobs": True}, "logprobs is not supported"),

@@ -630,6 +630,35 @@ def test_experts_larger_than_the_memory_are_imported(tmp_path: Path) -> None:
 # The command
 
 
+def test_what_was_imported_is_exported_as_a_folder_to_open(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, out = str(tmp_path / "store"), tmp_path / "out"
+    assert main(["import", str(folder), store, "--dram", "1MiB"]) == 0
+    out.mkdir()
+    (out / "generation_config.json").write_text("{}")  # somebody's own
+    assert main(["export", store, "--out", str(out)]) == 0
+    assert "with config.json" in capsys.readouterr().out
+    assert (out / "generation_config.json").read_text() == "{}"
+    assert (out / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+    assert_same(AutoModelForCausalLM.from_pretrained(out), AutoModelForCausalLM.from_pretrained(folder))
+
+
+def test_a_part_of_a_model_is_not_taken_for_tensors(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    part, store = tmp_path / "part", str(tmp_path / "store")
+    shutil.copytree(folder, part)
+    (part / "config.json").unlink()
+    (part / "tokenizer.json").write_text("{}")
+    assert main(["import", str(part), store]) == 1
+    assert "has tokenizer.json and no config.json" in capsys.readouterr().err
+    assert main(["import", str(folder / "config.json"), store]) == 1
+    assert "is the configuration of a model: name its folder" in capsys.readouterr().err
+    assert not Path(store).exists()
+    assert main(["import", str(part), store, "--as", "tensors"]) == 0
+    assert main(["generate", store, "--prompt", "a"]) == 1
+    assert "tiered import FOLDER STORE makes one of a folder with config.json" in capsys.readouterr().err
+
+
 def test_the_command_says_how_to_go_on(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -302,7 +302,7 @@ def test_a_cache_is_forgotten_once_it_is_closed(tmp_path: Path) -> None:
         cache.close()
         TieredCache.forget(store, "one")
         assert (TieredCache.kept(store), list(store)) == ([], [])
-        with pytest.raises(MisuseError, match=r"keeps no cache named 'one' \(there are: none\)"):
+        with pytest.raises(MisuseError, match=r"keeps no conversation named 'one' \(there are: none\)"):
             TieredCache.forget(store, "one")
         store.rollback()  # nothing was committed
         assert TieredCache.kept(store) == ["one"]
@@ -537,7 +537,7 @@ def test_wrong_use_raises(store: TieredStore) -> None:
     with pytest.raises(MisuseError, match=says):
         generated(narrow, tokens, again, 3)
     again.close()
-    with pytest.raises(MisuseError, match=r"keeps no cache named 'talk' \(there are: 'chat'\)"):
+    with pytest.raises(MisuseError, match=r"keeps no conversation named 'talk' \(there are: 'chat'\)"):
         TieredCache.open(model, store, name="talk")
     assert TieredCache(model, store, existing="overwrite").get_seq_length() == 0
 

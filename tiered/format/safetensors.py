@@ -33,6 +33,12 @@ __all__ = [
 INDEX = "model.safetensors.index.json"
 """The index: which tensor is in which file."""
 SINGLE = "model.safetensors"
+OTHERS = {
+    b"GGUF": "a GGUF file of llama.cpp, which is not read: name the folder of the model that it was made from",
+    b"PK\x03\x04": "one of torch.save: transformers' model.save_pretrained(folder) writes safetensors",
+    b"\x80\x02": "one of torch.save: transformers' model.save_pretrained(folder) writes safetensors",
+}
+"""What a file is whose first bytes are these, and what to give in its place."""
 MAX_HEADER = 100_000_000
 """Bytes; the limit of the ``safetensors`` package."""
 READ_BYTES = 4 << 20
@@ -121,7 +127,11 @@ def read_header(fd: int, path: str) -> list[SafetensorsEntry]:
     status = os.fstat(fd)
     if status.st_size < 8:
         raise SafetensorsError(f"{path} is not a safetensors file: it has {status.st_size} bytes")
-    (length,) = struct.unpack("<Q", _pread(fd, 8, 0, path))
+    first = _pread(fd, 8, 0, path)
+    for magic, other in OTHERS.items():
+        if first.startswith(magic):
+            raise SafetensorsError(f"{path} is not a safetensors file, but {other}")
+    (length,) = struct.unpack("<Q", first)
     if length > min(MAX_HEADER, status.st_size - 8):
         raise SafetensorsError(f"{path} is not a safetensors file, or cut short: it says that its header has {length} bytes")
     data = status.st_size - 8 - length
@@ -297,15 +307,24 @@ def _files_of(path: Path) -> Iterator[tuple[Path, set[str] | None]]:
     else:
         found = sorted(path.glob("*.safetensors"))
         if len(found) != 1:
-            raise MisuseError(f"{path} has {len(found)} safetensors files and no {INDEX}: name one file")
+            if not found:
+                raise MisuseError(f"{path} has no safetensors file: name a folder that has some, or one such file")
+            raise MisuseError(
+                f"{path} has {len(found)} safetensors files and no {INDEX}: a model's whole folder has one, with its "
+                "config.json; for the tensors of one file alone name that file"
+            )
         yield found[0], None
 
 
 def _indexed(index: Path) -> Iterator[tuple[Path, set[str]]]:
+    found: dict[str, msgspec.Raw] | None = None
     try:
         found = msgspec.json.decode(_index_of(str(index)), type=dict[str, msgspec.Raw])
         places = msgspec.json.decode(found.get("weight_map", msgspec.Raw(b"null")), type=dict[str, str])
     except (ValueError, RecursionError) as error:
+        if isinstance(found, dict) and "weight_map" not in found:
+            told = f"{index} has no weight_map, so it is no index of safetensors files: name its folder"
+            raise SafetensorsError(told) from None
         raise SafetensorsError(f"{index} is not an index of safetensors files: {shown(str(error), 300)}") from None
     names: dict[str, set[str]] = {}
     for name, file in places.items():

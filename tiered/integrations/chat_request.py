@@ -43,14 +43,19 @@ class ChatRequest:
     def of(cls, contents: bytes) -> ChatRequest:
         """Return what the JSON of a request asks. Raises MisuseError, with a text for the client."""
         try:
-            body = json.loads(contents)
+            text = contents.decode()
+        except UnicodeDecodeError as error:
+            raise MisuseError(f"the request is not UTF-8: {error}") from error
+        try:
+            body = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise MisuseError(f"the request is not JSON: {error}") from error
         if not isinstance(body, dict):
             raise MisuseError("the request is not a JSON object")
         for name, nothing in UNSUPPORTED.items():
             if body.get(name) not in (None, nothing):
-                raise MisuseError(f"{name} is not supported, only {json.dumps(nothing)}: leave it out")
+                mend = f"leave it out, or give {json.dumps(nothing)}" if nothing else "leave it out"
+                raise MisuseError(f"{name} is not supported: {mend}")
         heat, share = _number(body, "temperature", 0, 2), _number(body, "top_p", 0, 1)
         drawn = {"do_sample": True, "temperature": float(heat), "top_p": 1.0 if share is None else float(share)} if heat else {}
         tokens = _whole(body, "max_completion_tokens", 1) or _whole(body, "max_tokens", 1)

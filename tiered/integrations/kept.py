@@ -16,6 +16,7 @@ import torch
 
 from tiered.errors import ManifestError, MisuseError, expect_type
 from tiered.store import TieredStore
+from tiered.store.at_rest import StoreAtRest
 from tiered.types import Owner
 from tiered.zero.paging.storage import model_named
 
@@ -52,6 +53,7 @@ FILES = (
 """The files of a model's folder that are kept, where it has them."""
 LARGEST = 64 << 20
 """Bytes of the largest file that is kept."""
+FROM_FOLDER = "..., existing='resume'), which needs its folder"
 OPENING = "opening.json"
 UNFINISHED = "import.json"
 """The record of an import that is not finished."""
@@ -107,7 +109,9 @@ def only_model(store: TieredStore) -> str:
         for key in store:
             if key.endswith(end):
                 refuse_unfinished(store, key.removesuffix(end))
-        raise MisuseError(f"{store} has no model that can be opened by itself: tiered import FOLDER STORE makes one")
+        raise MisuseError(
+            f"{store} has no model that can be opened by itself: tiered import FOLDER STORE makes one of a folder with {CONFIG}"
+        )
     if len(found) > 1:
         raise MisuseError(f"{store} has {len(found)} models, {', '.join(map(repr, found))}: choose one with name=")
     return found[0]
@@ -122,7 +126,7 @@ def refuse_unfinished(store: TieredStore, name: str) -> None:
         )
 
 
-def kept_file(store: TieredStore, name: str, file: str) -> bytes | None:
+def kept_file(store: TieredStore | StoreAtRest, name: str, file: str) -> bytes | None:
     """Return the contents of a file that is kept; None where there is none."""
     key = key_of_file(name, file)
     if key not in store:
@@ -139,11 +143,10 @@ def opening_of(store: TieredStore, name: str) -> dict[str, str]:
     contents = kept_file(store, name, OPENING)
     if contents is None or kept_file(store, name, CONFIG) is None:
         others = kept_models(store)
-        there = f" (there {'is' if len(others) == 1 else 'are'} {', '.join(map(repr, others))})" if others else ""
-        raise MisuseError(
-            f"{store} keeps no {CONFIG} of a model named {name!r}{there}: import it with tiered import, or open it with "
-            "from_pretrained(..., existing='resume'), which needs its folder"
-        )
+        mend = f"import it with tiered import, or open it with from_pretrained({FROM_FOLDER}"
+        if others and not any(key.startswith(f"{name}/") for key in store):
+            mend = f"there {'is' if len(others) == 1 else 'are'} {', '.join(map(repr, others))}"
+        raise MisuseError(f"{store} keeps no {CONFIG} of a model named {name!r}: {mend}")
     try:
         opening = json.loads(contents)
     except (ValueError, RecursionError):
@@ -175,7 +178,7 @@ def refuse_no_cache(store: TieredStore, name: str) -> None:
     """Raise MisuseError where no cache of this name is kept."""
     if f"{name}{CACHE_RECORD}" not in store:
         names = ", ".join(map(repr, kept_caches(store))) or "none"
-        raise MisuseError(f"{store} keeps no cache named {name!r} (there are: {names})")
+        raise MisuseError(f"{store} keeps no conversation named {name!r} (there are: {names})")
 
 
 def forget_cache(store: TieredStore, name: str) -> None:

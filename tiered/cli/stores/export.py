@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tiered.cli.arguments import add_generation, add_model, add_store, command, size
 
 if TYPE_CHECKING:
     from tiered.cli.arguments import Commands
+    from tiered.store.at_rest import StoreAtRest
 
 __all__ = ["add_parser"]
 
@@ -17,7 +19,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 DESCRIPTION = """\
 Write the parameters of a model that was committed with zero.commit, or all tensors of a store without a model, as
-safetensors files with an index, which safetensors and transformers can load. A job may have the store open meanwhile,
+safetensors files with an index, which safetensors and transformers can load. Of a model that tiered import put there
+its configuration and tokenizer are written beside them, where --out has no such files. A job may have the store open meanwhile,
 and goes on: the commit that is exported is kept until the command ends. No tensor is changed. Pending optimizer
 updates are applied to the exported values. The command needs little memory, however large the model is.
 
@@ -71,7 +74,7 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
 
     if parsed.format != "safetensors":
         return _whole(parsed)
-    written = 0
+    written, beside = 0, list[str]()
     try:
         with StopRequest() as stop, Progress(sys.stderr) as progress:
 
@@ -93,13 +96,30 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
             else:
                 with StoreAtRest(parsed.folder, paths=parsed.paths, generation=parsed.generation) as store:
                     names = export_at_rest(store, parsed.out, **wanted)
+                    beside = _write_kept(store, parsed.model, Path(parsed.out).expanduser())
                     of = f"generation {store.manifest.generation}"
     except Stopped as stopped:
         print("tiered: stopped; nothing was left behind", file=sys.stderr)
         return stopped.exit_code
     files = names[0] if len(names) == 1 else f"{len(names)} files"
-    print(f"{shown(parsed.out, 1000)}: {files} of {of}, {format_size(written)}")
+    others = f", with {', '.join(beside)}" if beside else ""
+    print(f"{shown(parsed.out, 1000)}: {files} of {of}, {format_size(written)}{others}")
     return 0
+
+
+def _write_kept(store: StoreAtRest, model: str | None, folder: Path) -> list[str]:
+    """Write the files that were kept of the model, or of the only one, into ``folder``, but for those that are there. Returns
+    their names."""
+    from tiered.integrations.kept import CONFIG, FILES, kept_file, key_of_file
+
+    end, written = key_of_file("", CONFIG), list[str]()
+    names = [key.removesuffix(end) for key in store if key.endswith(end) and model in (None, key.removesuffix(end))]
+    for file in FILES if len(names) == 1 else ():
+        contents = kept_file(store, names[0], file)
+        if contents is not None and not (folder / file).exists():
+            (folder / file).write_bytes(contents)
+            written.append(file)
+    return written
 
 
 def _whole(parsed: argparse.Namespace) -> int:

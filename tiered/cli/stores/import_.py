@@ -88,6 +88,7 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument(
         "--compute",
+        type=lambda given: {"fp32": "float32"}.get(given, given),
         choices=("float32",),
         help="of a model: compute in float32 with bf16 or fp16 weights, which stay so in the store",
     )
@@ -119,6 +120,8 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
         parsed.parser.error(f"--model is for models and checkpoints: {found}")
     if kind != "deepspeed" and parsed.tag is not None:
         parsed.parser.error(f"--tag is for checkpoints of DeepSpeed's: {found}")
+    if kind == "tensors" and parsed.kind is None:
+        _refuse_half_a_model(Path(parsed.source).expanduser())
     put = {"model": _model, "deepspeed": _checkpoint, "tensors": _tensors}[kind]
     if kind == "model":
         _refuse_without_transformers()
@@ -169,6 +172,21 @@ def _kind_of(source: str, tag: str | None) -> str:
     if (folder / "config.json").is_file() and not (saved and not any(folder.glob("*.safetensors"))):
         return "model"
     return "deepspeed" if saved else "tensors"
+
+
+def _refuse_half_a_model(source: Path) -> None:
+    """Raise MisuseError for a model's folder that lacks the file which says what the model is, and for that file alone."""
+    from tiered.errors import MisuseError, shown
+    from tiered.integrations.kept import CONFIG, FILES
+
+    if source.name == CONFIG:
+        raise MisuseError(f"{shown(str(source), 1000)} is the configuration of a model: name its folder")
+    others = [file for file in FILES if (source / file).is_file()]
+    if others:
+        raise MisuseError(
+            f"{shown(str(source), 1000)} has {others[0]} and no {CONFIG}, so it is a part of a model: download the whole "
+            "folder, or give --as tensors to import its tensors alone, which tiered generate cannot use"
+        )
 
 
 def _left(parsed: argparse.Namespace) -> str:
