@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
+import re
 import sys
 import threading
 import warnings
@@ -20,6 +22,7 @@ from tests.store.chains import MIB
 from tests.store.opened import Open
 from tiered import (
     CapacityError,
+    Eviction,
     ForkedStore,
     KeyNotFound,
     LeaseConflict,
@@ -203,6 +206,59 @@ def test_many_threads(store: TieredStore) -> None:
     pool = store.statistics().tiers[0]
     assert (pool.used, pool.held, pool.copies) == (0, 0, 0)
     assert store.statistics().evictions > 50
+
+
+def test_the_end_of_a_block_says_where_meta_is_of_an_earlier_commit(tmp_path: Path) -> None:
+    def ended(*commits: dict[str, int] | None) -> list[str]:
+        """Warnings of a block in which a tensor is put before each of the commits, of meta or of none, and after them."""
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            with TieredStore.open(tmp_path / str(len(list(tmp_path.iterdir()))), dram="1MiB") as store:
+                for number, meta in enumerate(commits):
+                    store.put("n", torch.tensor(number))
+                    if meta is not None:
+                        store.commit(meta)
+        assert all(warning.category is UncommittedWarning and warning.filename == __file__ for warning in found)
+        return [str(warning.message) for warning in found]
+
+    (said,) = ended({"done": 1}, None)
+    assert "has the meta of commit 1, and tensors changed after that: if meta says how far they are, commit with it" in said
+    assert ended({"done": 1}, {"done": 2}) == ended({}, None) == ended(None) == ended() == []
+    with TieredStore.open(tmp_path / "0", dram="1MiB") as store:
+        assert (store.generation, store.meta, store.get("n").item()) == (2, {"done": 1}, 1)
+
+
+def test_who_waits_for_room_says_who_holds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tiered.engine.engine.LATE", 0.05)
+    waiting = Eviction(deadline=0.3)
+    with TieredStore.open(tmp_path / "store", dram="1MiB", durability="none", eviction=waiting) as store:
+        for key in "abc":
+            store.put(key, torch.zeros(100_000))
+        with store.lease("a") as first, store.lease("b") as second:
+            del first, second
+            with pytest.raises(CapacityError, match=r"waited .* held by 'a'"), store.lease("c"):
+                pass
+
+            async def asked() -> None:
+                async with store.lease("c"):
+                    pass
+
+            with pytest.raises(CapacityError, match=r"waited .* held by 'a'"):
+                asyncio.run(asked())
+        said = [record.getMessage() for record in caplog.records if record.name == "tiered"]
+        assert len(said) == 2
+        wanted = re.compile(r"'c' waited .* for room in tier dram: .* held by 'a' \(.*leased\).*at most\)$")
+        assert all(wanted.search(one) for one in said)
+        with store.lease("c") as third:  # and the store goes on
+            assert third.sum() == 0
+
+
+def test_an_empty_store_is_a_store(tmp_path: Path) -> None:
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        assert bool(store)
+        assert len(store) == 0
 
 
 def test_close_says_what_it_drops(tmp_path: Path) -> None:

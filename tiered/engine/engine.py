@@ -16,6 +16,7 @@ finds it true waits until the engine's thread has counted everything anew. Where
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 import select
@@ -42,10 +43,14 @@ from tiered.workers import Worker
 
 __all__ = ["Engine", "EngineConfig"]
 
+logger = logging.getLogger("tiered")
+
 _UP, _DOWN = Direction.UP, Direction.DOWN  # before Python 3.12 enums look members up slowly
 
 LOOKS_EVERY = 20
 """Milliseconds between two searches for views that died, while a request waits."""
+LATE = 5.0
+"""Seconds after which a request that waits for room, without progress, says who holds it."""
 GRACE = 0.5
 """Seconds beyond its deadline that a request waits for a first attempt by the engine, should that be busy or blocked."""
 
@@ -121,23 +126,41 @@ class Engine:
     def wait(self, request: Request, deadline: float | None = None) -> None:
         """Wait until ``request`` is done, or raise its error; at most ``deadline`` seconds (default: the configured ones)."""
         asked = self.config.clock()
+        patience = self.config.deadline if deadline is None else deadline
         if self._owned():
             self.refuse_nested()
         with self.lock:
             try:  # an exception of a signal handler may strike anywhere in here
                 at_once = self._submit(request)
-                if not at_once:
-                    self._wait_for(request, asked, self.config.deadline if deadline is None else deadline)
-                self._count(request, asked, at_once)
+                late = not at_once and not self._wait_for(request, asked, patience)
+                if not late:
+                    self._count(request, asked, at_once)
             except BaseException:
                 request.abandoned = True
                 self._withdraw(request)
                 raise
+        if late:
+            self._tell_and_wait(request, asked, patience)
         if isinstance(request.error, LeaseConflict) and not request.deferred and self.end_struck():
             request.error, request.done = None, False  # the conflicting lease had no holder any more
             self.wait(request, deadline)
         elif request.error is not None:
             request.raise_error()
+
+    def _tell_and_wait(self, request: Request, asked: float, patience: float) -> None:
+        """Say who holds the room that ``request`` has waited for, and wait on. Handlers of the logger run outside the lock."""
+        try:
+            with self.lock:
+                why = why_stuck(self.state, request, self.config.clock() - asked)
+            logger.warning("%s (it waits %.0f s at most)", why, patience)
+            with self.lock:
+                self._wait_for(request, self.config.clock() - LATE, patience, told=True)
+                self._count(request, asked, False)
+        except BaseException:
+            with self.lock:
+                request.abandoned = True
+                self._withdraw(request)
+            raise
 
     def _withdraw(self, request: Request) -> None:
         """Withdraw an abandoned request. The engine undoes what it began; a request that has not begun just leaves the
@@ -203,6 +226,12 @@ class Engine:
             if not at_once:
                 patience, progress = None if math.isinf(self.config.deadline) else self.config.deadline, math.nan
                 # Not wait_for: before Python 3.12 it loses a cancellation that arrives together with the result.
+                if patience is None or patience > LATE:
+                    await asyncio.wait((done,), timeout=LATE)
+                    if not done.done() and request.full_tiers:
+                        with self.lock:
+                            why = why_stuck(self.state, request, self.config.clock() - asked)
+                        logger.warning("%s (it waits %.0f s at most)", why, self.config.deadline)
                 while not done.done() and progress != request.progress:
                     progress = request.progress
                     await asyncio.wait((done,), timeout=patience)
@@ -315,7 +344,8 @@ class Engine:
         if self.recorder is not None:
             self.recorder.stalled(request.sequence, str(request), seconds, for_room)
 
-    def _wait_for(self, request: Request, began: float, patience: float) -> None:
+    def _wait_for(self, request: Request, began: float, patience: float, told: bool = False) -> bool:
+        """Wait until ``request`` is done; return False, unless ``told``, where it has waited for room for ``LATE`` seconds."""
         left = request.progress
         while not request.done:
             if self._ended:
@@ -325,9 +355,12 @@ class Engine:
             before = self.config.clock()
             if before - began >= patience + (0.0 if request.tried or self._thread is None else GRACE):
                 raise CapacityError(why_stuck(self.state, request, before - began))
-            wait_for(self._changed, min(max(began + patience - before, 0.05), 5.0))
+            if not told and request.full_tiers and before - began >= LATE:
+                return False
+            wait_for(self._changed, min(max(began + patience - before, 0.05), LATE))
             self._stalled(request, self.config.clock() - before, request.short)
             request.short = bool(request.full_tiers)
+        return True
 
     def hint(self, keys: Sequence[Key], tier: int, urgency: Urgency = Urgency.PREFETCH) -> None:
         """Prefetch ``keys``; never waits, and never raises where a tier is full. Replaces older hints of this urgency that have

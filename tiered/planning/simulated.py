@@ -207,7 +207,7 @@ class _SimulatedEngine(Engine):
                 drive.advance()
         self.settle()
 
-    def _wait_for(self, request: Request, began: float, patience: float) -> None:
+    def _wait_for(self, request: Request, began: float, patience: float, told: bool = False) -> bool:
         self.settle()
         while not request.done:
             before, ends = self.clock.now, min(drive.ends for drive in self.drives)
@@ -216,6 +216,7 @@ class _SimulatedEngine(Engine):
             self._to(ends)
             self._stalled(request, self.clock.now - before, request.short)
             request.short = bool(request.full_tiers)
+        return True
 
     def stop(self) -> None:
         super().stop()

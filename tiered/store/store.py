@@ -227,7 +227,16 @@ class TieredStore(TensorMapping):
                 self._running()
                 why = self._prepare_commit(leaving=True)
                 if why is None:
+                    before, meta = self.generation, self.meta
                     self._generations.committing(self).commit(None, self, always=False)
+                    if meta and self.generation != before:
+                        warnings.warn(
+                            f"the commit at the end of the with block of {self._name} has the meta of commit {before}, and "
+                            "tensors changed after that: if meta says how far they are, commit with it as the last line of "
+                            "the block",
+                            UncommittedWarning,
+                            stacklevel=2,
+                        )
                 else:
                     users = [key for key in self if self.owner_of(key) is None]
                     kept = self._generations.committed(users)
@@ -812,6 +821,10 @@ class TieredStore(TensorMapping):
         self._without_ended(lambda: engine.wait(Rename(moves)))
 
     # -- which tensors there are ------------------------------------------------------------------------------------------
+
+    def __bool__(self) -> bool:
+        """Return True, also for a store without tensors: ``if store:`` asks whether one was given."""
+        return True
 
     def __contains__(self, key: object) -> bool:
         """Return whether there is a tensor of that name."""
