@@ -14,10 +14,13 @@ from tests.quick import quick
 from tiered.planning import layers
 from tiered.planning.dry_run import TrainingSetup, dry_run, on_meta
 from tiered.planning.layers import KEPT, train
+from tiered.planning.machine import Machine
+from tiered.planning.notes import slices_in_groups, slices_of
 from tiered.planning.plan import Choice, Planner
 from tiered.planning.rehearsal import rehearse, rehearse_fewer
 from tiered.planning.simulated import DriveRates
 from tiered.planning.sources import Numbers, Subject, Workload, subject_of
+from tiered.planning.timing import Timing
 from tiered.zero.paging.units import Limits, Policy
 from tiered.zero.rules.known import CHOICES
 
@@ -254,3 +257,19 @@ def test_many_layers_that_are_alike_are_played_by_fewer(update: Any, share: floa
     assert found.seconds == near(whole.seconds, rel=0.1)
     assert found.busy == near(whole.busy, rel=0.1)
     assert found.peak == near(whole.peak, rel=0.1)
+
+
+def test_slices_that_are_taken_together_move_as_many_bytes() -> None:
+    planned = subject(MODELS["experts"]())
+    machine = Machine(read=1e9, write=1e9, lease=1e-3)
+    step = Planner(planned, machine, CHOICES["adamw"].usual, Policy(), 1).step(Choice(dram=1 << 20))
+    assert slices_of(step)[1] == 8
+    assert slices_in_groups(step, 1) == step
+    one, four = (
+        rehearse(slices_in_groups(step, together), 1 << 20, machine.drive, Timing(machine), warm_up=2, counted=1)
+        for together in (1, 4)
+    )
+    assert four.touches < 0.5 * one.touches
+    assert four.read + four.written == pytest.approx(one.read + one.written, rel=0.05)
+    assert four.by_work == pytest.approx(one.by_work)
+    assert sum(slices_in_groups(step, 4).initial.values()) == step.nbytes

@@ -6,6 +6,7 @@ device. A step that was written down so is played in a simulated store (``rehear
 
 from __future__ import annotations
 
+import re
 import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +27,8 @@ from tiered.zero.paging.unit import Unit
 
 __all__ = [
     *("AheadNote", "Alive", "Cost", "CreateNote", "DeleteNote", "EndNote", "LeaseNote", "NotingRanks", "NotingStore"),
-    *("Operation", "OperationKind", "PauseNote", "StepNotes", "TensorForm", "WorkNote", "in_groups"),
+    *("Operation", "OperationKind", "PauseNote", "StepNotes", "TensorForm", "WorkNote", "in_groups", "slices_in_groups"),
+    "slices_of",
 ]
 
 
@@ -106,9 +108,10 @@ class AheadNote(NamedTuple):
 class WorkNote(NamedTuple):
     """Work that is not the model's: an ``update`` of so many elements, a ``gradient`` of so many bytes that is copied into the
     store, an ``activation`` that is copied into it or out of it, parameters that are ``cast``; and between ranks a ``gather``
-    or ``reduce`` of a unit of so many bytes. Of the others ``nbytes`` are those of memory that are read and written."""
+    or ``reduce`` of a unit of so many bytes. Of the others ``nbytes`` are those of memory that are read and written. A ``call``
+    of the store is one that asks for nothing more."""
 
-    kind: Literal["update", "gradient", "activation", "cast", "gather", "reduce"]
+    kind: Literal["update", "gradient", "activation", "cast", "gather", "reduce", "call"]
     elements: int
     nbytes: int
     pieces: int
@@ -208,6 +211,55 @@ def in_groups(step: StepNotes, together: int) -> StepNotes:
         elif not isinstance(one, EndNote) or one.number not in left:
             found.append(one)
     return replace(step, operations=found, activations=sizes)
+
+
+def slices_of(step: StepNotes) -> tuple[int, int]:
+    """Return how many touches of a step are of tensors of slices, such as experts, and of how many slices at most a parameter
+    consists."""
+    touches, most = 0, 0
+    for one in step.operations:
+        for key in one.keys if isinstance(one, LeaseNote) else (one.key,) if isinstance(one, CreateNote) else ():
+            if found := _SLICE.search(key):
+                touches, most = touches + 1, max(most, int(found[1]) + 1)
+    return touches, most
+
+
+def slices_in_groups(step: StepNotes, together: int) -> StepNotes:
+    """Return a step with so many slices of a parameter as one, under the key of the first: the bytes of all are asked for where
+    the first is. What they take of the processor stays where it was."""
+    if together <= 1:
+        return step
+
+    def first(key: str) -> str:
+        return _SLICE.sub(lambda found: f"[{int(found[1]) // together * together}]", key, count=1)
+
+    def summed(sizes: Mapping[str, int]) -> dict[str, int]:
+        found = dict[str, int]()
+        for key, nbytes in sizes.items():
+            found[first(key)] = found.get(first(key), 0) + nbytes
+        return found
+
+    created = summed({one.key: one.nbytes for one in step.operations if isinstance(one, CreateNote)})
+    found, left = list[Operation](), set[int]()  # leases
+    for one in step.operations:
+        if isinstance(one, CreateNote | DeleteNote | LeaseNote):
+            keys = one.keys if isinstance(one, LeaseNote) else (one.key,)
+            kept = tuple(key for key in keys if first(key) == key)
+            if isinstance(one, LeaseNote) and (kept or not keys):
+                found.append(one._replace(keys=kept))
+            elif kept:
+                found.append(one._replace(nbytes=created[kept[0]]) if isinstance(one, CreateNote) else one)
+            else:
+                found.append(WorkNote("call", 0, 0, 1))
+                if isinstance(one, LeaseNote):
+                    left.add(one.number)
+        elif not isinstance(one, EndNote) or one.number not in left:
+            found.append(one)
+    return replace(step, operations=found, initial=summed(step.initial))
+
+
+_SLICE = re.compile(r"\[(\d+)\]")
+"""What names a slice of a parameter in the keys of its tensors."""
 
 
 def _named(one: CreateNote | DeleteNote | LeaseNote) -> str:

@@ -19,7 +19,7 @@ from tiered.engine.retention import bytes_moved, plan_retention
 from tiered.errors import CapacityError, MisuseError, expect_type, listed, one_of, whole_number
 from tiered.planning.dry_run import Activations, Repeats, TrainingSetup, Update
 from tiered.planning.machine import Machine
-from tiered.planning.notes import CreateNote, LeaseNote, StepNotes, WorkNote, in_groups
+from tiered.planning.notes import CreateNote, LeaseNote, StepNotes, WorkNote, in_groups, slices_in_groups, slices_of
 from tiered.planning.optimum import lower_bound
 from tiered.planning.rehearsal import COUNTED, WARM_UP, Offloading, Rehearsed, Seconds, no_time, rehearse, rehearse_fewer
 from tiered.planning.simulated import DriveRates
@@ -396,11 +396,15 @@ class Planner:
             touches += _leases_of_states(sizes) - _leases_of_states(self.sizes(choice.dram, together=together))
         if touches > LONGEST:
             self._long[str(choice)] = max(touches, self._long.get(str(choice), 0))
-        pieces = self._pieces(choice, of_activations)
+        pieces, slices = self._pieces(choice, of_activations), self._slices(step)
+
+        def grouped(notes: StepNotes) -> StepNotes:
+            return in_groups(slices_in_groups(notes, slices), pieces)
+
         rates = _in_blocks(DriveRates(1e9, 1e9) if self.machine is None else self.machine.drive, together)
         brief = briefly or self.takes_long(choice)
-        found = self._rehearse(step, choice.dram, rates, self.seconds(), lambda notes: in_groups(notes, pieces), brief)
-        step = in_groups(step, pieces)
+        found = self._rehearse(step, choice.dram, rates, self.seconds(), grouped, brief)
+        step = grouped(step)
         least = bytes_moved(*uses_of(step), choice.dram, plan_retention(*uses_of(step), choice.dram))
         sending, memory = self._sending(sizes, step, found), self._memory(choice, sizes, step, found)
         return Prediction(
@@ -586,6 +590,14 @@ class Planner:
             f"{_counted(ranks)}: the {sharing:,} of a node would take "
             f"{format_size(sharing * memory.process)}, {format_size(more)} too much; {fits}"
         )
+
+    def _slices(self, step: StepNotes) -> int:
+        """Return how many slices of a parameter, such as experts, are played together: a quarter of them at most."""
+        touches, most = slices_of(step)
+        together = max(1, min(-(-touches // self._rehearsed), most // 4))
+        if together > 1:
+            self.notes["slices of parameters, such as experts, are taken together in the rehearsal"] = None
+        return together
 
     def _pieces(self, choice: Choice, touches: int) -> int:
         """Return how many pieces of an activation are played together, of which a step touches so many: no more than an eighth

@@ -56,6 +56,8 @@ class Timing:
         if isinstance(operation, LeaseNote | CreateNote | DeleteNote):
             return "store", machine.lease
         if isinstance(operation, WorkNote):
+            if operation.kind == "call":
+                return "store", machine.lease
             moved = operation.nbytes / machine.memory
             if operation.kind == "update":
                 return "update", operation.elements / machine.update
