@@ -234,8 +234,6 @@ def test_what_a_weight_cannot_do(store: TieredStore) -> None:
     for refused in (copy.deepcopy, pickle.dumps):
         with pytest.raises(MisuseError):
             refused(pair.ours)
-    with pytest.raises(RuntimeError), torch.no_grad():
-        nn.init.normal_(weight)
     with pytest.raises(MisuseError, match="stays so"):
         pair.ours.half()
     assert pair.ours.to("cpu").float().weight is weight
@@ -251,6 +249,90 @@ def test_what_a_weight_cannot_do(store: TieredStore) -> None:
         TieredEmbedding(store.table("whole", 3, 3, torch.int64))
     with pytest.raises(MisuseError, match="no row"):
         TieredEmbedding(pair.table, padding_idx=ROWS)
+
+
+WRITES: dict[str, Callable[[nn.Parameter], object]] = {
+    "zeros_": nn.init.zeros_,
+    "constant_": lambda weight: nn.init.constant_(weight, 2.0),
+    "normal_": nn.init.normal_,
+    "uniform_": nn.init.uniform_,
+    "eye_": nn.init.eye_,
+    "mul_": lambda weight: weight.mul_(2),
+    "copy_": lambda weight: weight.copy_(torch.zeros(ROWS, WIDTH)),
+    "weight[0] =": lambda weight: weight.__setitem__(0, 3),
+    "+=": lambda weight: weight.__iadd__(1),
+    "data.zero_": lambda weight: weight.data.zero_(),
+    "data.fill_": lambda weight: weight.data.fill_(3),
+    "data[0].zero_": lambda weight: weight.data[0].zero_(),
+    "detach().view().zero_": lambda weight: weight.detach().view(-1)[3:5].zero_(),
+    "unbind()[1].zero_": lambda weight: weight.data.unbind()[1].zero_(),
+    "data =": lambda weight: setattr(weight, "data", torch.zeros(ROWS, WIDTH)),
+    "data.data =": lambda weight: setattr(weight.data, "data", torch.zeros(ROWS, WIDTH)),
+    "vector_to_parameters": lambda weight: nn.utils.vector_to_parameters(torch.zeros(ROWS * WIDTH), [weight]),
+    "set_": lambda weight: weight.set_(torch.zeros(ROWS, WIDTH)),  # type: ignore[call-overload]
+    "resize_": lambda weight: weight.data.resize_(3, 3),
+    "out=": lambda weight: torch.add(torch.ones(ROWS, WIDTH), 1, out=weight.data),
+    "foreach": lambda weight: torch._foreach_zero_([torch.ones(3), weight.data]),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_to_a_weight_is_refused(store: TieredStore, name: str) -> None:
+    embedding = TieredEmbedding(store.table("e", ROWS, WIDTH))
+    with torch.no_grad(), pytest.raises(MisuseError, match=r"'e' cannot be written to.*initialize\(fill\).*table\[rows\] ="):
+        WRITES[name](embedding.weight)
+    assert embedding.weight.isnan().all()
+    assert embedding.table[:].eq(0).all()
+
+
+def test_a_weight_is_not_replaced(store: TieredStore) -> None:
+    embedding, other = (TieredEmbedding(store.table(name, ROWS, WIDTH)) for name in "eo")
+    weight, ids = embedding.weight, torch.tensor([1])
+    refused = pytest.raises(MisuseError, match=r"'e' cannot be replaced.*initialize\(fill\).*table\[rows\] =")
+    for wrong in (nn.Parameter(torch.zeros(ROWS, WIDTH)), torch.zeros(ROWS, WIDTH), None, other.weight):
+        with refused:
+            embedding.weight = wrong  # type: ignore[assignment]
+    for gradient in (True, False):
+        with torch.set_grad_enabled(gradient), refused:  # which torch puts there without an assignment
+            torch.func.functional_call(embedding, {"weight": torch.zeros(ROWS, WIDTH)}, ids)
+        with torch.set_grad_enabled(gradient):
+            same(torch.func.functional_call(embedding, {"weight": weight}, ids), torch.zeros(1, WIDTH))
+    embedding.weight = weight
+    assert embedding.weight is weight
+
+
+def test_a_weight_reads_as_nan(store: TieredStore) -> None:
+    weight = TieredEmbedding(store.table("e", ROWS, WIDTH)).weight
+    views = (weight.data, weight.detach(), weight[3], weight.T, weight.data.chunk(2)[1], weight.view(-1), next(iter(weight)))
+    for view in views:
+        assert view.isnan().all()
+        assert not view.detach().numpy().flags.writeable
+        assert view.untyped_storage().nbytes() == 4
+    computed = (weight * 2, weight.sum(), weight.data.clone(), weight.double(), torch.cat([weight, weight]), weight @ weight.T)
+    for value in (*computed, copy.deepcopy(weight.data), pickle.loads(pickle.dumps(weight.data))):
+        assert type(value) is torch.Tensor
+        assert value.isnan().all()
+    assert str(weight.data[0, :2].tolist()) == "[nan, nan]"
+    assert "nan" in repr(weight.data)
+    assert torch.zeros(ROWS, WIDTH).copy_(weight.data).isnan().all()
+    assert nn.functional.embedding(torch.tensor([1]), weight, max_norm=1.0).isnan().all()
+    tied = nn.Linear(WIDTH, ROWS, bias=False)
+    tied.weight = weight
+    tied(torch.ones(2, WIDTH)).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.eq(2).all()
+    assert weight.detach_() is weight.requires_grad_() is weight
+
+
+def test_clipped_as_the_guide_says(store: TieredStore) -> None:
+    pair = Pair(store)
+    pair.backward()
+    grad = pair.ours.weight.grad
+    assert grad is not None
+    before = grad.to_dense()
+    grad.mul_((1 / grad.coalesce().values().norm()).clamp(max=1))
+    assert before.norm() > 1
+    torch.testing.assert_close(grad.to_dense(), before / before.norm())
 
 
 def test_what_an_optimizer_refuses(store: TieredStore) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tiered.errors import MisuseError, expect_type
 from tiered.tables.table import Table
@@ -16,22 +18,89 @@ from tiered.tensors.steps import refusing
 
 __all__ = ["TableOptimizer", "TableWeight", "TieredEmbedding"]
 
+_Kind = TypeVar("_Kind", bound="WithoutValues")
+_WRITE = (
+    "because its values are in the store: call embedding.initialize(fill), or write rows with embedding.table[rows] = values"
+)
+
 INSTEAD = {"Adagrad": "tiered.SparseAdagrad"}
 """Of torch's optimizers, by the names of their classes, which of ours has their rule; for all others it is Adam."""
 
 
-class TableWeight(nn.Parameter):
-    """The parameter of a ``TieredEmbedding``: it has the table's shape, takes no memory, and reads as NaN, because the values
-    are in the table. ``grad`` is a sparse tensor, as torch makes it."""
+class WithoutValues(torch.Tensor):
+    """A tensor that reads as NaN, because its values are in a table. Views of it, detached ones too, are such tensors, and what
+    is computed of it is an ordinary one. Whatever writes to it raises MisuseError."""
 
     table: Table
+    nan: torch.Tensor
+    """What is read: an ordinary tensor on the same memory."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Refuse to assign ``data``, of which ``__torch_dispatch__`` is not told."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+                _refuse_write(args[0])
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub lacks the classmethod
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named, schema = dict(kwargs or {}), func._schema
+        given = [*zip(schema.arguments, args, strict=False), *((one, named.get(one.name)) for one in schema.arguments)]
+        if func is not torch.ops.aten.embedding_renorm_.default:  # it writes to rows above a norm, which NaN is not
+            _refuse_write([value for argument, value in given if argument.is_write])
+        result = func(*_read(args), **_read(named))
+        if not any(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns):
+            return result
+        table = next(one.table for one in tree_leaves((args, named)) if isinstance(one, WithoutValues))
+        return tree_map_only(torch.Tensor, lambda view: _made(WithoutValues, view, table), result)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return a read-only array; torch itself has none of a class that has ``__torch_dispatch__``."""
+        array = self.nan.numpy(force=force)
+        array.setflags(write=False)
+        return array
+
+    def tolist(self) -> Any:
+        """Return the values as lists, as ``numpy`` does an array."""
+        return self.nan.tolist()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return copy.deepcopy(self.nan, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain: Any = self.nan
+        return plain.__reduce_ex__(protocol)
+
+
+def _made(kind: type[_Kind], nan: torch.Tensor, table: Table, *, requires_grad: bool = False) -> _Kind:
+    made = torch.Tensor._make_subclass(kind, nan, requires_grad)
+    made.table, made.nan = table, nan
+    return made
+
+
+def _read(given: Any) -> Any:
+    return tree_map_only(WithoutValues, lambda one: one.nan, given)
+
+
+def _refuse_write(targets: Any) -> None:
+    for one in tree_leaves(targets):
+        if isinstance(one, WithoutValues):
+            raise MisuseError(f"the weight of table {one.table.name!r} cannot be written to, {_WRITE}")
+
+
+class TableWeight(WithoutValues, nn.Parameter):
+    """The parameter of a ``TieredEmbedding``: it has the table's shape, takes no memory, and reads as NaN, because the values
+    are in the table. ``grad`` is a sparse tensor, as torch makes it."""
 
     def __new__(cls, table: Table) -> TableWeight:
         refuse_others()
         empty = torch.full((), torch.nan, dtype=table.dtype, device="cpu").expand((table.rows, *table.row_shape))
-        weight = torch.Tensor._make_subclass(cls, empty, True)
-        weight.table = table
-        return weight
+        return _made(cls, empty, table, requires_grad=True)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"TableWeight of {self.table!r}"
@@ -113,10 +182,21 @@ class TieredEmbedding(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the rows ``ids``, of shape ``(*ids.shape, embedding_dim)``."""
-        if torch.is_grad_enabled() and self.weight.requires_grad:
-            found: torch.Tensor = _Rows.apply(self.weight, ids, self.padding_idx)  # type: ignore[no-untyped-call]
+        weight = self.weight
+        self._refuse_other(weight)
+        if torch.is_grad_enabled() and weight.requires_grad:
+            found: torch.Tensor = _Rows.apply(weight, ids, self.padding_idx)  # type: ignore[no-untyped-call]
             return found
         return self.table.look_up(ids)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            self._refuse_other(value)
+        super().__setattr__(name, value)
+
+    def _refuse_other(self, weight: object) -> None:
+        if not isinstance(weight, TableWeight) or weight.table is not self.table:
+            raise MisuseError(f"the weight of table {self.table.name!r} cannot be replaced, {_WRITE}")
 
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
