@@ -352,7 +352,7 @@ def test_a_full_store_without_a_disk_says_so_at_once(chain: Chain, folder: Path)
     with chain.open(folder) as store:  # with the deadline of a minute
         for number in range(5):
             store.put(f"t{number}", kib(200, number))
-        with pytest.raises(CapacityError, match=r"no room for 204,800 bytes: 5 tensors have 1,024,000 of .*delete"):
+        with pytest.raises(CapacityError, match=r"for tensor 't5' \(204,800 bytes\): 5 tensors have 1,024,000 of .*delete"):
             store.put("t5", kib(200))
         store.delete("t1")
         store.put("t5", kib(200, 5))

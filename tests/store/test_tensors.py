@@ -179,8 +179,11 @@ def test_create(store: TieredStore) -> None:
 
 def test_larger_than_the_pool(store: TieredStore) -> None:
     store.put("fits", torch.zeros(MIB, dtype=torch.uint8))
-    with pytest.raises(CapacityError, match=r"1,048,577 bytes can never fit into tier dram \(1,048,576 bytes\)"):
-        store.put("t", torch.zeros(MIB + 1, dtype=torch.uint8))
+    with pytest.raises(CapacityError, match=r"tensor 't' \(1,048,577 bytes\) can never fit into tier dram \(1,048,576 bytes\)"):
+        store.update({"fits": torch.zeros(MIB, dtype=torch.uint8), "t": torch.zeros(MIB + 1, dtype=torch.uint8)})
+    with pytest.raises(CapacityError, match=r"^small tensor 'k': tensor 'few/page1' \(.* bytes\) can never fit"):
+        store.small("few").update({"a": torch.zeros(3), "k": torch.zeros(MIB + 1, dtype=torch.uint8)})
+    store.delete_owned(next(iter(store.owners())))
     assert list(store) == ["fits"]
 
 

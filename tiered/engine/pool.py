@@ -14,11 +14,12 @@ from itertools import islice
 from tiered.allocator import SlotMap
 from tiered.engine.policy import FollowedOrder
 from tiered.engine.residency import Copy, Evictability, State
+from tiered.errors import shown
 from tiered.interfaces import EvictionPolicy, Memory, Movable, Restorable, Tier
 from tiered.telemetry import TierStatistics
 from tiered.types import Fence, Key, Slot
 
-__all__ = ["MOVED", "Pool"]
+__all__ = ["MOVED", "Pool", "sized"]
 
 MOVED = 16
 """Most bytes, as a multiple of its own, that a request may have moved within the tier: no lease is granted meanwhile."""
@@ -496,22 +497,22 @@ class Pool:
         piece = max(begin - end for begin, end in zip(begins, ends, strict=True))
         return text if piece == self.free else f"{text}, the largest free piece has {piece:,} bytes"
 
-    def why_full(self, nbytes: int) -> str:
+    def why_full(self, nbytes: int, key: Key | None) -> str:
         """Return the error text of a full tier without a tier below."""
         return (
-            f"no room for {nbytes:,} bytes: {len(self.copies):,} tensors have {self.used:,} of the "
+            f"no room for {sized(nbytes, key)}: {len(self.copies):,} tensors have {self.used:,} of the "
             f"{self.tier.capacity:,} bytes in tier {self.tier.name}, and there is no tier below: delete some, "
             f"or open the store with more room"
         )
 
-    def why_never(self, nbytes: int) -> str:
+    def why_never(self, nbytes: int, key: Key | None) -> str:
         """Return why ``nbytes`` never fit. A disk's capacity is what it has now: when others filled it, the tier's own answer
         says more."""
         why = getattr(self.tier, "refusal", None)
         if why:
-            return f"no room for {nbytes:,} bytes: {why}"
+            return f"no room for {sized(nbytes, key)}: {why}"
         return (
-            f"{nbytes:,} bytes can never fit into tier {self.tier.name} ({self.tier.capacity:,} bytes): "
+            f"{sized(nbytes, key)} can never fit into tier {self.tier.name} ({self.tier.capacity:,} bytes): "
             f"open the store with at least {nbytes:,} bytes there, or split the tensor"
         )
 
@@ -546,3 +547,8 @@ class Pool:
         assert self._where is None or self._sizes == Counter(slot.nbytes for slot in self._slots)
         assert self.used == sum(size * count for size, count in self._sizes.items())
         assert self.largest == max(self._sizes, default=0)
+
+
+def sized(nbytes: int, key: Key | None) -> str:
+    """Name what needs room in an error: a tensor, or room for no tensor in particular (None)."""
+    return f"{nbytes:,} bytes" if key is None else f"tensor {shown(repr(key))} ({nbytes:,} bytes)"

@@ -201,9 +201,9 @@ class Room(Request, RoomHold):
         state = scheduler.state
         if self.key is not None:
             state.directory.refuse_put(self.key, self.owner)
-        self._granted(state, scheduler.room(self.tier, self.nbytes, self))
+        self._granted(state, scheduler.room(self.tier, self.nbytes, self, self.key))
         if self.slot is None:
-            scheduler.refuse_full(self.tier, self.nbytes)
+            scheduler.refuse_full(self.tier, self.nbytes, self.key)
         return self.slot is not None
 
     def _granted(self, state: EngineState, slot: Slot | None) -> None:

@@ -10,11 +10,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from tiered.engine.pool import MOVED
+from tiered.engine.pool import MOVED, sized
 from tiered.engine.residency import Copy, Entry, Evictability, State
 from tiered.engine.state import EngineState, RoomSearch, Ticket
 from tiered.errors import CapacityError
-from tiered.types import AHEAD, Completion, Direction, Slot, Transfer, Urgency
+from tiered.types import AHEAD, Completion, Direction, Key, Slot, Transfer, Urgency
 
 __all__ = ["QUEUED", "Scheduler"]
 
@@ -81,7 +81,7 @@ class Scheduler:
 
     def _admit_fill(self, entry: Entry, tier: int, ticket: Ticket) -> None:
         state = self.state
-        if (slot := self.room(tier, entry.nbytes, ticket)) is None:
+        if (slot := self.room(tier, entry.nbytes, ticket, entry.key)) is None:
             return
         if (source := entry.copies[tier + 1]) is None:  # the room for what left here was made by evicting the source
             state.pools[tier].give_back(slot)
@@ -110,11 +110,11 @@ class Scheduler:
         try:
             if source.unsealed:
                 raise state.why_spoiled(source)
-            lower = self.room(below, entry.nbytes, ticket)
+            lower = self.room(below, entry.nbytes, ticket, entry.key)
             if lower is None and below == state.bottom:
                 under = state.pools[below].tier
                 why = getattr(under, "refusal", None) or f"tier {under.name} is full"
-                raise CapacityError(f"no room for tensor {entry.key!r} ({entry.nbytes:,} bytes): {why}")
+                raise CapacityError(f"no room for {sized(entry.nbytes, entry.key)}: {why}")
         finally:
             if lower is None and snapshot is not None:
                 state.give_back(tier, snapshot)
@@ -160,7 +160,7 @@ class Scheduler:
         assert snapshot is not None
         entry = state.directory.entry(copy.key)
         if copy.aliases and not copy.leased:
-            slot = self.room(copy.tier, entry.nbytes, ticket)
+            slot = self.room(copy.tier, entry.nbytes, ticket, entry.key)
             if slot is None:
                 return
             snapshot.duplicate(copy, slot, entry.nbytes)
@@ -169,7 +169,7 @@ class Scheduler:
         duplicate = None
         if copy.aliases and copy.tier + 1 == state.bottom:
             # Under a READ lease, too, somebody may write. That is not to be stored, but must not make checksums wrong.
-            duplicate = self.room(copy.tier, entry.nbytes, ticket)
+            duplicate = self.room(copy.tier, entry.nbytes, ticket, entry.key)
             if duplicate is None:
                 return
             snapshot.duplicate(copy, duplicate, entry.nbytes)
@@ -177,8 +177,8 @@ class Scheduler:
 
     # -- room --------------------------------------------------------------------------------------------------------------
 
-    def room(self, tier: int, nbytes: int, ticket: Ticket) -> Slot | None:
-        """Return a slot in ``tier``. None: not yet, but room is being made as far as ``ticket`` may push others out.
+    def room(self, tier: int, nbytes: int, ticket: Ticket, key: Key | None) -> Slot | None:
+        """Return a slot in ``tier`` for ``key``. None: not yet, but room is made as far as ``ticket`` may push others out.
 
         Raises CapacityError when the tier could never hold ``nbytes``, and the error of a failed write-back when only that
         stands in the way.
@@ -186,7 +186,7 @@ class Scheduler:
         state = self.state
         pool = state.pools[tier]
         if tier < state.bottom and nbytes > pool.tier.capacity:
-            raise CapacityError(pool.why_never(nbytes))
+            raise CapacityError(pool.why_never(nbytes, key))
         if ticket.urgency in AHEAD and not self._may_prefetch(tier, nbytes, ticket):
             return None
         state.writeback_due = True  # there is less room
@@ -206,15 +206,15 @@ class Scheduler:
             slot = self.make_room(tier, nbytes, ticket, dropped)
         if slot is None:
             if nbytes > pool.tier.capacity:  # only now: to ask a disk for its capacity is a system call
-                raise CapacityError(pool.why_never(nbytes))
+                raise CapacityError(pool.why_never(nbytes, key))
             ticket.full_tiers = (*ticket.full_tiers, tier)
         return slot
 
-    def refuse_full(self, tier: int, nbytes: int) -> None:
+    def refuse_full(self, tier: int, nbytes: int, key: Key | None) -> None:
         """Raise CapacityError where waiting brings no room: nothing leaves the bottom, unless somebody still looks at it."""
         pool = self.state.pools[tier]
         if tier == self.state.bottom and not pool.aliased_evicted:
-            raise CapacityError(pool.why_full(nbytes))
+            raise CapacityError(pool.why_full(nbytes, key))
 
     def _may_prefetch(self, tier: int, nbytes: int, ticket: Ticket) -> bool:
         """Whether a prefetch may take room: not while the link has enough to do, nor where a demand waits for room, or would. A

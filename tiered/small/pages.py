@@ -473,7 +473,10 @@ class Pages:
         whole[: one.spec.nbytes] = flat(one.source)
         with self.store.lease_addresses([self._record], Access.READ):
             self.refuse_stale(head)
-            self.store.put(page_key(self.name, head.next_page), whole, owner=self.owner)
+            try:
+                self.store.put(page_key(self.name, head.next_page), whole, owner=self.owner)
+            except CapacityError as error:
+                raise CapacityError(f"small tensor {one.key!r}: {error}") from error
             self._change(known, head, after, log, [])
         if entry:
             names.know(one.spec)
