@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tiered.cli.arguments import Parser
+from tiered.cli.arguments import Parser, add_paths
 from tiered.cli.main import build_parser, main
 from tiered.cli.output import counted, rate, rate_unit
 
@@ -157,6 +157,10 @@ def test_one_word_for_one_thing(parser: argparse.ArgumentParser) -> None:
         ("name another folder, or existing='overwrite'", "name another folder, or --existing overwrite"),
         ("open with generation=7, or move it", "open with --generation 7, or move it"),
         ("open it without paths=", "open it without --paths"),
+        ("which have to be named: paths=['/mnt/a', '/mnt/b']", "which have to be named: --paths /mnt/a /mnt/b"),
+        ("named: paths=[\"it's\", 'a, b]']: give", "named: --paths 'it'\"'\"'s' 'a, b]': give"),
+        ("have to be named: paths=[...]", "have to be named: --paths FOLDER ..."),
+        ("unknown=['a']", "unknown=['a']"),
         ("a smaller dram=; then", "a smaller --dram; then"),
         ("give another name=, existing=\"resume\"", "give another --model, --existing resume"),
         ("it is in use; close it there (access='read' reads beside it)", "it is in use; close it there"),
@@ -167,8 +171,9 @@ def test_one_word_for_one_thing(parser: argparse.ArgumentParser) -> None:
 def test_keyword_arguments_in_errors_are_printed_as_options(message: str, shown: str) -> None:
     parser = Parser(prog="it")
     parser.named = {"name": "--model"}
-    for option in "--model", "--existing", "--generation", "--paths", "--dram":
+    for option in "--model", "--existing", "--generation", "--dram":
         parser.add_argument(option)
+    add_paths(parser)
     assert parser.in_options(message) == shown
 
 

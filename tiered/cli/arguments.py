@@ -4,6 +4,7 @@ commands share. Also the environment that torchrun gives to the processes that i
 from __future__ import annotations
 
 import argparse
+import ast
 import difflib
 import os
 import re
@@ -82,8 +83,12 @@ def launched() -> Launched:
 
 BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
 LARGEST_COUNT = (1 << 63) - 1
-KEYWORD = re.compile(r"(?<![\w/'\"=.-])(?P<name>[a-z_]+)=(?:(?P<quote>['\"]?)(?P<value>[\w.-]+)(?P=quote))?(?=$|[\s,;:)])")
-"""A keyword argument in a message, with a value or without."""
+_ITEM = r"(?:'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|\.\.\.)"
+KEYWORD = re.compile(
+    r"(?<![\w/'\"=.-])(?P<name>[a-z_]+)="
+    rf"(?:(?P<quote>['\"]?)(?P<value>[\w.-]+)(?P=quote)|(?P<list>\[{_ITEM}(?:, {_ITEM})*\]))?(?=$|[\s,;:)])"
+)
+"""A keyword argument in a message: with a value, with a list of texts (or of what is left to the reader), or without."""
 ASIDE = re.compile(r" \(([a-z_]+=['\"]?[\w.-]+['\"]? [^()]*)\)")
 """Advice in brackets that begins with a keyword argument."""
 
@@ -148,13 +153,17 @@ class Parser(argparse.ArgumentParser):
 
     def in_options(self, message: str) -> str:
         """Write the keyword arguments in a message of the library as options of this parser: ``existing='overwrite'`` is
-        ``--existing overwrite``. A keyword without an option stays as it is; advice in brackets that begins with one
-        goes."""
+        ``--existing overwrite``, ``paths=['a', 'b']`` is ``--paths a b``. A keyword without an option stays as it is; advice in
+        brackets that begins with one goes."""
 
         def option(match: re.Match[str]) -> str:
             name = self.named.get(match["name"], "--" + match["name"].replace("_", "-"))
             if name not in self._option_string_actions:
                 return match[0]
+            if match["list"]:
+                kind = self._option_string_actions[name].metavar
+                items = (f"{kind} ..." if one is ... else shlex.quote(one) for one in ast.literal_eval(match["list"]))
+                return " ".join([name, *items])
             return f"{name} {match['value']}" if match["value"] else name
 
         def aside(match: re.Match[str]) -> str:

@@ -84,7 +84,7 @@ class StoreAtRest:
             where = folders_of(self.folder)
             raise MisuseError(f"{self.folder} keeps its tensors in other folders, which have to be named: {where}")
         if paths is not None and LIST_FILE not in there:
-            raise MisuseError(f"{self.folder} keeps its tensors in its own folder: leave paths out")
+            raise MisuseError(f"{self.folder} keeps its tensors in its own folder: leave paths= out")
         places = [self.folder] if paths is None else [Path(os.path.expanduser(place)) for place in paths]
         for file in taken.manifest.files:
             own = self._opened.fd if paths is None else None

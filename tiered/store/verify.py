@@ -185,7 +185,7 @@ def _open_files(
         file, damages = _open_file(folder, DATA_FILE, 0, stack, opened.fd, lock=lock)
         return {0: file}, None, damages
     if DATA_FILE in names:
-        raise MisuseError(f"{folder} keeps its tensors in its own folder: verify it without paths")
+        raise MisuseError(f"{folder} keeps its tensors in its own folder: verify it without paths=")
     found: dict[int, FileAtRest] = {}
     damages = []
     record = None
