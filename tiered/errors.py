@@ -309,8 +309,9 @@ class ManifestError(TieredError):
 
 
 class UncommittedWarning(UserWarning):
-    """``close``, or the end of a ``with`` block after steps that followed a commit with an ``extra``, dropped changes that were
-    not committed; or the commit at the end is no checkpoint of a model, or lacks its scheduler. The message says what to do."""
+    """``close``, the end of a program or of the last reference to a store, or the end of a ``with`` block after steps that
+    followed a commit with an ``extra``, dropped changes that were not committed; or the commit at the end is no checkpoint of a
+    model, or lacks its scheduler. The message says what to do."""
 
 
 class SharedMemoryWarning(UserWarning):

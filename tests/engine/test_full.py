@@ -7,6 +7,7 @@ import faulthandler
 import gc
 import threading
 import tracemalloc
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from tests.store.chains import CHAINS, MIB, hurried, kib, nothing_is_held, push_out
-from tiered import CapacityError, Eviction, KeyNotFound, StoreClosed, TensorSpec, TieredStore
+from tiered import CapacityError, Eviction, KeyNotFound, StoreClosed, TensorSpec, TieredStore, UncommittedWarning
 
 DEADLINE = 0.05
 THREE = next(chain for chain in CHAINS if chain.name == "hbm-dram-nvme")
@@ -296,6 +297,7 @@ def test_closed_by_another_thread_in_the_middle(store: TieredStore, monkeypatch:
 def test_a_store_in_a_cycle_may_be_collected_by_its_own_engine(tmp_path: Path) -> None:
     """Collectors run wherever memory is asked for, and the engine's thread cannot wait for its own end."""
     store = TieredStore.open(tmp_path / "state", dram=MIB)
+    store.put("a", torch.ones(3))
     engine, cycle = store._engine, [store]
     cycle.append(cycle)  # type: ignore[arg-type]
     turn, collected = engine.turn, threading.Event()
@@ -307,18 +309,21 @@ def test_a_store_in_a_cycle_may_be_collected_by_its_own_engine(tmp_path: Path) -
 
     gc.disable()
     try:
-        engine.turn = turning  # type: ignore[method-assign]
-        del store, cycle
-        engine._wake.set()
-        assert collected.wait(300)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always", UncommittedWarning)
+            engine.turn = turning  # type: ignore[method-assign]
+            del store, cycle
+            engine._wake.set()
+            assert collected.wait(300)
+            assert engine._thread is not None
+            engine._thread.join(300)
+            assert not engine._thread.is_alive()
+            for thread in threading.enumerate():
+                if thread.name == "tiered-close":
+                    thread.join(300)
     finally:
         gc.enable()
-    assert engine._thread is not None
-    engine._thread.join(300)
-    assert not engine._thread.is_alive()
-    for thread in threading.enumerate():
-        if thread.name == "tiered-close":
-            thread.join(300)
+    assert ["changes of 1 tensor that" in str(warning.message) for warning in found] == [True]
     TieredStore.open(tmp_path / "state", dram=MIB).close()  # the lock is free
 
 

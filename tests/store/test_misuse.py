@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import random
 import re
 import sys
 import threading
 import warnings
+import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -259,6 +262,59 @@ def test_an_empty_store_is_a_store(tmp_path: Path) -> None:
     with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
         assert bool(store)
         assert len(store) == 0
+
+
+@pytest.mark.parametrize("found_by", ["caller", "collector"])
+def test_a_store_that_is_collected_says_what_it_drops(tmp_path: Path, found_by: str) -> None:
+    def left(change: Callable[[TieredStore], object], action: Literal["always", "error"] = "always") -> list[str]:
+        store = TieredStore.open(tmp_path / "state", dram="1MiB")
+        gone = weakref.ref(store)
+        change(store)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter(action, UncommittedWarning)
+            ring: list[object] = [store]
+            if found_by == "collector":
+                ring.append(ring)
+            del store, ring
+            if found_by == "collector":
+                gc.collect()
+            else:
+                assert action == "error" or all(warning.filename == __file__ for warning in found)
+        assert gone() is None
+        assert all(warning.category is UncommittedWarning for warning in found)
+        return [str(warning.message) for warning in found]
+
+    def changed(store: TieredStore) -> None:
+        store.commit()
+        store.update({"a": torch.ones(3), "b": torch.ones(3)})
+
+    said = [
+        f"the store in {tmp_path / 'state'} was left without close(), and nothing refers to it any more, with changes of 2 "
+        "tensors that were not committed: call commit() first, or leave a with block, which commits"
+    ]
+    assert left(changed) == said
+    assert left(changed, "error") == said
+    assert left(lambda store: (changed(store), store.commit())) == []
+    assert left(lambda store: store.get("a")) == []
+    assert left(lambda store: (store.put("c", torch.ones(3)), store.rollback())) == []
+    with pytest.warns(UncommittedWarning, match="was closed with changes of 1 tensor "):
+        assert left(lambda store: (store.put("c", torch.ones(3)), store.close())) == []
+
+
+def test_a_store_that_is_collected_in_a_child_says_nothing(tmp_path: Path) -> None:
+    store: list[TieredStore] = [TieredStore.open(tmp_path / "state", dram="1MiB")]
+    store[0].put("a", torch.ones(3))
+
+    def collected() -> list[str]:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always", UncommittedWarning)
+            store.clear()
+            gc.collect()
+        return [str(warning.message) for warning in found]
+
+    assert in_child(collected) == "[]"
+    store[0].commit()
+    store[0].close()
 
 
 def test_close_says_what_it_drops(tmp_path: Path) -> None:

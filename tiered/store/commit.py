@@ -135,6 +135,11 @@ class Generations:
 
     def uncommitted(self) -> int:
         """Return how many tensors differ from the newest commit; 0 where nothing can be committed."""
+        self.settle()
+        return self.unsaved()
+
+    def unsaved(self) -> int:
+        """Return the same without a wait for a commit that is open, as a finalizer has to."""
         return 0
 
     def committed(self, keys: Iterable[Key]) -> dict[Key, str]:
@@ -232,8 +237,7 @@ class Commits(OnDisk):
     def commits_at_exit(self) -> bool:
         return self.refused is None
 
-    def uncommitted(self) -> int:
-        self.settle()
+    def unsaved(self) -> int:
         engine, committed = self._engine, self.newest.tensors if self.newest else {}
         if self.refused is not None:
             return 0

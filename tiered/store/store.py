@@ -127,7 +127,7 @@ class TieredStore(TensorMapping):
         self._closed = False
         self._name = f"the store in {parts.nvme.folder}" if parts.nvme else "the store without a disk"
         self._rest = (engine, parts, self._pid, scratch)
-        self._shutdown = weakref.finalize(self, _shut_down, *self._rest)
+        self._shutdown = weakref.finalize(self, _collected, self._name, known, *self._rest)
         _close_at_exit()  # after the first finalizer: what is registered last is called first
         self._tables: weakref.WeakValueDictionary[str, Table] = weakref.WeakValueDictionary()
         self._row_cache = RowCache(parts.tiers[parts.dram].capacity)
@@ -261,12 +261,7 @@ class TieredStore(TensorMapping):
         dropped = 0 if self._closed or os.getpid() != self._pid else self._generations.uncommitted()
         self._close()
         if dropped:
-            warnings.warn(
-                f"{self._name} was closed with changes of {dropped} tensor{'' if dropped == 1 else 's'} that were not "
-                "committed: call commit() first, or leave a with block, which commits",
-                UncommittedWarning,
-                stacklevel=2,
-            )
+            warnings.warn(_dropped(f"{self._name} was closed", dropped), UncommittedWarning, stacklevel=2)
 
     def _close(self) -> None:
         self._engine.refuse_nested()
@@ -1310,6 +1305,29 @@ def in_store_memory(tensor: torch.Tensor) -> bool:
     except RuntimeError:  # a subclass, or within a transform
         return False
     return any(store._has_memory(address) for store in list(_open))
+
+
+def _dropped(end: str, tensors: int) -> str:
+    return (
+        f"{end} with changes of {tensors} tensor{'' if tensors == 1 else 's'} that were not committed: call commit() first, or "
+        "leave a with block, which commits"
+    )
+
+
+def _collected(name: str, known: Generations, engine: Engine, parts: Parts, pid: int, scratch: bool) -> None:
+    """Shut down a store that nobody closed and nothing refers to any more, and warn of what nobody committed."""
+    if os.getpid() != pid:
+        return
+    if engine.stop_elsewhere(lambda: _collected(name, known, engine, parts, pid, scratch)):
+        return
+    dropped = known.unsaved()
+    _shut_down(engine, parts, pid, scratch)
+    if dropped:
+        said = _dropped(f"{name} was left without close(), and nothing refers to it any more,", dropped)
+        try:
+            warnings.warn(said, UncommittedWarning, stacklevel=3)  # where the last reference went, or the collector ran
+        except UncommittedWarning as error:  # a filter makes it an error, which nobody can catch here
+            warnings.showwarning(error, UncommittedWarning, __file__, 0)
 
 
 def _shut_down(engine: Engine, parts: Parts, pid: int, scratch: bool) -> None:
