@@ -220,11 +220,13 @@ class KeyNotFound(MisuseError, KeyError):
 
 
 def meant(sought: object, names: Iterable[str]) -> str:
-    """Return "; did you mean ...?" with the nearest of the first names in ``names``; nothing where none is near, and for what
-    is no name, or a very long one."""
+    """Return "; did you mean ...?" with the nearest of the first names in ``names``, or with the one whose part after the last
+    "/" is nearest; nothing where none is near, and for what is no name, or a very long one."""
     if not isinstance(sought, str) or len(sought) > LONGEST_NAME:
         return ""
-    near = difflib.get_close_matches(sought, list(islice(names, NEAREST_OF)), 1)
+    known = list(islice(names, NEAREST_OF))
+    ends = {name.rpartition("/")[2]: name for name in known}
+    near = difflib.get_close_matches(sought, known, 1) or [ends[end] for end in difflib.get_close_matches(sought, ends, 1)]
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
@@ -259,13 +261,16 @@ class TransferError(TieredError):
     Attributes: ``key``, ``tier`` (name), ``path`` (file or None), ``offset`` (bytes in that file), ``errno`` (or None).
     """
 
+    _mend = ""
+    """What to do where a file is concerned, for the end of the message."""
+
     def __init__(
         self, what: str, *, key: str, tier: str, path: str | None, offset: int, errno: int | None
     ) -> None:
         self.key, self.tier, self.path, self.offset, self.errno = key, tier, path, offset, errno
         where = f"{path} at byte {offset}" if path else f"tier {tier} at byte {offset}"
         why = f": {os.strerror(errno)} (errno {errno})" if errno else ""
-        super().__init__(f"{what} tensor {key!r}, {where}{why}")
+        super().__init__(f"{what} tensor {key!r}, {where}{why}{self._mend if path else ''}")
         self._what = what
 
     def having(self, what: str) -> TransferError:
@@ -298,6 +303,8 @@ class ShortTransfer(TransferError):
 
 class CorruptionError(TransferError):
     """The bytes that were read do not have the checksum of those that were written."""
+
+    _mend = "; run tiered verify on the store's folder, which names all damage, or open an older commit with generation="
 
 
 class CommitError(TieredError):

@@ -62,13 +62,15 @@ _AMOUNT = re.compile(r"[0-9]{1,12}(?:\.[0-9]{1,12})?")
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
-def parse_size(size: int | str) -> int:
-    """Return a size in bytes. Raises MisuseError for a negative size, an unknown unit, or no number."""
+def parse_size(size: int | str, name: str = "") -> int:
+    """Return a size in bytes; ``name`` is the argument that it was given as. Raises MisuseError for a negative size, an unknown
+    unit, or no number."""
+    given = f"{name}={quoted(size)}" if name else quoted(size)
     if isinstance(size, bool) or not isinstance(size, int | str):
-        raise MisuseError(f"a size is an int of bytes or a text such as '256MiB', not {quoted(size)}")
+        raise MisuseError(f"a size is an int of bytes or a text such as '256MiB', not {given}")
     if isinstance(size, int):
         if size < 0:
-            raise MisuseError(f"a size cannot be negative: {size}")
+            raise MisuseError(f"a size cannot be negative: {given}")
         return size
     match = _SIZE.fullmatch(size) if len(size) <= MOST_TEXT else None
     factor = _BY_LOWER.get(match[2].lower()) if match else None
@@ -76,7 +78,7 @@ def parse_size(size: int | str) -> int:
         unit = match[2].upper() if match else ""
         short = f"did you mean '{match[1]}{unit}iB'?" if match and unit in ("K", "M", "G", "T") else ""
         meant = short or "write bytes or a unit: '268435456', '256MiB', '1.5GB'"
-        raise MisuseError(f"{quoted(size)} is not a size; {meant}")
+        raise MisuseError(f"{given} is not a size; {meant}")
     return int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
 
 

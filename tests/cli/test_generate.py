@@ -210,7 +210,7 @@ def test_a_conversation_is_kept(
         said += told["tokens"]
     capsys.readouterr()
     assert main([*given, "--prompt", PROMPT, "--model", "model", "--keep", "model"]) == 1
-    assert "there is the model 'model' in the store" in capsys.readouterr().err
+    assert "the store has the model 'model'" in capsys.readouterr().err
 
 
 def test_several_processes_read_at_once(imported: dict[str, Imported]) -> None:

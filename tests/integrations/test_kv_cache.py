@@ -620,10 +620,10 @@ def test_tensors_of_others_below_its_name_stay(store: TieredStore) -> None:
     assert all(torch.equal(store[key], mine[key]) for key in mine)
     assert store.table("chats")[:].eq(1).all()
     before = set(store)
-    with pytest.raises(MisuseError, match="the cache 'chats' would lie within its name"):
+    with pytest.raises(MisuseError, match="the cache 'chats' would lie within that name"):
         TieredCache(model, store, name="chats")
     zero.page(torch.nn.Linear(2, 2), store, name="agent")
-    with pytest.raises(MisuseError, match="there is the model 'agent' in the store, and the cache 'agent/chat'"):
+    with pytest.raises(MisuseError, match="the store has the model 'agent', and the cache 'agent/chat'"):
         TieredCache(model, store, name="agent/chat")
     assert {key for key in store if not key.startswith("agent/")} == before
 

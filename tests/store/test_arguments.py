@@ -55,7 +55,7 @@ WRONG: dict[str, tuple[Use, str]] = {
     "keys of a pattern that is none": (lambda s: s.keys(3), "a pattern is a text"),  # type: ignore[arg-type]
     "a value in values": (lambda s: torch.ones(1) in s.values(), "would read all"),
     "a pair in items": (lambda s: ("a", torch.ones(1)) in s.items(), "compare store"),
-    "create negative": (lambda s: s.create("w", TensorSpec("float32", (-1,), 4)), "a tuple of sizes"),
+    "create negative": (lambda s: s.create("w", TensorSpec("float32", (-1,), 4)), r"a tuple of sizes from 0 on, not \(-1,\)"),
     "create list shape": (lambda s: s.create("w", TensorSpec("float32", [1], 4)), "a tuple of sizes"),  # type: ignore[arg-type]
     "create dtype": (lambda s: s.create("w", TensorSpec("float33", (1,), 4)), "'float33' is not an element type"),
     "create quantized": (lambda s: s.create("w", TensorSpec("qint8", (1,), 1)), "'qint8' is not an element type"),
@@ -83,6 +83,9 @@ WRONG: dict[str, tuple[Use, str]] = {
     "follow pairs": (lambda s: s.follow([("w", "dram")]), "neither a touch nor a key"),  # type: ignore[list-item]
     "follow tier": (lambda s: s.follow([Touch("w", "vram")]), "this store has dram"),
     "follow then": (lambda s: s.follow(["w"], then="stop"), "'again' or 'end'"),  # type: ignore[arg-type]
+    "put nested": (lambda s: s.put("n", torch.nested.as_nested_tensor([READY], layout=torch.jagged)), "'n' is a nested tensor"),
+    "table block": (lambda s: s.table("t", 4, 4, block="4K"), "block='4K' is not a size"),
+    "small page": (lambda s: s.small("t", page=-1), "cannot be negative: page=-1"),
     "commit int": (lambda s: s.commit(5), "meta is a dict"),  # type: ignore[arg-type]
     "commit tensor": (lambda s: s.commit({"w": READY}), "meta holds a Tensor"),
 }
@@ -106,10 +109,10 @@ OPENED: dict[str, tuple[dict[str, Any], str]] = {
         "policy makes a tier's policy, a tiered.EvictionPolicy.*, not 5",
     ),
     "dram float": ({"dram": 1.5}, "a size is an int of bytes or a text"),
-    "dram text": ({"dram": "lots"}, "'lots' is not a size"),
-    "dram negative": ({"dram": -1}, "negative"),
-    "hbm bool": ({"hbm": True}, "a size is"),
-    "nvme text": ({"nvme": "1GX"}, "not a size"),
+    "dram text": ({"dram": "lots"}, "dram='lots' is not a size"),
+    "dram negative": ({"dram": -1}, "a size cannot be negative: dram=-1"),
+    "hbm bool": ({"hbm": True}, "a size is .*, not hbm=True"),
+    "nvme text": ({"nvme": "1GX"}, "nvme='1GX' is not a size"),
     "device": ({"hbm": "1MiB", "device": "gpu"}, "not a device"),
     "keep": ({"keep": "2"}, "keep is a number of generations, a whole number from 1 on"),
     "generation": ({"generation": "1"}, "a generation is an int"),

@@ -42,6 +42,7 @@ def test_a_flipped_byte_is_never_returned_as_data(open_store: Open, folder: Path
                     lease.__enter__()
                 assert (raised.value.key, raised.value.offset) == ("t3", record.extent.offset)
                 assert raised.value.path == str(folder / "data.0")
+                assert "run tiered verify on the store's folder" in str(raised.value)
         for key, tensor in tensors.items():
             if key != "t3":
                 same(store.get(key), tensor)

@@ -200,8 +200,9 @@ def test_samples(store: TieredStore) -> None:
     assert len(data) == 2 * COUNT
     assert data[COUNT] == 100, "the keys are sorted"
     assert data.__getitems__([-1, COUNT + 1, -1]) == [111, 101, 111]
-    with pytest.raises(IndexError):
-        data[2 * COUNT]
+    for wrong in (2 * COUNT, -2 * COUNT - 1):
+        with pytest.raises(IndexError, match=f"no sample {wrong}: the data set has {2 * COUNT},"):
+            data[wrong]
     mixed: Any = TieredDataset(store.reader(), ["y01", {"a": "y02", "b": "y03"}, {}])
     assert mixed[0].item() == 101
     assert {name: tensor.item() for name, tensor in mixed[1].items()} == {"a": 102, "b": 103}
@@ -221,6 +222,7 @@ def test_what_a_data_set_refuses(store: TieredStore) -> None:
     for wrong, error, words in (
         (["nothing"], KeyNotFound, "'nothing' in generation 1"),
         ([{"a": "nothing"}], KeyNotFound, "'nothing'"),
+        (["x0"], KeyNotFound, "did you mean 'x"),
         ("x00", MisuseError, "samples is a list"),
         ({"a": "x00"}, MisuseError, "samples is a list"),
     ):

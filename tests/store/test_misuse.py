@@ -317,6 +317,15 @@ def test_a_store_that_is_collected_in_a_child_says_nothing(tmp_path: Path) -> No
     store[0].close()
 
 
+def test_the_nearest_key_may_be_one_of_a_model(store: TieredStore) -> None:
+    store.update({"model/param/0.weight": torch.ones(3), "model/param/0.bias": torch.ones(3), "wide": torch.ones(3)})
+    for sought, near in (("0.weigth", "model/param/0.weight"), ("wode", "wide"), ("model/param/0.bia", "model/param/0.bias")):
+        with pytest.raises(KeyNotFound, match=f"no tensor '{sought}' in the store; did you mean '{near}'"):
+            store.get(sought)
+    with pytest.raises(KeyNotFound, match=r"no tensor 'momentum' in the store$"):
+        store.get("momentum")
+
+
 def test_close_says_what_it_drops(tmp_path: Path) -> None:
     def closed(store: TieredStore) -> list[str]:
         with warnings.catch_warnings(record=True) as found:

@@ -289,6 +289,11 @@ def test_an_open_that_is_refused_leaves_no_parents(tmp_path: Path) -> None:
     assert everything(tmp_path) == before
 
 
+def test_where_no_folder_can_be_made() -> None:
+    with pytest.raises(MisuseError, match="cannot create /proc/state: the filesystem makes no folders there"):
+        TieredStore.open("/proc/state", dram=MIB)
+
+
 # Nothing left to open with
 
 

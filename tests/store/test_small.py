@@ -605,8 +605,10 @@ def test_neighbours_with_similar_names_stay(store: TieredStore) -> None:
     table[:] = torch.ones(100, 4)
     small = store.small("s", page="4KiB")
     for nested in (lambda: store.small("s/names"), lambda: store.table("s/page", 100, 4), lambda: store.table("s", 100, 4)):
-        with pytest.raises(MisuseError, match="there is the small tensors 's' in the store"):
+        with pytest.raises(MisuseError, match=r"the store has the small tensors 's', and .* would lie within that name"):
             nested()
+    with pytest.raises(MisuseError, match=r"call delete_owned\(Owner\('small tensors', 's'\)\) first"):
+        store.clear()
     small.update({f"{number}": numbers(100, number) for number in range(100)})
     store.commit()
     store.rollback()

@@ -582,7 +582,7 @@ def test_a_block_that_somebody_leases(on_disk: TieredStore) -> None:
 
 def test_keys_begin_with_the_name(on_disk: TieredStore) -> None:
     one, other = on_disk.table("a", 10, 3), on_disk.table("a.block", 10, 3)
-    with pytest.raises(MisuseError, match="there is the table 'a' in the store, and the table 'a/block'"):
+    with pytest.raises(MisuseError, match="the store has the table 'a', and the table 'a/block'"):
         on_disk.table("a/block", 10, 3)
     one[:] = torch.ones(10, 3)
     other[:] = torch.ones(10, 3)

@@ -344,7 +344,7 @@ class Directory:
         for other in there if owner not in there else ():
             if not owner.apart(other):
                 raise MisuseError(
-                    f"there is {other} in the store, and {owner} would lie within its name, or around it, so that their "
+                    f"the store has {other}, and {owner} would lie within that name, or around it, so that their "
                     "tensors have keys of both: give another name"
                 )
         # Of those that were admitted before, some may have no tensors any more: they are compared again when they come back.

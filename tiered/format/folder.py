@@ -68,7 +68,10 @@ class OpenFolder:
         except BaseException:
             self.unmake()
             raise
-        raise MisuseError(f"{path} is being created and removed by other processes; name another folder")
+        raise MisuseError(
+            f"cannot create {path}: the filesystem makes no folders there, or other processes remove them at once; name "
+            "another folder"
+        )
 
     def __str__(self) -> str:
         return str(self.path)

@@ -312,7 +312,7 @@ def open_small(store: PageStore, name: str, page: int | str | None, budget: int,
 
 def _page(name: str, page: int | str, budget: int) -> NamesRecord:
     """Return the record of pages of so many bytes, as a caller gives them."""
-    wanted = NamesRecord.of(parse_size(page))
+    wanted = NamesRecord.of(parse_size(page, "page"))
     if wanted.page > max(budget // LARGEST_SHARE, NamesRecord.of(0).page):
         raise MisuseError(
             f"small tensors {name!r}: pages of {wanted.page:,} bytes are too large for a pool of {budget:,} bytes, of which a "

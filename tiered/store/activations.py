@@ -679,7 +679,7 @@ class offload_activations:  # called as a function, as torch's own context manag
                 f"offload_activations takes the store in which activations wait, not {store!r}: open one, as in "
                 "tiered.TieredStore.open('activations/', dram='1GiB')"
             )
-        self._saved = SavedTensors(store, parse_size(keep), parse_size(min_bytes))
+        self._saved = SavedTensors(store, parse_size(keep, "keep"), parse_size(min_bytes, "min_bytes"))
         self._hooks: list[Hooks] = []
 
     def __enter__(self) -> offload_activations:

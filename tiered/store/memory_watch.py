@@ -79,7 +79,7 @@ class MemoryWatch:
         self._store = weakref.ref(store)
         self._tell = tell
         found = store.statistics().memory
-        least = to_stay_free(found.headroom + found.process) if reserve is None else parse_size(reserve)
+        least = to_stay_free(found.headroom + found.process) if reserve is None else parse_size(reserve, "reserve")
         self.reserve = least
         self._beyond: deque[int] = deque(maxlen=LOOKS)
         self._looked = float("-inf")

@@ -237,9 +237,9 @@ class OpenOptions:
         one_of("existing", self.existing, get_args(Existing))
         whole_number("keep is a number of generations", self.keep)
         expect_type(self.eviction, Eviction, "eviction is a tiered.Eviction(policy=, deadline=)")
-        for size in (self.dram, self.hbm, self.nvme):
-            if size is not None:
-                parse_size(size)
+        for name in ("dram", "hbm", "nvme"):
+            if (size := getattr(self, name)) is not None:
+                parse_size(size, name)
         if self.hbm is None and self.device is not None and str(self.device) != "cpu":
             raise MisuseError(
                 f"device={str(self.device)!r} is where hbm= bytes are kept, and without hbm= none are, nor do modules compute "

@@ -211,7 +211,12 @@ class TieredDataset(Dataset[Any]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return several samples, whose tensors are read together. DataLoader calls this with the indices of a batch."""
-        chosen = [self._samples[index] for index in indices]
+        try:
+            chosen = [self._samples[index] for index in indices]
+        except IndexError:
+            there = len(self._samples)
+            wrong = next(index for index in indices if not -there <= index < there)
+            raise IndexError(f"there is no sample {wrong}: the data set has {there}, numbered from 0 on") from None
         found = iter(self._tensors().get_many([key for sample in chosen for key in _keys_of(sample)]))
         samples = [next(found) if isinstance(one, str) else {name: next(found) for name in one} for one in chosen]
         return samples if self._transform is None else [self._transform(sample) for sample in samples]

@@ -782,7 +782,10 @@ class TieredStore(TensorMapping):
         """Delete all tensors, one after the other, as ``delete`` does. Raises MisuseError, with nothing changed, where some are
         not the user's; and what ``delete`` raises."""
         for owner in self.owners():
-            raise MisuseError(f"{self} has tensors of {owner}, and clear() is for those of its user: call delete_owned first")
+            raise MisuseError(
+                f"{self} has tensors of {owner}, and clear() is for those of its user: call "
+                f"delete_owned(Owner({owner.kind!r}, {owner.name!r})) first"
+            )
         super().clear()
 
     def _any_key(self) -> Key | None:

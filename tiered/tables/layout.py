@@ -211,7 +211,7 @@ class TableOptions:
             raise MisuseError(f"{said}: columns is a number of columns, or the shape of a row, not {quoted(self.columns)}")
         expect_type(self.dtype, torch.dtype | None, f"{said}: dtype is one of torch's, such as torch.float32")
         if self.block is not None:
-            parse_size(self.block)
+            parse_size(self.block, "block")
         one_of(f"{said}: pattern", self.pattern, BLOCK_BYTES)
         if type(self.fill) not in (int, float) or not -1e300 < self.fill < 1e300:
             raise MisuseError(f"{said}: fill is a finite number, not {quoted(self.fill)}")

@@ -109,7 +109,7 @@ def refuse_spec(key: Key, spec: object) -> None:
     if not isinstance(spec, TensorSpec):
         raise MisuseError(f"{key!r}: a tensor to create is described by a TensorSpec, not by {spec!r}")
     if not isinstance(spec.shape, tuple) or not all(type(size) is int and size >= 0 for size in spec.shape):
-        raise MisuseError(f"{key!r}: a shape is a tuple of sizes, not {spec.shape!r}")
+        raise MisuseError(f"{key!r}: a shape is a tuple of sizes from 0 on, not {spec.shape!r}")
     dtype = _TYPES.get(spec.dtype) if isinstance(spec.dtype, str) else None
     if dtype is None:
         raise MisuseError(f"{key!r}: {spec.dtype!r} is not an element type that a store holds; name torch's, such as 'float32'")
@@ -124,7 +124,8 @@ def refuse_unstorable(key: Key, tensor: torch.Tensor) -> None:
         how = "give a tensor (torch.as_tensor makes one), or an array by store[key] = array"
         raise MisuseError(f"{key!r}: a store holds tensors, not {type(tensor).__name__}: {how}")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
-        what = "a meta tensor" if tensor.is_meta else f"a {tensor.layout} tensor" if not tensor.is_quantized else "quantized"
+        kinds = {"nested": tensor.is_nested, "meta": tensor.is_meta, "quantized": tensor.is_quantized}
+        what = f"a {next((kind for kind, is_one in kinds.items() if is_one), tensor.layout)} tensor"
         raise MisuseError(f"{key!r} is {what}: a store holds dense tensors with contents; convert it first")
     if not tensor.numel():
         _refuse_span(key, spec_of(tensor))

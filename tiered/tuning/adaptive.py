@@ -61,7 +61,7 @@ class AutoPlan:
 
     def __post_init__(self) -> None:
         if self.memory is not None:
-            parse_size(self.memory)
+            parse_size(self.memory, "memory")
         whole_number("AutoPlan: passes is how many are measured", self.passes)
         number_between("AutoPlan: change is a share", self.change, 0, 1)
         for way in listed(self.ways, f"AutoPlan: ways are several of {', '.join(map(repr, get_args(Way)))}"):
