@@ -675,18 +675,31 @@ def test_a_rollback_that_fails_is_not_remembered(store: TieredStore) -> None:
         model.loss(9)
 
 
+class Position:
+    fails = False
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": 0}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if self.fails:
+            raise StruckError("as a test wants it")
+
+
 def test_a_model_that_only_half_followed_is_refused_though_its_tensors_stayed(store: TieredStore) -> None:
-    """Of a model with an optimizer that was forgotten, buffers are as in the commit already."""
+    """Of a model with a position in data that cannot be loaded, buffers are as in the commit already."""
     model, x = zero.page(Normed(), store), torch.arange(12.0).view(3, 4)
-    optimizer = zero.AdamW(model.parameters())
-    zero.commit(model, optimizer)
+    optimizer, data = zero.AdamW(model.parameters()), Position()
+    zero.commit(model, optimizer, data=data)
     with torch.no_grad():
         model(x)
-    with pytest.raises(MisuseError, match="optimizer"):
-        zero.rollback(model)
+    data.fails = True
+    with pytest.raises(MisuseError, match="data= cannot take over what was committed of it"):
+        zero.rollback(model, optimizer, data=data)
     with pytest.raises(InterruptedStep, match="has not followed yet"):
         model(x)
-    zero.rollback(model, optimizer)
+    data.fails = False
+    zero.rollback(model, optimizer, data=data)
     assert model.norm.num_batches_tracked == 0
     model(x)
 

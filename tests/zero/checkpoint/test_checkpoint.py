@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import random
 from collections import Counter
@@ -15,11 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from tests.quick import quick
 from tests.zero.models import Mixed, Tied, parameter_groups
 from tiered import CapacityError, InterruptedStep, ManifestError, MisuseError, TieredStore, UncommittedWarning, zero
+from tiered.format.pins import Pin
 from tiered.zero.checkpoint.checkpoint import extra_of
 from tiered.zero.record import INLINE, dumps, loads
 
@@ -281,6 +284,124 @@ def test_rollback_to_an_earlier_commit(tmp_path: Path) -> None:
         expected, losses = losses[1:], losses[:1]
         assert zero.rollback(model, optimizer, generation=1) == {"step": 1}
         assert [step() for _ in expected] == expected
+
+
+def added(model: nn.Module) -> None:
+    model.extra = nn.Linear(2, 2)
+
+
+WRONG: dict[str, tuple[Callable[[nn.Module, Any, Any], object], str]] = {
+    "no optimizer": (lambda m, o, s: zero.rollback(m, scheduler=s), "optimizer= is missing.*has one: give it, as zero.commit"),
+    "no scheduler": (lambda m, o, s: zero.rollback(m, o), "scheduler= is missing, .*has one: give it, as zero.commit"),
+    "data": (
+        lambda m, o, s: zero.rollback(m, o, scheduler=s, data=torch.Generator()),
+        "data= was given, and the checkpoint has none: leave it out here, and make it after this call",
+    ),
+    "other groups": (
+        lambda m, o, s: zero.rollback(m, zero.AdamW(list(m.parameters())[:1]), scheduler=s),
+        "the param groups of the optimizer have other parameters",
+    ),
+    "another rule": (lambda m, o, s: zero.rollback(m, zero.SGD(m.parameters()), scheduler=s), "was updated by"),
+    "another model": (lambda m, o, s: (added(m), zero.rollback(m, o, scheduler=s)), "that had no 'extra.weight'"),
+    "an earlier commit": (
+        lambda m, o, s: zero.rollback(m, o, scheduler=s, generation=1),
+        "optimizer= was given, and the checkpoint has none",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_rollback_that_is_refused_changes_nothing(tmp_path: Path, wrong: str) -> None:
+    """Neither values, nor an update that is pending, nor what the next steps give."""
+    call, message = WRONG[wrong]
+
+    def run(folder: str, refused: bool) -> list[float]:
+        torch.manual_seed(0)
+        with TieredStore.open(tmp_path / folder, dram=DRAM) as store:
+            model = zero.page(Tied(), store)
+            zero.commit(model)
+            optimizer = zero.AdamW(model.parameters(), lr=1e-2)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            losses: list[float] = []
+
+            def step() -> None:
+                loss = model.loss(len(losses))  # type: ignore[operator]
+                loss.backward()
+                losses.append(float(loss.item()))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+
+            step()
+            zero.commit(model, optimizer, scheduler=scheduler, extra={"losses": len(losses)})
+            step()
+            if refused:
+                with pytest.raises(MisuseError, match=message):
+                    call(model, optimizer, scheduler)
+                if hasattr(model, "extra"):
+                    del model.extra
+            step()
+            assert zero.rollback(model, optimizer, scheduler=scheduler) == {"losses": 1}
+            del losses[1:]
+            step()
+            store.close()
+            return losses
+
+    assert run("refused", True) == run("undisturbed", False)
+
+
+@pytest.mark.parametrize("existing", ["resume", "continue"])
+def test_what_a_refused_resume_tells_to_do_works(tmp_path: Path, existing: str) -> None:
+    def step(model: nn.Module, optimizer: zero.AdamW) -> torch.Tensor:
+        model.loss(1).backward()  # type: ignore[operator]
+        optimizer.step()
+        optimizer.zero_grad()
+        return next(model.parameters()).detach().clone()
+
+    with TieredStore.open(tmp_path / "state", dram=DRAM) as store:
+        model = zero.page(Tied(), store)
+        optimizer = zero.AdamW(model.parameters(), lr=1e-2)
+        committed = step(model, optimizer)
+        zero.commit(model, optimizer)
+        expected = step(model, optimizer)
+        store.close()
+    with TieredStore.open(tmp_path / "state", dram=DRAM) as store:
+        model = zero.page(Tied(), store, existing=existing)
+        with pytest.raises(MisuseError, match=r"is missing.*to evaluate or export, leave zero\.resume out: the parameters are"):
+            zero.resume(model)
+        zero.export(model, tmp_path / "out")
+        assert torch.equal(next(iter(load_file(tmp_path / "out" / "model.safetensors").values())), committed)
+        optimizer = zero.AdamW(model.parameters(), lr=1e-2)
+        early = torch.optim.lr_scheduler.StepLR(zero.AdamW(model.parameters()), 1)
+        with pytest.raises(MisuseError, match=r"scheduler= was given, .* leave it out here, and make it after this call"):
+            zero.resume(model, optimizer, scheduler=early)
+        zero.resume(model, optimizer)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        assert torch.equal(step(model, optimizer), expected)
+        scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == 5e-3
+        store.close()
+
+
+def test_where_a_commit_cannot_be_read_beside_the_store_a_rollback_finds_out_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a full disk, on which a reader cannot make its file."""
+    with TieredStore.open(tmp_path / "state", dram=DRAM) as store:
+        model = zero.page(Tied(), store)
+        optimizer = zero.AdamW(model.parameters())
+        zero.commit(model, optimizer)
+        expected = model.loss(1).item()  # type: ignore[operator]
+        model.loss(1).backward()  # type: ignore[operator]
+        optimizer.step()
+        full = OSError(errno.ENOSPC, "No space left on device")
+        monkeypatch.setattr(Pin, "__init__", lambda *_: (_ for _ in ()).throw(full))
+        with pytest.raises(MisuseError, match="optimizer= is missing"):
+            zero.rollback(model)
+        with pytest.raises(InterruptedStep, match="has not followed yet"):
+            model.loss(1)  # type: ignore[operator]
+        zero.rollback(model, optimizer)
+        assert model.loss(1).item() == expected  # type: ignore[operator]
 
 
 def test_a_commit_of_the_store_alone_never_pairs_an_old_record_with_newer_tensors(tmp_path: Path) -> None:

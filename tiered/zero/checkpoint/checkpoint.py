@@ -4,14 +4,16 @@ it."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import nn
 
-from tiered.errors import ManifestError, MisuseError
+from tiered.errors import ManifestError, MisuseError, TieredError
 from tiered.store import TieredStore
+from tiered.store.at_rest import StoreAtRest
 from tiered.types import TensorSpec
 from tiered.zero.checkpoint import beside, loaders
 from tiered.zero.checkpoint.loaders import Loader, Stateful, random_states
@@ -224,7 +226,8 @@ def rollback(
     again. Moves no tensor of the model: see ``TieredStore.rollback``. Graphs of before cannot run backward any more. It is the
     whole store that goes back: call it for each model that is in it; until then the others raise but for those
     whose tensors stay as they are (tensors that were written since the last commit are read, to find that out). Raises as
-    that, with nothing changed where the last commit has no record of the model, and as ``resume``.
+    that, and as ``resume``: with nothing changed, unless a scheduler, a scaler or ``data`` cannot take over what the commit has
+    of it.
     """
     training = Training(optimizer, scheduler, scaler, data)
     pager = pager_of(model)
@@ -232,6 +235,8 @@ def rollback(
     for other in others:
         other.give_up()
     pager.partition.refuse_apart(pager.store)
+    with pager.partition.agreeing("go back to this commit"):  # also where one rank cannot
+        _refuse_unloadable(model, pager, training, generation)
     pager.follows = True  # it stays behind until all of it is as in the commit, also where its tensors are
     try:
         pager.store.rollback(generation, needs=[pager.checkpoint.key])
@@ -527,11 +532,22 @@ def pending_of(found: Mapping[str, Any], named: Mapping[str, Placement]) -> Pend
 def load_record(model: nn.Module, pager: Pager, record: Mapping[str, Any], training: Training) -> Any:
     """Load what a model has beside its paged parameters, what a training has, and random states from a record: all of them,
     or, where it raises, none."""
+    awaited, pager.must_resume = pager.must_resume, False
+    try:
+        loaders.load_all(_loaders(model, pager, record, training))
+    except BaseException:
+        pager.must_resume = awaited
+        raise
+    pager.moment = record.get("moment", 0)
+    pager.checkpoint.resumed()
+    return record["extra"]
+
+
+def _loaders(model: nn.Module, pager: Pager, record: Mapping[str, Any], training: Training) -> list[Loader]:
+    """Return the loaders of what ``load_record`` loads. Raises MisuseError where a record is of other things, ManifestError
+    where it is damaged."""
     for what in TRAINING:
-        given = getattr(training, what)
-        if (record[what] is None) is not (given is None):
-            has = "has none" if record[what] is None else "has one"
-            raise MisuseError(f"{what}= {'was given' if given is not None else 'is missing'}, and the checkpoint {has}")
+        _refuse_other_use(what, getattr(training, what), record[what], pager)
     loading: list[Loader] = [beside.loader_of(model, pager, record)]
     named = {placement.name: placement for placement in pager.placements}
     for number, (optimizer, found) in enumerate(_by_optimizer(training.optimizers, record["optimizer"], named)):
@@ -547,15 +563,35 @@ def load_record(model: nn.Module, pager: Pager, record: Mapping[str, Any], train
     # Of several models in a store, the random states of the latest moment stay, in whichever order they resume.
     moment = record.get("moment", 0)
     latest = max(other.moment for other in pagers_in(pager.store))
-    awaited, pager.must_resume = pager.must_resume, False
-    try:
-        loaders.load_all([*loading, *([loaders.of_random(record["random"])] if moment >= latest else [])])
-    except BaseException:
-        pager.must_resume = awaited
-        raise
-    pager.moment = moment
-    pager.checkpoint.resumed()
-    return record["extra"]
+    return [*loading, *([loaders.of_random(record["random"])] if moment >= latest else [])]
+
+
+def _refuse_other_use(what: str, given: object, found: object, pager: Pager) -> None:
+    """Raise MisuseError where an object of a training is given, and a record has none, or the other way round."""
+    if given is not None and found is None:
+        raise MisuseError(f"{what}= was given, and the checkpoint has none: leave it out here, and make it after this call")
+    if given is None and found is not None:
+        unused = "; to evaluate or export, leave zero.resume out: the parameters are those of the commit"
+        raise MisuseError(
+            f"{what}= is missing, and the checkpoint has one: give it, as zero.commit was given it"
+            f"{unused if pager.checkpoint.awaited else ''}"
+        )
+
+
+def _refuse_unloadable(model: nn.Module, pager: Pager, training: Training, generation: int | None) -> None:
+    """Raise as ``load_record`` would after the store has gone back to ``generation``, as far as that can be known before. What
+    is wrong with the generation itself the rollback says, which also tries one that cannot be read beside the open store: a
+    reader needs a file in its folder."""
+    with ExitStack() as stack:
+        try:
+            handle = stack.enter_context(pager.store.reader())
+            rest = stack.enter_context(StoreAtRest(handle.folder, paths=handle.paths, generation=generation))
+        except (TieredError, OSError):
+            return
+        if pager.checkpoint.key in rest:
+            plan = [unit.plan for unit in pager.units]
+            record = _fitting(rest, pager.name, plan, pager.limits, pager.partition, pager.buffer_places)
+            _loaders(model, pager, record, training)
 
 
 def _by_optimizer(
@@ -666,7 +702,7 @@ def other_buffer(present: torch.Tensor, found: torch.Tensor, alike: Alike = "non
 
 
 def _fitting(
-    store: TieredStore,
+    store: Readable,
     name: str,
     units: Sequence[UnitPlan],
     limits: Limits,
