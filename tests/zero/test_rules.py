@@ -467,9 +467,11 @@ def test_a_commit_of_another_rule(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [torch.optim.Adadelta, torch.optim.Rprop, torch.optim.Adamax, torch.optim.Adagrad, torch.optim.AdamW]
+    "kind",
+    [torch.optim.Adadelta, torch.optim.Rprop, torch.optim.Adamax, torch.optim.Adagrad, torch.optim.AdamW, "of one's own"],
 )
 def test_any_elementwise_class(kind: Any, tmp_path: Path) -> None:
+    kind = SteppingTensor if kind == "of one's own" else kind
     reference, model = built(), built()
     theirs = kind(groups(reference, False), lr=0.01)
     with opened(tmp_path / "store", CUT) as store:
@@ -527,6 +529,79 @@ def test_a_class_that_is_not_elementwise(name: str, store: TieredStore) -> None:
     model = zero.page(built(), store)
     with pytest.raises(MisuseError, match=name):
         zero.Elementwise(getattr(torch.optim, name), model.parameters(), lr=0.01)
+
+
+class Stepping(torch.optim.Optimizer):
+    """Of one's own. It begins to count its steps with ``first``."""
+
+    first: Any = 0
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state.setdefault("mean", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.1)
+                    state["step"] = state.get("step", copy.copy(self.first)) + 1
+                    parameter.add_(state["mean"] / (1 - 0.9 ** float(state["step"])), alpha=-group["lr"])
+
+
+class SteppingTensor(Stepping):
+    first = torch.zeros(())
+
+
+class SteppingFloat(Stepping):
+    first = 0.0
+
+
+def decaying(kind: Any) -> Any:
+    class Decaying(kind):
+        def step(self, closure: Any = None) -> Any:
+            found = super().step(closure)
+            for group in self.param_groups:
+                group["lr"] *= 0.9
+            return found
+
+    return Decaying
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Stepping, r"Stepping keeps 'step' as 1: keep it as a tensor, which begins as torch\.zeros\(\(\)\)$"),
+        (SteppingFloat, r"SteppingFloat keeps 'step' as 1\.0: keep it as a tensor"),
+        (torch.optim.NAdam, r"NAdam keeps 'mu_product', which has not one value for each element.*: take zero\.NAdam$"),
+        (torch.optim.ASGD, r"ASGD keeps 'eta', .*: keep its parameters in memory, or write a rule for zero\.Optimizer$"),
+        (decaying(torch.optim.AdamW), r"Decaying changes 'lr' of its param groups in step\(\), .* or subclass .*zero\.AdamW$"),
+    ],
+)
+def test_why_a_class_is_not_elementwise(kind: Any, message: str, store: TieredStore) -> None:
+    model = zero.page(built(), store)
+    with pytest.raises(MisuseError, match=message):
+        zero.Elementwise(kind, model.parameters(), lr=0.01)
+
+
+def test_a_subclass_whose_step_changes_its_param_groups(tmp_path: Path) -> None:
+    reference = built()
+    continued(reference, decaying(torch.optim.AdamW)(reference.parameters(), fused=True), range(4))
+    with opened(tmp_path / "store", CUT) as store:
+        model = zero.page(built(), store)
+        ours = decaying(zero.AdamW)(model.parameters())
+        continued(model, ours, range(2))
+        zero.commit(model, ours)
+        continued(model, ours, range(1))
+        store.close()
+    with opened(tmp_path / "store", CUT) as store:
+        model = zero.page(built(), store, existing="resume")
+        ours = decaying(zero.AdamW)(model.parameters())
+        zero.resume(model, ours)
+        continued(model, ours, range(2, 4))
+        assert equal(model.state_dict(), reference.state_dict())
+        store.close()
 
 
 class Experts(nn.Module):

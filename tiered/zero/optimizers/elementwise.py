@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -15,6 +16,7 @@ from tiered.errors import MisuseError, expect_type
 from tiered.types import TensorSpec
 from tiered.zero.optimizers.named import Where
 from tiered.zero.optimizers.optimizer import Optimizer
+from tiered.zero.rules.known import OPTIMIZERS
 from tiered.zero.rules.rule import UpdateRule, step_dtype, step_within
 
 __all__ = ["Elementwise", "ElementwiseRule"]
@@ -92,11 +94,20 @@ def _states_of(rule: ElementwiseRule) -> tuple[str, ...]:
     for name, value in optimizer.state[param].items():
         fine = isinstance(value, torch.Tensor) and value.shape == param.shape and value.dtype == param.dtype
         if not fine and not (name == "step" and isinstance(value, torch.Tensor) and float(value) == 1):
+            kind = rule.kind.__name__
+            if name == "step" and isinstance(value, int | float):
+                raise MisuseError(f"{kind} keeps 'step' as {value!r}: keep it as a tensor, which begins as torch.zeros(())")
             raise MisuseError(
-                f"{rule.kind.__name__} keeps {name!r}, which has not one value for each element: it cannot be cut; tiered.zero "
-                "has NAdam, and other classes need a rule of their own (zero.Optimizer)"
+                f"{kind} keeps {name!r}, which has not one value for each element, and cannot be cut: {_instead(rule.kind)}"
             )
     return tuple(optimizer.state[param])
+
+
+def _instead(kind: type[TorchOptimizer]) -> str:
+    """Say what to do where a class of torch, or of the user, is not element-wise."""
+    name = kind.__name__
+    known = name in OPTIMIZERS and kind is getattr(torch.optim, name, None)
+    return f"take zero.{name}" if known else "keep its parameters in memory, or write a rule for zero.Optimizer"
 
 
 class Elementwise(Optimizer):
@@ -104,9 +115,10 @@ class Elementwise(Optimizer):
     ``zero.Elementwise(torch.optim.Adadelta, params, lr=0.5)``.
 
     ``kind`` is tried on a random matrix first: it must give the same bits when the matrix is cut into flat pieces at multiples
-    of 16 elements, and may keep only tensors like the parameter, and ``step``. Raises MisuseError where it does not (Adafactor,
-    Muon, LBFGS, SparseAdam). Arguments are those of ``kind``; when and where as in ``AdamW``: ``update``, ``store``, ``name``,
-    ``existing`` and ``stage``, in ``where``.
+    of 16 elements, may keep only tensors like the parameter, and ``step`` (a tensor, the number of steps), and may not change
+    its param groups in ``step()``. Raises MisuseError where it does not do so (Adafactor, Muon, LBFGS, SparseAdam). Arguments
+    are those of ``kind``; when and where as in ``AdamW``: ``update``, ``store``, ``name``, ``existing`` and ``stage``, in
+    ``where``.
 
     ``kind`` is made anew for each piece of a parameter, which costs time where pieces are small. An update of it cannot be
     pending in a commit: call ``flush()`` before ``zero.commit``.
@@ -135,6 +147,7 @@ def _tried(kind: type[TorchOptimizer], arguments: Mapping[str, Any]) -> UpdateRu
         rule = ElementwiseRule(kind, settings, tuple(arguments.items()))
         with torch.device("cpu"):
             reference = kind([whole], **arguments)
+        before = copy.deepcopy({name: value for name, value in reference.param_groups[0].items() if name != "params"})
         states = {name: torch.zeros_like(cut) for name in _states_of(rule) if name != "step"}
         for step in range(1, STEPS + 1):
             whole.grad = torch.randn(SHAPE, generator=generator, dtype=torch.float32, device="cpu")
@@ -146,10 +159,21 @@ def _tried(kind: type[TorchOptimizer], arguments: Mapping[str, Any]) -> UpdateRu
     except MisuseError:
         raise
     except Exception as error:
-        raise MisuseError(f"{kind.__name__} cannot update parameters in pieces: {error!r:.200}") from error
+        raise MisuseError(f"{kind.__name__} cannot update parameters in pieces ({error!r:.200}): {_instead(kind)}") from error
     if not torch.equal(cut, whole.flatten()) or not all(torch.equal(states[name], kept[name]) for name in states):
+        for name, value in reference.param_groups[0].items():
+            if name in before and not _same(before[name], value):
+                raise MisuseError(
+                    f"{kind.__name__} changes {name!r} of its param groups in step(), which the pieces of a parameter would do "
+                    "many times: let a scheduler change it, or subclass an optimizer of tiered.zero, as zero.AdamW"
+                )
         raise MisuseError(
             f"{kind.__name__} is not element-wise: a matrix that is cut at multiples of 16 elements is updated otherwise than "
-            "as a whole; keep its parameters in memory, or take an optimizer of tiered.zero"
+            f"as a whole: {_instead(kind)}"
         )
     return rule
+
+
+def _same(before: Any, now: Any) -> bool:
+    """Return whether a hyper-parameter is what it was."""
+    return torch.equal(before, now) if isinstance(before, torch.Tensor) and isinstance(now, torch.Tensor) else before == now
