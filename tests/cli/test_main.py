@@ -40,6 +40,8 @@ def test_without_a_command_the_help_is_printed(words: list[str], usage: str, cap
         (["nonsense"], "tiered: unknown command 'nonsense'; the commands are info, plan, bench, train, "),
         (["bench", "stor"], "tiered bench: unknown command 'stor', did you mean store? (help: tiered bench --help)"),
         (["train", "--layer", "3"], "tiered train: unknown option --layer, did you mean --layers? (help: tiered train --help)"),
+        (["train", "st", "--memory", "1GiB"], "tiered train: unknown option --memory, did you mean --dram?"),
+        (["train", "st", "--vram=1GiB"], "tiered train: unknown option --vram, did you mean --hbm?"),
         (["train", "--step=3"], "tiered train: unknown option --step, did you mean --steps? "),
         (["generate", "store/", "--promt", "The sea"], "tiered generate: unknown option --promt, did you mean --prompt?"),
         (["ls", "state", "--gen", "7"], "tiered ls: unknown option --gen"),

@@ -97,6 +97,12 @@ STORE = "STORE"
 """The metavariable of a store's folder, wherever a command takes one."""
 FOLDER_OPTIONS = ("--store", "--path", "--dir", "--folder")
 """What people write before a folder, in commands that have no such option."""
+MEANT = {
+    **dict.fromkeys(FOLDER_OPTIONS, "--drive"),
+    **dict.fromkeys(("--memory", "--mem", "--ram"), "--dram"),
+    **dict.fromkeys(("--gpu-memory", "--vram"), "--hbm"),
+}
+"""Options that commands do not have, by other words for what an option is."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -147,8 +153,8 @@ class Parser(argparse.ArgumentParser):
         store = next((place for place in places if place == STORE), None)
         if name in FOLDER_OPTIONS and store is not None:
             return f": {store} is given without an option, as in {self.prog} {store.lower()}/"
-        if name in FOLDER_OPTIONS and "--drive" in self._option_string_actions:
-            return ", did you mean --drive?"
+        if MEANT.get(name) in self._option_string_actions:
+            return f", did you mean {MEANT[name]}?"
         return _meant(name, self._option_string_actions)
 
     def in_options(self, message: str) -> str:

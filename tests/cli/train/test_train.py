@@ -128,6 +128,13 @@ class TestTraining:
         assert report["steps"] >= 1
         assert report["prefetch"] == "off"
         assert (tmp_path / "tiered-store").is_dir()
+        assert re.match(
+            r"tiered: no STORE was named: a GPT of [\d,]+ parameters is trained in \./tiered-store, which takes about .* of "
+            "disk; Ctrl-C ends it with a commit, and this goes on from there: tiered train tiered-store --existing resume$",
+            message(done.stderr),
+        )
+        again = tiered("train", "tiered-store", "--existing", "resume", "--steps", report["steps"] + 1, cwd=tmp_path)
+        assert (again.returncode, again.stderr) == (0, ""), again.stderr
 
 
 class TestCheck:

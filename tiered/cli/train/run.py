@@ -283,9 +283,11 @@ def _run(session: _Session) -> int:
         else:
             states = 1 if options.commit_every is None else kept + 1
             refuse_full_disk(store, kind, session.parameters, states, share=share)
+    again = resuming.go_on_command(options.folder or DEFAULT_FOLDER, peers.launched)
+    if options.folder is None and earlier is None and session.first:
+        print(_unnamed(session, again), file=sys.stderr, flush=True)
     model = build(Shape.of(options))
     print(_heading(session), file=session.stream, flush=True)
-    again = resuming.go_on_command(options.folder or DEFAULT_FOLDER, peers.launched)
     try:
         with StopRequest() as stop:
             summary = _train(session, model, stop)
@@ -311,6 +313,15 @@ def _run(session: _Session) -> int:
             print(f"\nreport    {options.report}", file=session.stream)
     write_report(options.json, report)
     return 0
+
+
+def _unnamed(session: _Session, again: str) -> str:
+    """Say what begins where no STORE was named, which may not be what was meant."""
+    nbytes = round(kind_of(session.options).bytes_in_memory * session.parameters)
+    return (
+        f"tiered: no STORE was named: a GPT of {session.parameters:,} parameters is trained in ./{DEFAULT_FOLDER}, which takes "
+        f"about {format_size(nbytes)} of disk; Ctrl-C ends it with a commit, and this goes on from there: {again}"
+    )
 
 
 def _heading(session: _Session) -> str:
