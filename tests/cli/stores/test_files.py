@@ -218,6 +218,7 @@ def test_export_refuses(model: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         ([str(model), *out, "--model", "other"], 1, "no checkpoint of a model named 'other'"),
         ([str(model), *out, "--generation", "4"], 1, "no generation 4"),
         ([str(tmp_path), *out], 1, "no manifest"),
+        ([str(model), "--out", str(tmp_path / "x.safetensors")], 1, "x.safetensors is the name of a file"),
     ):
         assert main(["export", *given]) == code
         assert says in capsys.readouterr().err

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, load_model
 from torch import nn
 
 import tiered.format.safetensors_writer
@@ -105,6 +105,26 @@ def test_what_is_loaded_is_what_state_dict_shows(tmp_path: Path, kind: str, shar
         assert len(names) == 1 if shard == "5GB" else len(names) > 1
         assert store.statistics().tiers[0].held == 0
         model.loss(3).backward()  # type: ignore[operator]
+
+
+def test_a_tied_weight_is_loaded_by_either_of_its_names(tmp_path: Path) -> None:
+    """It is written under the first one, of which the docstring of ``zero.export`` says how it is loaded."""
+    with TieredStore.open(tmp_path / "state", dram=DRAM) as store:
+        model, _ = trained(store, "tied")
+        (name,) = zero.export(model, tmp_path / "out")
+        values = {key: value.clone() for key, value in model.state_dict().items()}
+        store.close()
+    file = tmp_path / "out" / name
+    with pytest.raises(RuntimeError, match=r'Missing key.*"head\.weight"'):
+        Tied().load_state_dict(load_file(file))
+    loading: list[Callable[[nn.Module], object]] = [
+        lambda other: other.load_state_dict(load_file(file), strict=False),
+        lambda other: load_model(other, file),
+    ]
+    for load in loading:
+        other = Tied()
+        load(other)
+        assert same(dict(other.state_dict()), values)
 
 
 @pytest.mark.parametrize(
@@ -317,6 +337,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
         for wrong in ({"shard": 0}, {"shard": "5 parsecs"}, {"existing": "ask"}):
             with pytest.raises(MisuseError):
                 zero.export(model, tmp_path / "out", **wrong)  # type: ignore[arg-type]
+        with pytest.raises(MisuseError, match=r"x\.safetensors is the name of a file, .*: name a folder$"):
+            zero.export(model, tmp_path / "x.safetensors")
+        assert not (tmp_path / "x.safetensors").exists()
         model.register_buffer("wide", torch.ones(2, dtype=torch.complex128))
         with pytest.raises(MisuseError, match="'wide' is complex128"):
             zero.export(model, tmp_path / "out")

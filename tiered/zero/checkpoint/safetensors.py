@@ -131,7 +131,8 @@ def export(
 
     ``transformers`` and ``safetensors`` load them: ``model.config.save_pretrained(folder)`` writes the rest of what the former
     wants. Updates that are pending are applied first. One unit is in memory at a time, however large the model is. A parameter
-    of several names is written once, under the first. ``dtype``: of all floating point tensors (default: as they are).
+    of several names (a tied weight) is written once, under the first: ``safetensors.torch.load_model`` takes that, and
+    ``load_state_dict`` with ``strict=False``. ``dtype``: of all floating point tensors (default: as they are).
     ``existing="overwrite"`` replaces an earlier export; files of anybody else are never touched. Nothing has its name before
     all is on the disk, and an error leaves nothing behind. All ranks call it, and rank 0 writes. Returns the names of the
     files.
@@ -157,7 +158,7 @@ def export(
     shards: Shards | None = None
     try:
         if pager.partition.rank == 0:  # the folder of this name on another node is not looked at
-            shards = Shards(folder, entries, shard, existing)
+            shards = _shards(folder, entries, shard, existing)
     finally:  # where it cannot begin, it keeps the others from it
         files = _of_first(pager, None if shards is None else shards.files)
     if files is None:
@@ -179,6 +180,15 @@ def export(
     if not all(ended):
         raise MisuseError("rank 0 could not export, and says why")
     return files
+
+
+def _shards(
+    folder: str | os.PathLike[str], entries: Sequence[SafetensorsEntry], shard: int | str, existing: Existing
+) -> Shards:
+    """Return the files of an export. Raises MisuseError where ``folder`` has the name of a file."""
+    if os.fspath(folder).endswith(".safetensors") and not os.path.isdir(os.path.expanduser(folder)):
+        raise MisuseError(f"{folder} is the name of a file, and an export is a folder of files with an index: name a folder")
+    return Shards(folder, entries, shard, existing)
 
 
 def _of_first(pager: Pager, files: list[str] | None) -> list[str] | None:
@@ -281,7 +291,7 @@ def export_at_rest(
             raise MisuseError(f"{store} has one rank's share of {name!r}: name the folder above the stores of all ranks")
         refuse_older(store, name, plans(record)[0])
         entries, contents = _of_checkpoint(CheckpointSource([store], name, states=False), dtype)
-    shards = Shards(folder, entries, shard, existing)
+    shards = _shards(folder, entries, shard, existing)
     shards.write(contents, progress)
     return shards.files
 
@@ -303,7 +313,7 @@ def export_of_ranks(
         name = _chosen(stores[0], model)
         assert name is not None, "a commit of ranks has a checkpoint"
         entries, contents = _of_checkpoint(CheckpointSource(stores, name, states=False), dtype)
-        shards = Shards(folder, entries, shard, existing)
+        shards = _shards(folder, entries, shard, existing)
         shards.write(contents, progress)
         return shards.files
 
