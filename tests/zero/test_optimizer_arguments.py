@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from tests.zero.harness import equal, train
 from tests.zero.models import Tied, parameter_groups
 from tiered import MisuseError, TieredStore, zero
 from tiered.zero.paging.pager import placement_of
+from tiered.zero.rules.known import OPTIMIZERS
 
 
 def test_it_has_all_arguments_of_torch() -> None:
@@ -66,6 +68,45 @@ def test_groups_have_names_and_betas_that_are_tensors(store: TieredStore) -> Non
         optimizer.step()
         assert [group["param_names"] for group in optimizer.param_groups] == [["weight", "bias"]] * 2
     assert equal(reference.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MUON) if name == "Muon" else name for name in OPTIMIZERS])
+def test_what_is_no_number_is_named(store: TieredStore, name: str) -> None:
+    model = zero.page(nn.Linear(4, 4, bias=False), store)
+    made: Any = getattr(zero, name)
+    for wrong in ("1e-3", None, [0.1]):
+        with pytest.raises(MisuseError, match=r"^lr is a number, not "):
+            made(model.parameters(), lr=wrong)
+    with pytest.raises(MisuseError, match=r"^weight_decay is a number, not '0'"):
+        made(model.parameters(), weight_decay="0")
+    made(model.parameters(), lr=np.float32(0.1))
+    if "betas" in inspect.signature(made).parameters:
+        with pytest.raises(MisuseError, match=r"^betas are two numbers, not 0\.9"):
+            made(model.parameters(), betas=0.9)
+        with pytest.raises(MisuseError, match=r"^betas\[1\] is a number, not None"):
+            made(model.parameters(), betas=(0.9, None))
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_a_model_in_place_of_its_parameters(store: TieredStore, resident: bool) -> None:
+    where: dict[str, Any] = {"store": store} if resident else {}
+    for model in (nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))):
+        if not resident:
+            zero.page(model, store, existing="overwrite")
+        with pytest.raises(MisuseError, match=r"or of param groups, not a model: give model\.parameters\(\)$"):
+            zero.AdamW(model, **where)  # type: ignore[arg-type]
+    zero.AdamW(model.parameters(), **where)
+    several = nn.ParameterList([nn.Parameter(torch.ones(2))])
+    if resident:
+        where["name"] = "several"
+    zero.SGD(several if resident else zero.page(several, store, existing="overwrite"), **where)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("resident", [False, True])
+def test_which_of_the_parameters_is_not_paged(store: TieredStore, resident: bool) -> None:
+    model, other = zero.page(nn.Linear(4, 4), store), nn.Linear(3, 5, bias=False)
+    with pytest.raises(MisuseError, match=r"are paged and others, as number 2, of shape \(5, 3\), are not: make an optimizer"):
+        zero.AdamW([*model.parameters(), *other.parameters()], store=store if resident else None)
 
 
 REFUSED = {"fused": False, "foreach": True, "amsgrad": True, "capturable": True, "differentiable": True}

@@ -250,9 +250,9 @@ def start(store: TieredStore, name: str, source: object = None) -> Literal["resu
     held = store.owned(model_named(name))
     if held:
         raise MisuseError(
-            f"{store} has {len(held)} tensors of a model named {name!r}, and no checkpoint to go on from, which zero.commit or "
-            "the end of the store's with block makes: open an earlier generation that has one, or begin anew with "
-            "existing='overwrite'"
+            f"{store} has {len(held)} tensor{'' if len(held) == 1 else 's'} of a model named {name!r}, and no checkpoint to go "
+            "on from, which zero.commit or the end of the store's with block makes: open an earlier generation that has one, "
+            "or begin anew with existing='overwrite'"
         )
     return "refuse"
 
@@ -637,8 +637,8 @@ def _found(
             )
     if held and options.existing == "refuse" and options.filling is None:
         raise MisuseError(
-            f"the store already holds a model named {options.name!r} ({len(held)} tensors): give another name=, "
-            "existing='overwrite' to begin anew, or existing='continue' to go on with it"
+            f"the store already holds a model named {options.name!r} ({len(held)} tensor{'' if len(held) == 1 else 's'}): give "
+            "another name=, existing='overwrite' to begin anew, or existing='continue' to go on with it"
         )
     _refuse_kinds(model)
     staged = _staged(model, window)

@@ -590,7 +590,7 @@ def swapped(call: Callable[[], object]) -> object:
 
 
 REFUSED: dict[str, tuple[Callable[[Model], object], str]] = {
-    "pickle of the model": (pickle.dumps, "cannot be copied or pickled"),
+    "pickle of the model": (pickle.dumps, r"cannot be copied or pickled: save model\.state_dict\(\)"),
     "deepcopy of a parameter": (lambda m: copy.deepcopy(m.extra), "cannot be copied or pickled"),
     "pickle": (lambda m: pickle.dumps(m.extra), "cannot be copied or pickled"),
     "another of its class": (lambda m: type(m.extra)(torch.zeros(2)), "cannot make a paged parameter"),

@@ -12,7 +12,13 @@ from torch.optim.optimizer import ParamsT
 
 from tiered.errors import MisuseError, one_of
 from tiered.store import TieredStore
-from tiered.zero.optimizers.optimizer import Optimizer, refuse_betas, refuse_out_of_range, stride_of
+from tiered.zero.optimizers.optimizer import (
+    Optimizer,
+    refuse_betas,
+    refuse_other_than_numbers,
+    refuse_out_of_range,
+    stride_of,
+)
 from tiered.zero.paging.sharding import Stage
 from tiered.zero.rules.exact import (
     AdafactorRule,
@@ -79,6 +85,7 @@ class _Named(Optimizer):
             refuse_betas(settings["betas"])
             settings["betas"] = tuple(map(float, settings["betas"]))
         known = inspect.signature(self._rule_type.torch_class).parameters
+        refuse_other_than_numbers(_numbers(settings, known))
         theirs = {name: value for name, value in settings.items() if name in known}  # torch 2.6's Adam decouples no decay
         try:
             defaults = self._rule_type.torch_class([torch.zeros(1, dtype=torch.float32, device="cpu")], **theirs).defaults
@@ -98,6 +105,11 @@ class _Named(Optimizer):
                     f"{name}=True: {type(self).__name__} updates pieces of one parameter at a time, outside of graphs: leave "
                     f"{name}= out"
                 )
+
+
+def _numbers(settings: Mapping[str, Any], known: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
+    """Return those of the settings that are numbers by their defaults in the signature of a class of torch."""
+    return {name: value for name, value in settings.items() if name in known and type(known[name].default) in (int, float)}
 
 
 class SGD(_Named, rule=SGDRule):
@@ -399,6 +411,7 @@ class Muon(Optimizer):
         settings: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
         settings |= {"nesterov": nesterov, "ns_coefficients": tuple(ns_coefficients), "eps": eps, "ns_steps": ns_steps}
         settings["adjust_lr_fn"] = adjust_lr_fn
+        refuse_other_than_numbers(_numbers(settings, inspect.signature(torch.optim.Muon).parameters))
         try:
             torch.optim.Muon([torch.zeros(1, 1, dtype=torch.float32, device="cpu")], **settings)
         except ValueError as error:  # what is out of range

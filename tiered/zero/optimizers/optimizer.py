@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
+from numbers import Real
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import Optimizer as TorchOptimizer
 from torch.optim.optimizer import ParamsT, register_optimizer_step_pre_hook
 
-from tiered.errors import MisuseError, TieredError, listed, one_of
+from tiered.errors import MisuseError, TieredError, expect_type, listed, one_of
 from tiered.store import TieredStore
 from tiered.tensors.steps import refusing
 from tiered.zero.collectives import Agree, Ranks, Term
@@ -50,7 +51,10 @@ from tiered.zero.rules.rule import (
 )
 from tiered.zero.rules.rule import name_of as rule_name
 
-__all__ = ["AdamW", "GradScaler", "Optimizer", "refuse_betas", "refuse_others", "refuse_out_of_range", "stride_of"]
+__all__ = [
+    *("AdamW", "GradScaler", "Optimizer", "refuse_betas", "refuse_other_than_numbers", "refuse_others", "refuse_out_of_range"),
+    "stride_of",
+]
 
 REFUSED = {
     "fused": "fused=False: parameters are updated by torch's fused kernel, whose bits these are: take zero.Adam with "
@@ -598,6 +602,7 @@ def refuse_out_of_range(
     lr: float | torch.Tensor, betas: Sequence[float | torch.Tensor], weight_decay: float, eps: float = 0.0
 ) -> None:
     """Raise MisuseError for arguments of AdamW, or of one like it, that are out of range, or NaN."""
+    refuse_other_than_numbers({"lr": lr, "weight_decay": weight_decay, "eps": eps})
     if isinstance(lr, torch.Tensor) and lr.numel() != 1:
         raise MisuseError(f"lr={lr} has {lr.numel()} elements: give one")
     refuse_betas(betas)
@@ -611,9 +616,17 @@ def refuse_out_of_range(
             raise MisuseError(f"{what}={value} is out of range")
 
 
+def refuse_other_than_numbers(given: Mapping[str, Any]) -> None:
+    """Raise MisuseError for a hyper-parameter that is neither a number nor a tensor of one."""
+    for name, value in given.items():
+        expect_type(value, Real | torch.Tensor, f"{name} is a number")
+
+
 def refuse_betas(betas: Sequence[float | torch.Tensor]) -> None:
     """Raise MisuseError for another number of betas than two, for one of several elements, and for a number beside a tensor,
     which torch refuses, too."""
+    expect_type(betas, Sized, "betas are two numbers")
+    refuse_other_than_numbers({f"betas[{index}]": beta for index, beta in enumerate(betas)})
     if len(betas) != 2:
         raise MisuseError(f"betas={betas} are {len(betas)}, which is out of range: give two")
     if any(isinstance(beta, torch.Tensor) and beta.numel() != 1 for beta in betas):
@@ -702,9 +715,11 @@ def _for_a_trainer(optimizer: TorchOptimizer) -> str:
 
 def _listed(params: Any) -> list[Any]:
     """Return parameters, or param groups, as a list, also where an iterator gives those of a group. Raises MisuseError for what
-    is neither, and for one tensor, which torch refuses, too."""
+    is neither, for one tensor, which torch refuses, too, and for a model."""
     if isinstance(params, torch.Tensor):
         raise MisuseError(f"{PARAMS}, not one tensor: give [parameter]")
+    if isinstance(params, torch.nn.Module) and not isinstance(params, torch.nn.ParameterList):
+        raise MisuseError(f"{PARAMS}, not a model: give model.parameters()")
     found = []
     for one in listed(params, PARAMS):
         if isinstance(one, dict) and hasattr(one.get("params"), "__next__"):

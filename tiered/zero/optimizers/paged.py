@@ -31,17 +31,13 @@ from tiered.zero.paging.update import Update
 from tiered.zero.rules.forms import StateForm, are_of_whole, forms_of
 from tiered.zero.rules.rule import SMALLEST_BLOCK, WHOLE, UpdateRule, rounds_by_chance, scalars_of, terms_of, torch_name
 
-__all__ = ["HALF_LOADED", "PagedUpdates", "pagers_of_params", "refuse_masters"]
+__all__ = ["HALF_LOADED", "PagedUpdates", "mixed", "pagers_of_params", "refuse_masters"]
 
 LOGGED = 256
 """After so many steps the rules of those are forgotten that no slice of a parameter has yet to make."""
 HALF_LOADED = (
     "an exception struck optimizer.load_state_dict, and some parameters have the states that it was given and others have not: "
     "call it again, or zero.rollback"
-)
-MIXED = (
-    "some of these parameters are paged and others are not: make an optimizer for each kind, with store= for those that stay "
-    "in memory"
 )
 
 Located = tuple[Pager, Unit, Placement]
@@ -99,7 +95,7 @@ class PagedUpdates(Updates):
     def refuse_mixed(self) -> None:
         paged = [hasattr(parameter, "_tiered") for parameter in self.parameters]
         if any(paged) and not all(paged):
-            raise MisuseError(MIXED)
+            raise mixed(self.parameters)
 
     def term_of(self, parameter: torch.Tensor, pager: Pager | None) -> str | None:
         return repr(name_of(parameter)) if pager_of_parameter(parameter) is pager else None
@@ -581,6 +577,15 @@ def _at(placement: Placement) -> int | slice:
     """Return the index of a slice in its parameter."""
     assert placement.sliced is not None
     return placement.sliced.at(placement.number)
+
+
+def mixed(parameters: Sequence[torch.Tensor]) -> MisuseError:
+    """Return the error for parameters of which some are paged. It says which the first one is that is not."""
+    number, first = next((number, one) for number, one in enumerate(parameters) if not hasattr(one, "_tiered"))
+    return MisuseError(
+        f"some of these parameters are paged and others, as number {number}, of shape {tuple(first.shape)}, are not: make an "
+        "optimizer for each kind, with store= for those that stay in memory"
+    )
 
 
 def pagers_of_params(params: Sequence[Any]) -> list[Pager]:

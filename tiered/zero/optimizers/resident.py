@@ -26,7 +26,7 @@ from tiered.types import Owner
 from tiered.zero.collectives import Ranks, Under
 from tiered.zero.optimizers.belonging import Belonging
 from tiered.zero.optimizers.loaded import refuse_forms, refuse_lacking
-from tiered.zero.optimizers.paged import MIXED, refuse_masters
+from tiered.zero.optimizers.paged import mixed, refuse_masters
 from tiered.zero.optimizers.resident_shard import LocalShard
 from tiered.zero.optimizers.updates import Optimizing, Updates
 from tiered.zero.paging.pager import Pager
@@ -273,8 +273,9 @@ class ResidentUpdates(Updates):
         self._limit = min(Limits.of(pool).chunk, max(1, ROUND // self._size // STEP) * STEP)
         if self._held and existing == "refuse":
             raise MisuseError(
-                f"the store already holds {len(self._held)} tensors under {name!r}: give another name=, existing='overwrite', "
-                "or existing='continue' to go on with the states that an optimizer left there"
+                f"the store already holds {len(self._held)} tensor{'' if len(self._held) == 1 else 's'} under {name!r}: give "
+                "another name=, existing='overwrite', or existing='continue' to go on with the states that an optimizer left "
+                "there"
             )
         if self._resume and not self._held:
             raise MisuseError(f"{store} has no states under {name!r} to go on with: leave existing='resume' out")
@@ -302,7 +303,7 @@ class ResidentUpdates(Updates):
         paged = [hasattr(parameter, "_tiered") for parameter in self.parameters]
         if any(paged):
             both = "these parameters are paged, and their states are kept beside them: leave store= out"
-            raise MisuseError(both if all(paged) else MIXED)
+            raise MisuseError(both) if all(paged) else mixed(self.parameters)
 
     def term_of(self, parameter: torch.Tensor, pager: Pager | None) -> str | None:
         return f"{parameter.dtype} of shape {tuple(parameter.shape)}, strides {tuple(parameter.stride())}"

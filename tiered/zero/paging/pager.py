@@ -1500,8 +1500,8 @@ def placement_of(parameter: torch.Tensor) -> tuple[Pager, Unit, Placement]:
     handle = getattr(parameter, "_tiered", None)
     if handle is None:
         raise MisuseError(
-            "this parameter is not paged: call tiered.zero.page(model, store) before making the optimizer, or make it with "
-            "store= to keep only the states there"
+            f"this parameter, of shape {tuple(parameter.shape)}, is not paged: call tiered.zero.page(model, store) before "
+            "making the optimizer, or make it with store= to keep only the states there"
         )
     if isinstance(handle, SlicedHandle):
         raise MisuseError(f"parameter {handle.name!r} is divided into slices, of which each has a place of its own")

@@ -264,7 +264,10 @@ class StoredTensor(torch.Tensor):
 
 
 def no_copy() -> MisuseError:
-    return MisuseError("a paged model cannot be copied or pickled: copy or save model.state_dict() instead")
+    return MisuseError(
+        "parameters of a paged model cannot be copied or pickled: save model.state_dict(), or take parameter.detach().clone(); "
+        "copy.deepcopy(model) is a model in memory"
+    )
 
 
 @traced
