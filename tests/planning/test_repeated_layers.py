@@ -12,13 +12,12 @@ from torch import nn
 
 from tests.quick import quick
 from tiered.planning import layers
-from tiered.planning.dry_run import TrainingSetup, dry_run, on_meta
+from tiered.planning.dry_run import TrainingSetup, dry_run
 from tiered.planning.layers import KEPT, train
 from tiered.planning.machine import Machine
 from tiered.planning.notes import slices_in_groups, slices_of
 from tiered.planning.plan import Choice, Planner
-from tiered.planning.rehearsal import rehearse, rehearse_fewer
-from tiered.planning.simulated import DriveRates
+from tiered.planning.rehearsal import rehearse
 from tiered.planning.sources import Numbers, Subject, Workload, subject_of
 from tiered.planning.timing import Timing
 from tiered.zero.paging.units import Limits, Policy
@@ -209,54 +208,6 @@ def test_where_activations_wait_in_the_store_the_whole_model_says_which(trained:
     found, whole = both(subject(gpt()), replace(LARGER, activations="store"))
     assert found == whole
     assert trained == [LAYERS]
-
-
-@pytest.mark.parametrize(
-    ("model", "setup"),
-    quick(
-        [(model, setup) for model in ("gpt", "llama", "experts") for setup in ("on fetch", "in backward")],
-        [("gpt", "on fetch"), ("experts", "in backward")],
-    ),
-)
-def test_a_step_of_fewer_layers_is_that_of_a_model_with_fewer(model: str, setup: str) -> None:
-    whole, training = subject(MODELS[model]()), SETUPS[setup]
-    step = whole.train(training)
-    fewer = subject(of_layers(whole.model, 6))
-    run = layers._longest_run(whole.model)
-    assert run is not None
-    assert step.layers == LAYERS
-    plan = training.divided(whole.model)
-    assert step.fewer(6) == fewer.train(replace(training, absent=run.absent(whole.model, plan, 6)))
-    assert step.fewer(LAYERS) == step
-
-
-def of_layers(model: nn.Module, count: int) -> nn.Module:
-    """A model with the first layers and the last of another one."""
-    found = on_meta(model)
-    lists = ((name, one) for name, one in found.named_modules() if isinstance(one, nn.ModuleList))
-    path, kept = next((name, one) for name, one in lists if len(one) == LAYERS)
-    found.set_submodule(path, nn.ModuleList([*kept[: count - 2], *kept[-2:]]))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("update", "share"),
-    quick([(update, share) for update in ("on_fetch", "in_backward") for share in (0.1, 0.4, 2.0)], [("in_backward", 0.1)]),
-)
-def test_many_layers_that_are_alike_are_played_by_fewer(update: Any, share: float) -> None:
-    given = subject_of(Numbers(layers=96, width=64, heads=4, vocabulary=256), Workload(batch=2, sequence=16))
-    choice = Choice(update=update, dram=2 << 20)
-    step = Planner(given, None, CHOICES["adamw"].usual, Policy(), 1).step(choice, together=1)
-    drive, dram = DriveRates(1e9, 1e9), int(share * step.nbytes) // 4096 * 4096
-    whole = rehearse(step, dram, drive, warm_up=2, counted=1)
-    found, played = rehearse_fewer(step, dram, drive, warm_up=2, counted=1)
-    assert 0 < sum(played) < 96 / 2
-    assert found.touches == whole.touches
-    near = pytest.approx
-    assert found.read + found.written == near(whole.read + whole.written, rel=0.1)
-    assert found.seconds == near(whole.seconds, rel=0.1)
-    assert found.busy == near(whole.busy, rel=0.1)
-    assert found.peak == near(whole.peak, rel=0.1)
 
 
 def test_slices_that_are_taken_together_move_as_many_bytes() -> None:

@@ -55,15 +55,9 @@ def train(
                 return of(model, training)
             again = training.computes_again
             if _Lengthened(replace(run, count=KEPT - 1), notes, again).whole(_tensors(fewer, of_fewer)) == checked:
-                tensors = _tensors(model, training)
-
-                def with_layers(count: int) -> StepNotes | None:
-                    kept = replace(run, count=count)
-                    return _Lengthened(kept, notes, again).whole([run.of_first(kind, count) for kind in tensors])
-
-                found = with_layers(run.count)
+                found = _Lengthened(run, notes, again).whole(_tensors(model, training))
                 if found is not None:
-                    return replace(found, layers=run.count, fewer=with_layers)
+                    return found
     return of(model, training)
 
 
@@ -102,18 +96,6 @@ class _Run:
 
     def _left_out(self, kept: int) -> range:
         return range(self.begin + KEPT // 2, self.begin + self.count - (kept - KEPT // 2))
-
-    def of_first(self, sizes: Mapping[str, int], count: int) -> dict[str, int]:
-        """Return those of the tensors of the whole model that one has whose run is of ``count`` layers, ``KEPT`` or more: what
-        comes after the layers is named by how many there are."""
-        found, later = dict[str, int](), self.count - count
-        for key, nbytes in sizes.items():
-            layer, last = self.layer(key), self.begin + self.count - KEPT // 2
-            if layer is None or layer < last - later:
-                found[key] = nbytes
-            elif layer >= last:
-                found[self.renamed(key, lambda index: index - later)] = nbytes
-        return found
 
     def absent(self, model: nn.Module, plan: ModelPlan, kept: int) -> Absent:
         """Return what a model lacks that has so many of the layers."""

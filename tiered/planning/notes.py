@@ -139,8 +139,7 @@ class StepNotes:
     there are before it, by key; ``activations``: of those that wait in the store within it. ``peak``: bytes that are alive at
     most, of tensors that the passes made, without parameters and with one gradient at a time. ``turns``: how many operations
     there were at each beginning and each end of a backward pass; ``alive``: where that was asked for, of each operation the
-    bytes of such tensors. ``layers``: how many layers of the model ask the same, 0 where that is not known, and ``fewer``: the
-    step of a model with so many of them, None where there is none."""
+    bytes of such tensors."""
 
     operations: list[Operation] = field(default_factory=list)
     initial: dict[str, int] = field(default_factory=dict)
@@ -148,28 +147,6 @@ class StepNotes:
     peak: int = 0
     turns: list[int] = field(default_factory=list, compare=False)
     alive: list[Alive] = field(default_factory=list, compare=False)
-    layers: int = field(default=0, compare=False)
-    fewer: Callable[[int], StepNotes | None] = field(default=lambda _: None, compare=False, repr=False)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors that there are before the step."""
-        return sum(self.initial.values())
-
-    @property
-    def leased(self) -> int:
-        """Bytes that are leased at once, at most."""
-        sizes, held, now, most = dict(self.initial), dict[int, int](), 0, 0
-        for one in self.operations:
-            if isinstance(one, CreateNote):
-                sizes[one.key] = one.nbytes
-            elif isinstance(one, LeaseNote):
-                held[one.number] = sum(sizes[key] for key in one.keys)
-                now += held[one.number]
-                most = max(most, now)
-            elif isinstance(one, EndNote):
-                now -= held.pop(one.number)
-        return most
 
     @property
     def costs(self) -> Iterator[Cost]:

@@ -21,7 +21,7 @@ from tiered.planning.dry_run import Activations, Repeats, TrainingSetup, Update
 from tiered.planning.machine import Machine
 from tiered.planning.notes import CreateNote, LeaseNote, StepNotes, WorkNote, in_groups, slices_in_groups, slices_of
 from tiered.planning.optimum import lower_bound
-from tiered.planning.rehearsal import COUNTED, WARM_UP, Offloading, Rehearsed, Seconds, no_time, rehearse, rehearse_fewer
+from tiered.planning.rehearsal import COUNTED, WARM_UP, Offloading, Rehearsed, Seconds, no_time, rehearse
 from tiered.planning.simulated import DriveRates
 from tiered.planning.sizes import UnitSizes, sizes_of
 from tiered.planning.sources import Numbers, Subject, Workload, subject_of
@@ -397,15 +397,11 @@ class Planner:
         if touches > LONGEST:
             self._long[str(choice)] = max(touches, self._long.get(str(choice), 0))
         pieces, slices = self._pieces(choice, of_activations), self._slices(step)
-
-        def grouped(notes: StepNotes) -> StepNotes:
-            return in_groups(slices_in_groups(notes, slices), pieces)
-
         rates = _in_blocks(DriveRates(1e9, 1e9) if self.machine is None else self.machine.drive, together)
-        brief = briefly or self.takes_long(choice)
-        found = self._rehearse(step, choice.dram, rates, self.seconds(), grouped, brief)
-        step = grouped(step)
+        step = in_groups(slices_in_groups(step, slices), pieces)
         least = bytes_moved(*uses_of(step), choice.dram, plan_retention(*uses_of(step), choice.dram))
+        warm_up, counted = (2, 1) if briefly or self.takes_long(choice) else (WARM_UP, COUNTED)
+        found = rehearse(step, choice.dram, rates, self.seconds(), warm_up=warm_up, counted=counted)
         sending, memory = self._sending(sizes, step, found), self._memory(choice, sizes, step, found)
         return Prediction(
             choice=choice,
@@ -423,22 +419,6 @@ class Planner:
             offloading=found.offloading if choice.saves else None,
             in_memory=self._in_memory(choice),
         )
-
-    def _rehearse(
-        self, step: StepNotes, dram: int, rates: DriveRates, seconds: Seconds,
-        prepared: Callable[[StepNotes], StepNotes] = lambda step: step, brief: bool = False,
-    ) -> Rehearsed:
-        """Play steps, as few as show what one takes (``brief``), and of a long one a model with fewer layers that are alike."""
-        warm_up, counted = (2, 1) if brief else (WARM_UP, COUNTED)
-        if len(step.operations) <= MANY:
-            return rehearse(prepared(step), dram, rates, seconds, warm_up=warm_up, counted=counted)
-        found, few = rehearse_fewer(step, dram, rates, seconds, prepared=prepared, warm_up=warm_up, counted=counted)
-        if few:
-            self.notes[
-                f"of {step.layers} layers that are alike {few[0]} and {few[1]} are played, with budgets as much smaller, and "
-                "bytes and seconds of all are those of the line through both"
-            ] = None
-        return found
 
     def enough(self, smallest: int) -> int:
         """Return the bytes of the smallest budget with which one would want to run, where ``smallest`` works."""
@@ -554,7 +534,7 @@ class Planner:
         step, together = self.step(choice, ranks), self._together(choice.dram, ranks)
         sharing = min(ranks, machine.ranks_per_node)
         drive = _in_blocks(DriveRates(machine.read / sharing, machine.write / sharing, machine.transfer), together)
-        found = self._rehearse(step, choice.dram, drive, Timing(machine, self._measured, ranks))
+        found = rehearse(step, choice.dram, drive, Timing(machine, self._measured, ranks), warm_up=3, counted=2)
         sent = sum(one.nbytes for one in step.operations if isinstance(one, WorkNote) and one.kind in ("gather", "reduce"))
         seconds = max(found.seconds, self._sending(self.sizes(choice.dram), step, found))
         memory = self._memory(choice, self.sizes(choice.dram, ranks), step, found)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tiered.engine.claims import Token
-from tiered.errors import CapacityError
 from tiered.planning.notes import (
     AheadNote,
     CreateNote,
@@ -23,7 +22,7 @@ from tiered.planning.notes import (
 from tiered.planning.simulated import DriveRates, SimulatedStore
 from tiered.zero.paging.step_trace import StepTrace
 
-__all__ = ["COUNTED", "WARM_UP", "Rehearsed", "Seconds", "rehearse", "rehearse_fewer"]
+__all__ = ["COUNTED", "WARM_UP", "Rehearsed", "Seconds", "rehearse"]
 
 WARM_UP, COUNTED = 3, 2
 """Steps that are played before those that count, and those that count: the order is known after one."""
@@ -114,71 +113,6 @@ def rehearse(
             by_work={kind: total / counted for kind, total in work.items()},
             offloading=Offloading(**{kind: total / counted for kind, total in saved.items()}),
         )
-
-
-FEW, TIMES = 8, 6
-"""Layers of the smaller of two models that are played in place of one with ``TIMES`` as many layers or more."""
-ROOM = 4
-"""Times what is leased at once, which a smaller budget has at least where the whole one has it."""
-
-
-def rehearse_fewer(
-    step: StepNotes,
-    dram: int,
-    drive: DriveRates,
-    seconds: Seconds = no_time,
-    *,
-    prepared: Callable[[StepNotes], StepNotes] = lambda step: step,
-    warm_up: int = WARM_UP,
-    counted: int = COUNTED,
-) -> tuple[Rehearsed, tuple[int, ...]]:
-    """Play a step of a model with many layers that are alike by two steps of models with fewer of them, and return how many
-    those have; else the step itself. Raises CapacityError where it does not fit.
-
-    What a step moves, and the time that it takes, grow by the same with each layer where the budget does: more of them are
-    moved, and more of them stay. So the line through two models says what a third one takes. ``prepared``: what is played of
-    a step.
-    """
-    def played(notes: StepNotes, budget: int) -> Rehearsed:
-        return rehearse(prepared(notes), budget, drive, seconds, warm_up=warm_up, counted=counted)
-
-    few = _fewer(step, dram)
-    if few is None:
-        return played(step, dram), ()
-    (less, few_layers, small), (more, more_layers, larger) = few
-    try:
-        one, other = played(few_layers, small), played(more_layers, larger)
-    except CapacityError:  # pieces that are taken together need more room than a smaller budget has beside what is leased
-        return played(step, dram), ()
-    found = _on_line(asdict(one), asdict(other), (step.layers - less) / (more - less))
-    found |= {"peak": min(dram, round(found["peak"])), "touches": round(found["touches"])}
-    return Rehearsed(**found | {"offloading": Offloading(**found["offloading"])}), (less, more)
-
-
-def _on_line(one: Mapping[str, Any], other: Mapping[str, Any], at: float) -> dict[str, Any]:
-    """Return the numbers of a line that has those of ``one`` at 0, and those of ``other`` at 1; none is below 0."""
-    found = dict[str, Any]()
-    for name, value in other.items():
-        before = one.get(name, 0.0)
-        found[name] = _on_line(before, value, at) if isinstance(value, dict) else max(0.0, before + (value - before) * at)
-    return found
-
-
-def _fewer(step: StepNotes, dram: int) -> list[tuple[int, StepNotes, int]] | None:
-    """Return two models with fewer layers than that of a step, each as the number of them, its notes, and its budget; None
-    where the whole one is played as soon. A smaller budget is the share of the smaller model, but one in which several units
-    have room, and in which at least half of the share is missing that is missing in the whole one."""
-    whole, room, missing = step.nbytes, min(dram, ROOM * step.leased), max(0, step.nbytes - dram) / max(1, step.nbytes)
-    for layers in range(FEW, step.layers // TIMES + 1, FEW // 2):
-        less, more = step.fewer(layers), step.fewer(2 * layers)
-        if less is None or more is None:
-            return None
-        budget = max(dram * less.nbytes // whole, room)
-        if missing and less.nbytes - budget < less.nbytes * missing / 2:
-            continue  # a larger model has room for several units beside what stays
-        between = budget + (dram - budget) * layers // (step.layers - layers)
-        return [(layers, less, budget), (2 * layers, more, between)]
-    return None
 
 
 def _play(
