@@ -136,17 +136,18 @@ class UnitGradients:
         """Leave to the graphs the nodes of parameters that have hooks or attributes of their users, because the unit is held no
         longer: a node refers to its parameter in C++, where the collector does not look, and such a parameter perhaps to the
         model. The next hold hooks the nodes that there are then."""
-        for placement, state in self.states.items():
-            if state.node is None:
-                continue
-            parameter: Any = placement.parameter
-            if (
-                parameter._backward_hooks
-                or len(parameter._post_accumulate_grad_hooks or ()) > 1  # ours is one
-                or sum(map(gc.is_tracked, parameter.__dict__.values())) > 1  # our handle is one
-            ):
-                self.unhooked[placement] = None  # first: an exception in between must not leave a node that nobody hooks
-                state.node = None
+        with torch._C.DisableTorchFunctionSubclass():
+            for placement, state in self.states.items():
+                if state.node is None:
+                    continue
+                parameter: Any = placement.parameter
+                if (
+                    parameter._backward_hooks
+                    or len(parameter._post_accumulate_grad_hooks or ()) > 1  # ours is one
+                    or sum(map(gc.is_tracked, parameter.__dict__.values())) > 1  # our handle is one
+                ):
+                    self.unhooked[placement] = None  # first: an exception in between must not leave a node that nobody hooks
+                    state.node = None
 
     def end_pass(self) -> None:
         """Forget what arrived in the backward pass; the gradients stay as they are."""
