@@ -111,9 +111,15 @@ def test_a_hostile_header(tmp_path: Path, header: Any, data: bytes, says: str) -
     ],
 )
 def test_what_another_program_writes_is_named(tmp_path: Path, begins: bytes, says: str) -> None:
-    (tmp_path / "it.safetensors").write_bytes(begins + bytes(16))
+    (tmp_path / "it.safetensors").write_bytes(begins + b"\1" * 16)
     with pytest.raises(SafetensorsError, match=f"is not a safetensors file, but .*{says}"):
         WeightFiles(tmp_path)
+
+
+def test_a_header_may_be_as_long_as_another_program_begins_a_file(tmp_path: Path) -> None:
+    header = json.dumps(one()).encode().ljust(0x280)  # whose length begins with the bytes of a pickle
+    assert len(header).to_bytes(8, "little").startswith(b"\x80\2")
+    assert set(WeightFiles(saved(tmp_path / "it.safetensors", header, bytes(8))).entries) == {"w"}
 
 
 @pytest.mark.parametrize("length", [2**64 - 1, 2**63, 100_000_001, 1_000])

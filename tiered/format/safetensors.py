@@ -128,11 +128,11 @@ def read_header(fd: int, path: str) -> list[SafetensorsEntry]:
     if status.st_size < 8:
         raise SafetensorsError(f"{path} is not a safetensors file: it has {status.st_size} bytes")
     first = _pread(fd, 8, 0, path)
-    for magic, other in OTHERS.items():
-        if first.startswith(magic):
-            raise SafetensorsError(f"{path} is not a safetensors file, but {other}")
     (length,) = struct.unpack("<Q", first)
-    if length > min(MAX_HEADER, status.st_size - 8):
+    if length > min(MAX_HEADER, status.st_size - 8):  # else these bytes may be a length, too
+        for magic, other in OTHERS.items():
+            if first.startswith(magic):
+                raise SafetensorsError(f"{path} is not a safetensors file, but {other}")
         raise SafetensorsError(f"{path} is not a safetensors file, or cut short: it says that its header has {length} bytes")
     data = status.st_size - 8 - length
     try:

@@ -20,9 +20,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 DESCRIPTION = """\
 Write the parameters of a model that was committed with zero.commit, or all tensors of a store without a model, as
 safetensors files with an index, which safetensors and transformers can load. Of a model that tiered import put there
-its configuration and tokenizer are written beside them, where --out has no such files. A job may have the store open meanwhile,
-and goes on: the commit that is exported is kept until the command ends. No tensor is changed. Pending optimizer
-updates are applied to the exported values. The command needs little memory, however large the model is.
+its configuration and tokenizer are written beside them, where --out has no such files. A job may have the store open
+meanwhile, and goes on: the commit that is exported is kept until the command ends. No tensor is changed. Pending
+optimizer updates are applied to the exported values. The command needs little memory, however large the model is.
 
 --format torch-dcp writes a folder that torch.distributed.checkpoint reads: the model, and the optimizer's states and
 param groups. --format deepspeed-universal writes a checkpoint that DeepSpeed loads with {"checkpoint":
