@@ -635,13 +635,22 @@ def test_what_was_imported_is_exported_as_a_folder_to_open(
 ) -> None:
     store, out = str(tmp_path / "store"), tmp_path / "out"
     assert main(["import", str(folder), store, "--dram", "1MiB"]) == 0
-    out.mkdir()
-    (out / "generation_config.json").write_text("{}")  # somebody's own
     assert main(["export", store, "--out", str(out)]) == 0
     assert "with config.json" in capsys.readouterr().out
-    assert (out / "generation_config.json").read_text() == "{}"
     assert (out / "config.json").read_bytes() == (folder / "config.json").read_bytes()
     assert_same(AutoModelForCausalLM.from_pretrained(out), AutoModelForCausalLM.from_pretrained(folder))
+    half = tmp_path / "half"
+    assert main(["export", store, "--out", str(half), "--dtype", "bfloat16"]) == 0
+    assert AutoModelForCausalLM.from_pretrained(half).dtype == torch.bfloat16
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text("{}")  # another model's
+    capsys.readouterr()
+    assert main(["export", store, "--out", str(other)]) == 1
+    assert "has another config.json than the model: name another folder, or give --existing" in capsys.readouterr().err
+    assert [one.name for one in other.iterdir()] == ["config.json"]
+    assert main(["export", store, "--out", str(other), "--existing", "overwrite"]) == 0
+    assert_same(AutoModelForCausalLM.from_pretrained(other), AutoModelForCausalLM.from_pretrained(folder))
 
 
 def test_a_part_of_a_model_is_not_taken_for_tensors(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

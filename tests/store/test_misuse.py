@@ -224,10 +224,17 @@ def test_the_end_of_a_block_says_where_meta_is_of_an_earlier_commit(tmp_path: Pa
         assert all(warning.category is UncommittedWarning and warning.filename == __file__ for warning in found)
         return [str(warning.message) for warning in found]
 
+    with warnings.catch_warnings(record=True) as found:  # a commit that is under way has a meta, too
+        warnings.simplefilter("always")
+        with TieredStore.open(tmp_path / "async", dram="1MiB") as store:
+            store.put("n", torch.tensor(0))
+            store.commit_async({"done": 1})
+            store.put("n", torch.tensor(1))
+    assert ["has the meta of commit 1" in str(warning.message) for warning in found] == [True]
     (said,) = ended({"done": 1}, None)
     assert "has the meta of commit 1, and tensors changed after that: if meta says how far they are, commit with it" in said
     assert ended({"done": 1}, {"done": 2}) == ended({}, None) == ended(None) == ended() == []
-    with TieredStore.open(tmp_path / "0", dram="1MiB") as store:
+    with TieredStore.open(tmp_path / "1", dram="1MiB") as store:
         assert (store.generation, store.meta, store.get("n").item()) == (2, {"done": 1}, 1)
 
 

@@ -136,6 +136,7 @@ class TieredStore(TensorMapping):
         self._copies = Copies()
         self._small: weakref.WeakValueDictionary[str, SmallTensors] = weakref.WeakValueDictionary()
         self._before_commits: dict[str, Callable[[bool], str | None]] = {}
+        self._unchanged = set[Owner]()
         self._within = False
         self._holders: weakref.WeakSet[Holder] = weakref.WeakSet()
         self.attached = Attached()
@@ -227,9 +228,10 @@ class TieredStore(TensorMapping):
                 self._running()
                 why = self._prepare_commit(leaving=True)
                 if why is None:
-                    before, meta = self.generation, self.meta
+                    self._generations.settle()  # a commit that is under way has a meta, too
+                    before, later = self.generation, bool(self.meta) and self._changed()
                     self._generations.committing(self).commit(None, self, always=False)
-                    if meta and self.generation != before:
+                    if later and self.generation != before:
                         warnings.warn(
                             f"the commit at the end of the with block of {self._name} has the meta of commit {before}, and "
                             "tensors changed after that: if meta says how far they are, commit with it as the last line of "
@@ -978,8 +980,21 @@ class TieredStore(TensorMapping):
         return before
 
     def _prepare_commit(self, *, leaving: bool = False) -> str | None:
+        self._unchanged.clear()
         found = [call(leaving) for call in list(self._before_commits.values())]
         return next((why for why in found if why is not None), None)
+
+    def note_unchanged(self, owner: Owner) -> None:
+        """Have the commit at the end of a ``with`` block know that no value of the owner's is another one than in the last
+        commit, also where its tensors are: what is called before that commit says so."""
+        self._unchanged.add(owner)
+
+    def _changed(self) -> bool:
+        """Whether any value may be another one than in the last commit."""
+        if not self._unchanged:
+            return self._generations.uncommitted() > 0
+        keys = [key for key in self if self.owner_of(key) not in self._unchanged]
+        return len(self._generations.committed(keys)) < len(keys)
 
     def refuse_commits(self, why: str | None) -> None:
         """Make commits raise MisuseError with ``why``, and ``with`` blocks end without one. None allows commits again."""

@@ -311,6 +311,27 @@ def test_what_is_read_after_the_last_commit_leaves_it_whole(tmp_path: Path, read
     assert found["whole"] == found[read]
 
 
+@pytest.mark.parametrize("read", READS)
+def test_what_reads_is_not_said_to_be_later_than_meta(tmp_path: Path, read: str) -> None:
+    def life(end: Callable[[Any, Any, TieredStore], object]) -> list[str]:
+        """Warnings of a block that begins or goes on, makes a step with a commit of meta, and ends."""
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always", UncommittedWarning)
+            with TieredStore.open(tmp_path / "store", dram=DRAM) as store:
+                model = zero.page(Tied(), store, existing="continue")
+                optimizer = zero.AdamW(model.parameters(), lr=1e-2)
+                zero.resume(model, optimizer)
+                step(model, optimizer)
+                zero.commit(model, optimizer, meta={"done": 1})
+                end(model, optimizer, store)
+        return [str(warning.message) for warning in found if warning.category is UncommittedWarning]
+
+    own = read == "a tensor of one's own"
+    assert len(life(lambda model, _, store: READS[read](model, store, tmp_path / "out"))) == own
+    (said,) = life(lambda model, optimizer, _: step(model, optimizer))
+    assert "has the meta of commit" in said
+
+
 ZEROED = ("before backward", "after step", "after commit", "after commit, to zeros")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,9 +21,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 DESCRIPTION = """\
 Write the parameters of a model that was committed with zero.commit, or all tensors of a store without a model, as
 safetensors files with an index, which safetensors and transformers can load. Of a model that tiered import put there
-its configuration and tokenizer are written beside them, where --out has no such files. A job may have the store open
-meanwhile, and goes on: the commit that is exported is kept until the command ends. No tensor is changed. Pending
-optimizer updates are applied to the exported values. The command needs little memory, however large the model is.
+its configuration and tokenizer are written beside them. A job may have the store open meanwhile, and goes on: the
+commit that is exported is kept until the command ends. No tensor is changed. Pending optimizer updates are applied to
+the exported values. The command needs little memory, however large the model is.
 
 --format torch-dcp writes a folder that torch.distributed.checkpoint reads: the model, and the optimizer's states and
 param groups. --format deepspeed-universal writes a checkpoint that DeepSpeed loads with {"checkpoint":
@@ -95,8 +96,13 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
                 names, of = export_of_ranks(parsed.folder, parsed.out, **wanted), "the last commit of all ranks"
             else:
                 with StoreAtRest(parsed.folder, paths=parsed.paths, generation=parsed.generation) as store:
-                    names = export_at_rest(store, parsed.out, **wanted)
-                    beside = _write_kept(store, parsed.model, Path(parsed.out).expanduser())
+                    kept, out = _kept(store, parsed.model, parsed.dtype), Path(parsed.out).expanduser()
+                    if parsed.existing == "refuse":
+                        _refuse_others(out, kept)
+                    names = export_at_rest(store, out, **wanted)
+                    for file, contents in kept.items():
+                        (out / file).write_bytes(contents)
+                    beside = list(kept)
                     of = f"generation {store.manifest.generation}"
     except Stopped as stopped:
         print("tiered: stopped; nothing was left behind", file=sys.stderr)
@@ -107,19 +113,39 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
     return 0
 
 
-def _write_kept(store: StoreAtRest, model: str | None, folder: Path) -> list[str]:
-    """Write the files that were kept of the model, or of the only one, into ``folder``, but for those that are there. Returns
-    their names."""
+def _kept(store: StoreAtRest, model: str | None, dtype: str | None) -> dict[str, bytes]:
+    """Return the contents of the files that were kept of the model, or of the only one, by name: what is written beside its
+    weights. The configuration has the element type that these are written in."""
     from tiered.integrations.kept import CONFIG, FILES, kept_file, key_of_file
 
-    end, written = key_of_file("", CONFIG), list[str]()
+    end = key_of_file("", CONFIG)
     names = [key.removesuffix(end) for key in store if key.endswith(end) and model in (None, key.removesuffix(end))]
-    for file in FILES if len(names) == 1 else ():
-        contents = kept_file(store, names[0], file)
-        if contents is not None and not (folder / file).exists():
-            (folder / file).write_bytes(contents)
-            written.append(file)
-    return written
+    if len(names) != 1:
+        return {}
+    found = {file: contents for file in FILES if (contents := kept_file(store, names[0], file)) is not None}
+    if dtype is not None:
+        found[CONFIG] = json.dumps(_with_dtype(json.loads(found[CONFIG]), dtype), indent=2).encode()
+    return found
+
+
+def _with_dtype(config: Any, dtype: str) -> Any:
+    """Return a configuration, or a part of one, with another element type wherever it has one."""
+    if not isinstance(config, dict):
+        return config
+    of_type = {name: dtype for name in ("dtype", "torch_dtype") if isinstance(config.get(name), str)}
+    return {name: _with_dtype(value, dtype) for name, value in config.items()} | of_type
+
+
+def _refuse_others(folder: Path, kept: dict[str, bytes]) -> None:
+    """Raise MisuseError where ``folder`` has a file of another model's, with which the weights would be read."""
+    from tiered.errors import MisuseError, shown
+
+    for file, contents in kept.items():
+        if (folder / file).is_file() and (folder / file).read_bytes() != contents:
+            raise MisuseError(
+                f"{shown(str(folder), 1000)} has another {file} than the model: name another folder, or give "
+                "existing='overwrite'"
+            )
 
 
 def _whole(parsed: argparse.Namespace) -> int:

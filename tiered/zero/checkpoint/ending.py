@@ -28,6 +28,7 @@ from tiered.zero.checkpoint.checkpoint import (
 from tiered.zero.digests import digest_of
 from tiered.zero.optimizers.optimizer import Optimizer
 from tiered.zero.paging.pager import Pager
+from tiered.zero.paging.storage import model_named
 from tiered.zero.record import dumps
 
 __all__ = ["include_in_commits", "record"]
@@ -63,6 +64,7 @@ def _include(pager: Callable[[], Pager | None], leaving: bool) -> str | None:
             if not found.checkpoint.current:
                 write_record(store, name, unchanged)
                 found.is_recorded()
+            store.note_unchanged(model_named(name))
             return None
         if extra:  # which is of the last commit, and of no other moment
             return f"only zero.commit knows extra= of model {name!r}: call it (or save) after the last step, too"
