@@ -219,6 +219,9 @@ def test_functions_are_called_at_once_where_that_is_said(
         lambda t: t.copy_(torch.zeros(6, 8)),
         lambda t: torch.add(t, 1, out=t),
         lambda t: setattr(t, "data", torch.zeros(6, 8)),
+        lambda t: torch._foreach_zero_([torch.ones(3), t]),
+        lambda t: torch._foreach_mul_([t], 2),
+        lambda t: torch._foreach_copy_([t], [torch.zeros(6, 8)]),
     ],
 )
 def test_writes_are_refused(write: Callable[[Any], Any], files: tuple[Files, dict[str, Deferred]]) -> None:

@@ -430,11 +430,12 @@ def _refused(tensor: Deferred, what: str) -> MisuseError:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the arguments that ``func`` writes to."""
+    """Return the tensors that ``func`` writes to, also those of a list."""
     given = zip(func._schema.arguments, args, strict=False)
     named = [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
     both = [*given, *named]
-    return [value for argument, value in both if argument.alias_info is not None and argument.alias_info.is_write]
+    written = [value for argument, value in both if argument.alias_info is not None and argument.alias_info.is_write]
+    return [one for one in tree_flatten(written)[0] if isinstance(one, torch.Tensor)]
 
 
 def _meta_of(value: Any) -> Any:
