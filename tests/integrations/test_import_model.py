@@ -649,6 +649,10 @@ def test_what_was_imported_is_exported_as_a_folder_to_open(
     assert main(["export", store, "--out", str(other)]) == 1
     assert "has another config.json than the model: name another folder, or give --existing" in capsys.readouterr().err
     assert [one.name for one in other.iterdir()] == ["config.json"]
+    (other / "merges.txt").write_text("a b")
+    assert main(["export", store, "--out", str(other), "--existing", "overwrite"]) == 1
+    assert "has a merges.txt, and the model has none: name another folder, or remove that file" in capsys.readouterr().err
+    (other / "merges.txt").unlink()
     assert main(["export", store, "--out", str(other), "--existing", "overwrite"]) == 0
     assert_same(AutoModelForCausalLM.from_pretrained(other), AutoModelForCausalLM.from_pretrained(folder))
 

@@ -97,8 +97,7 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
             else:
                 with StoreAtRest(parsed.folder, paths=parsed.paths, generation=parsed.generation) as store:
                     kept, out = _kept(store, parsed.model, parsed.dtype), Path(parsed.out).expanduser()
-                    if parsed.existing == "refuse":
-                        _refuse_others(out, kept)
+                    _refuse_others(out, kept, replaces=parsed.existing == "overwrite")
                     names = export_at_rest(store, out, **wanted)
                     for file, contents in kept.items():
                         (out / file).write_bytes(contents)
@@ -136,16 +135,20 @@ def _with_dtype(config: Any, dtype: str) -> Any:
     return {name: _with_dtype(value, dtype) for name, value in config.items()} | of_type
 
 
-def _refuse_others(folder: Path, kept: dict[str, bytes]) -> None:
-    """Raise MisuseError where ``folder`` has a file of another model's, with which the weights would be read."""
+def _refuse_others(folder: Path, kept: dict[str, bytes], *, replaces: bool) -> None:
+    """Raise MisuseError where ``folder`` has a file of another model's, with which the weights would be read. ``replaces``:
+    those are written over that the model has, too."""
     from tiered.errors import MisuseError, shown
+    from tiered.integrations.kept import FILES
 
-    for file, contents in kept.items():
-        if (folder / file).is_file() and (folder / file).read_bytes() != contents:
-            raise MisuseError(
-                f"{shown(str(folder), 1000)} has another {file} than the model: name another folder, or give "
-                "existing='overwrite'"
-            )
+    for file in FILES if kept else ():
+        if not (folder / file).is_file():
+            continue
+        there = f"{shown(str(folder), 1000)} has"
+        if file not in kept:
+            raise MisuseError(f"{there} a {file}, and the model has none: name another folder, or remove that file")
+        if not replaces and (folder / file).read_bytes() != kept[file]:
+            raise MisuseError(f"{there} another {file} than the model: name another folder, or give existing='overwrite'")
 
 
 def _whole(parsed: argparse.Namespace) -> int:
