@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tiered.errors import MisuseError, expect_type
 from tiered.tables.table import Table
-from tiered.tensors.steps import refusing
+from tiered.tensors.steps import refusing, written_by
 
 __all__ = ["TableOptimizer", "TableWeight", "TieredEmbedding"]
 
@@ -50,9 +50,9 @@ class WithoutValues(torch.Tensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         named, schema = dict(kwargs or {}), func._schema
-        given = [*zip(schema.arguments, args, strict=False), *((one, named.get(one.name)) for one in schema.arguments)]
         if func is not torch.ops.aten.embedding_renorm_.default:  # it writes to rows above a norm, which NaN is not
-            _refuse_write([value for argument, value in given if argument.is_write])
+            for one in written_by(func, args, named):
+                _refuse_write(one)
         result = func(*_read(args), **_read(named))
         if not any(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns):
             return result
@@ -87,10 +87,9 @@ def _read(given: Any) -> Any:
     return tree_map_only(WithoutValues, lambda one: one.nan, given)
 
 
-def _refuse_write(targets: Any) -> None:
-    for one in tree_leaves(targets):
-        if isinstance(one, WithoutValues):
-            raise MisuseError(f"the weight of table {one.table.name!r} cannot be written to, {_WRITE}")
+def _refuse_write(target: torch.Tensor) -> None:
+    if isinstance(target, WithoutValues):
+        raise MisuseError(f"the weight of table {target.table.name!r} cannot be written to, {_WRITE}")
 
 
 class TableWeight(WithoutValues, nn.Parameter):

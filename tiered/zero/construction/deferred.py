@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from tiered.errors import MisuseError
 from tiered.format.safetensors import CODES, WeightFiles
+from tiered.tensors.steps import written_by
 from tiered.zero.paging.units import ALL
 
 __all__ = ["CODES", "Deferred", "Files", "expect"]
@@ -405,7 +406,7 @@ class Deferred(torch.Tensor):
         kwargs = kwargs or {}
         tensors = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, torch.Tensor)]
         mine = [one for one in tensors if isinstance(one, Deferred)]
-        written = _written(func, args, kwargs)
+        written = written_by(func, args, kwargs)
         for one in written:
             if isinstance(one, Deferred):
                 raise _refused(one, str(func))
@@ -427,15 +428,6 @@ class Deferred(torch.Tensor):
 def _refused(tensor: Deferred, what: str) -> MisuseError:
     _files_of([tensor]).refused = what
     return MisuseError(f"{what} writes to a tensor whose values are still in a file: page the model first")
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the tensors that ``func`` writes to, also those of a list."""
-    given = zip(func._schema.arguments, args, strict=False)
-    named = [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
-    both = [*given, *named]
-    written = [value for argument, value in both if argument.alias_info is not None and argument.alias_info.is_write]
-    return [one for one in tree_flatten(written)[0] if isinstance(one, torch.Tensor)]
 
 
 def _meta_of(value: Any) -> Any:
