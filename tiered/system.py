@@ -29,6 +29,7 @@ import psutil
 
 from tiered.errors import CapacityError
 from tiered.telemetry import MemoryStatistics, StoreStatistics
+from tiered.types import format_size
 
 __all__ = [
     "LARGEST_ALIGNMENT",
@@ -461,6 +462,17 @@ def refuse_little_room(store: Watched, what: str, *, largest: int = 0, more: int
     beside = largest + WORKING if store in _known else beside_pool(pool.capacity, largest)
     refuse_without_room(what, pool.capacity - pool.peak + beside + more, "open the store with a smaller dram=")
     _known.add(store)
+
+
+def refuse_little_disk(store: Watched, what: str, nbytes: int) -> None:
+    """Raise CapacityError if the bottom tier has less than ``nbytes`` free for ``what``, before hours of work show it."""
+    bottom = store.statistics().tiers[-1]
+    free = max(0, bottom.capacity - bottom.used)
+    if nbytes > free:
+        raise CapacityError(
+            f"{what} takes {format_size(nbytes)}, and tier {bottom.name} has {format_size(free)} free: make room there, "
+            "or put the store on a larger drive"
+        )
 
 
 def compiler() -> int:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.filesystems import instead
-from tiered import MisuseError, SafetensorsError, TensorSpec, TieredStore, import_safetensors
+from tiered import CapacityError, MisuseError, SafetensorsError, TensorSpec, TieredStore, import_safetensors
 from tiered.format.safetensors import CODES, INDEX, WeightFiles, encode_header, entry_of
 from tiered.format.safetensors_writer import Shards
 
@@ -258,3 +258,11 @@ def test_names_that_look_like_keys_of_the_format(tmp_path: Path, name: str) -> N
     save_file(values, tmp_path / "model.safetensors", {"dtype": "shape", "note": '"data_offsets"'})
     with WeightFiles(tmp_path / "model.safetensors") as files:
         assert set(files.entries) == set(values)
+
+
+def test_an_import_that_the_disk_has_no_room_for(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(5), "large": torch.ones(3 << 20)}, tmp_path / "model.safetensors")
+    with TieredStore.open(tmp_path / "state", dram="16MiB", nvme="8MiB") as store:
+        with pytest.raises(CapacityError, match=r"takes 12\.0 MiB, and tier nvme has 8\.0 MiB free: make room"):
+            import_safetensors(store, tmp_path)
+        assert list(store) == []

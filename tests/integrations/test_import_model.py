@@ -513,8 +513,17 @@ def test_a_full_disk_is_named_and_it_goes_on_with_more_room(
 ) -> None:
     monkeypatch.setattr(importing, "COMMIT_SECONDS", 0)
     with opened(tmp_path, nvme="500KiB", dram="1MiB") as store:
-        with pytest.raises(CapacityError, match=r"the capacity of 500\.0 KiB in .* is used up"):
+        with pytest.raises(CapacityError, match=r"the import of model 'model' takes .*, and tier nvme has 500\.0 KiB free"):
             import_model(folder, store, largest_unit=UNIT)
+        assert list(store) == []  # it began nothing
+    with opened(tmp_path, nvme="1MiB", dram="1MiB") as store:
+
+        def others_fill_it(what: str, share: float) -> None:
+            if "other" not in store:
+                store.put("other", torch.zeros(500 << 10, dtype=torch.uint8))
+
+        with pytest.raises(CapacityError, match=r"the capacity of 1\.0 MiB in .* is used up"):
+            import_model(folder, store, largest_unit=UNIT, progress=others_fill_it)
         store.close()
     with opened(tmp_path, dram="1MiB") as store:
         record = importing.begun(store, "model")

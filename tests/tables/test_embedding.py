@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tests.store.chains import MIB, nothing_is_held, same
-from tiered import MisuseError, RowwiseAdagrad, SparseAdagrad, SparseAdamW, TieredEmbedding, TieredStore
+from tiered import MisuseError, RowwiseAdagrad, SparseAdagrad, SparseAdamW, TieredEmbedding, TieredStore, zero
 
 ROWS, WIDTH = 500, 24
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
@@ -242,6 +242,8 @@ def test_what_a_weight_cannot_do(store: TieredStore) -> None:
         ours = "SparseAdagrad" if theirs == "Adagrad" else "SparseAdamW"
         with pytest.raises(MisuseError, match=rf"{theirs} cannot update the weight of a TieredEmb.* make tiered\.{ours} "):
             getattr(torch.optim, theirs)([weight, nn.Parameter(torch.zeros(3))]).step()
+    with pytest.raises(MisuseError, match=r"parameter '0\.weight' is a table, whose rows are in a store already: page the"):
+        zero.page(nn.Sequential(pair.ours, nn.Linear(WIDTH, 2)), store)
     pair.compare()
     weight.grad = None
     torch.optim.SGD([weight]).step()  # which leaves alone what has no gradient

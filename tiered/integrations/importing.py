@@ -21,6 +21,7 @@ from tiered.errors import ManifestError, MisuseError, TieredError
 from tiered.integrations.kept import UNFINISHED, kept_file, put_file
 from tiered.packing.quantised import Loss
 from tiered.store import TieredStore
+from tiered.system import refuse_little_disk
 from tiered.types import format_size
 from tiered.zero.construction.deferred import Deferred
 from tiered.zero.page import Replacement, differing
@@ -165,6 +166,7 @@ class Import:
                 for placement in unit.placements:
                     if placement.name in self._losses:
                         placement.loss = Loss(*self._losses[placement.name])
+        refuse_little_disk(self._store, f"the import of model {self._name!r}", self._total - self._nbytes)
         for key in held if self._over == "nothing" else ():  # of one that was stopped
             if key not in stays:
                 self._store.delete(key, owner=self.owner)

@@ -6,9 +6,10 @@ import os
 from collections.abc import Callable
 from typing import Literal
 
-from tiered.errors import MisuseError, TieredError, expect_type, one_of, path_of
+from tiered.errors import MisuseError, TieredError, expect_type, one_of, path_of, shown
 from tiered.format.safetensors import WeightFiles
 from tiered.store.store import TieredStore
+from tiered.system import refuse_little_disk
 from tiered.tensors.specs import flat
 from tiered.types import Access, Owner
 
@@ -34,8 +35,8 @@ def import_safetensors(
     so far and in all; it may raise, to stop. After an exception the tensors imported so far stay, and one that was not read
     whole is what it was before.
 
-    Raises MisuseError (no such file, names that are taken, or belong to a model or a table), SafetensorsError (damaged), and
-    what ``store.create`` raises.
+    Raises MisuseError (no such file, names that are taken, or belong to a model or a table), SafetensorsError (damaged),
+    CapacityError (larger than what the bottom tier has free; nothing is imported then), and what ``store.create`` raises.
     """
     expect_type(store, TieredStore, "tensors are imported into a TieredStore")
     path = path_of(path, "the path of safetensors files")
@@ -56,6 +57,7 @@ def import_safetensors(
                     )
             done, total = 0, sum(entry.spec.nbytes for entry in files.entries.values())
             store.delete_owned(IMPORT)  # of one that was killed
+            refuse_little_disk(store, f"the import of {shown(str(path), 1000)}", total)
             for name, entry in files.entries.items():
                 replaces = name in store
                 key, owner = (f"{IMPORT.name}/new", IMPORT) if replaces else (name, None)

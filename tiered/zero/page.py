@@ -704,6 +704,11 @@ def _refuse_kinds(model: nn.Module) -> None:
             )
         if parameter.is_meta or isinstance(parameter, Deferred):
             _refuse_hooks(qualified, parameter, "has no memory yet, and is made anew as it is given some")
+        elif getattr(parameter, "table", None) is not None:  # of a TieredEmbedding, as in checkpoint.weights
+            raise MisuseError(
+                f"parameter {qualified!r} is a table, whose rows are in a store already: page the modules beside it, as in "
+                "zero.page(model.body, store), and have a second optimizer for the table (SparseAdamW)"
+            )
         elif type(parameter).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             raise MisuseError(
                 f"parameter {qualified!r} is of the class {type(parameter).__name__}, which has its values in tensors within "

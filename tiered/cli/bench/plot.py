@@ -102,5 +102,10 @@ def _figure(width: float, height: float) -> Figure:
 
 def _save(figure: Figure, path: str, report: Report) -> None:
     io = f"{report['backend']} on " if "backend" in report else ""
-    figure.suptitle(f"{io}{report['filesystem'] or 'an unknown filesystem'}, {report['kernel']}, {report['cores']} cores")
+    nbytes = report["size_bytes"] if "size_bytes" in report else report.get("tensors", 0) * report.get("tensor_bytes", 0)
+    size = f"{exact_size(nbytes)}, " if nbytes else ""
+    figure.suptitle(
+        f"{io}{report['filesystem'] or 'an unknown filesystem'}, {report['kernel']}, {report['cores']} cores\n"
+        f"{size}tiered {report['tiered']}, {report['date'][:10]}"
+    )
     figure.savefig(path, format="png", dpi=120, metadata={"Software": f"tiered bench {__version__}"})

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from typing import Any
 
 from tiered.cli.output import Progress, refuse_unplottable, refuse_unwritable, write_report
@@ -36,7 +37,7 @@ def reported(
     the report says how busy the machine was only when all has ended."""
     refuse_unwritable(json)
     refuse_unplottable(plot)
-    report, noise = environment(), Noise()
+    report, noise = environment() | {"date": datetime.now(timezone.utc).isoformat(timespec="seconds")}, Noise()
     try:
         with StopRequest() as stop, ExitStack() as stack:
             describe = measure(Measuring(stop, stack.enter_context(Progress(sys.stderr)), stack, report))

@@ -142,8 +142,10 @@ def _beside(summary: GenerationSummary) -> list[str]:
 
 
 def _more(summary: GenerationSummary) -> str | None:
-    """Say what one more GiB of memory would bring."""
-    then = summary.with_more(GIB)
+    """Say what one more GiB of memory would bring; of a model that has less, twice the memory."""
+    small = summary.weights < GIB
+    more = summary.memory if small else GIB
+    then = summary.with_more(more)
     if summary.seconds is None or summary.read is None or summary.compute is None:
         return None
     if summary.weights <= summary.memory:
@@ -151,10 +153,10 @@ def _more(summary: GenerationSummary) -> str | None:
     if then is None:
         return "nothing was read after the first token: more would bring nothing"
     about = "at best" if summary.routed else "about"
-    left = max(0.0, summary.read - GIB)
+    left = max(0.0, summary.read - more)
     why = "computing alone" if then == summary.compute else f"to read {_amount(left)} at {rate(summary.rest.read_rate)}"
-    budget = format_size(summary.memory + GIB).replace(" ", "")
-    return f"one more GiB (--dram {budget}): {about} {duration(then)} a token, {why}"
+    budget = format_size(summary.memory + more).replace(" ", "")
+    return f"{'twice the memory' if small else 'one more GiB'} (--dram {budget}): {about} {duration(then)} a token, {why}"
 
 
 def _amount(nbytes: float) -> str:
