@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
@@ -30,7 +31,7 @@ from tests.quick import quick  # noqa: E402
 from tiered import ManifestError, MisuseError, TieredStore, zero  # noqa: E402
 from tiered.cli.main import main  # noqa: E402
 from tiered.integrations.kept import opening_of, put_file  # noqa: E402
-from tiered.integrations.transformers import import_model, open_model  # noqa: E402
+from tiered.integrations.transformers import from_pretrained, import_model, open_model  # noqa: E402
 from tiered.zero.paging.pager import pager_of  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -235,3 +236,153 @@ def test_an_unknown_form_is_refused_by_name(tmp_path: Path) -> None:
         put_file(store, "model", "opening.json", json.dumps(opening).encode())
         with pytest.raises(ManifestError, match=r"model 'model' in .* is quantised as 'int3', which this release"):
             open_model(store)
+
+
+# Adapters that are trained over a quantised base
+
+
+def qwen2() -> Any:
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**LLAMA))
+
+
+def phi() -> Any:
+    return transformers.PhiForCausalLM(transformers.PhiConfig(**LLAMA, pad_token_id=0))
+
+
+def opt() -> Any:
+    sizes = {"ffn_dim": 160, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 32, "init_std": 0.2}
+    return transformers.OPTForCausalLM(transformers.OPTConfig(vocab_size=300, hidden_size=64, word_embed_proj_dim=64, **sizes))
+
+
+LAYERS = {llama: ["q_proj", "down_proj"], tied: ["q_proj", "v_proj"], experts: ["q_proj", "o_proj"], gpt2: ["c_attn", "c_proj"]}
+LAYERS |= {qwen2: ["k_proj", "up_proj"], phi: ["dense", "fc2"], opt: ["out_proj", "fc1"]}
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "dropout": {"lora_dropout": 0.2},
+    "dora": {"use_dora": True},
+    "recomputed": {},
+    "accumulated and clipped": {},
+}
+
+
+def trained(model: Any, optimizer: torch.optim.Optimizer, way: str, steps: int) -> list[float]:
+    """Train, and return the losses."""
+    torch.manual_seed(3)
+    losses = []
+    passes = 2 if way.startswith("accumulated") else 1
+    for step in range(steps):
+        for number in range(passes):
+            ids = (IDS + 7 * step + number) % 64
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            losses.append(loss.item())
+        if passes > 1:
+            adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            losses.append(float(torch.nn.utils.clip_grad_norm_(adapters, 0.1)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("make", "quantize", "way", "dram"),
+    quick(
+        product(LAYERS, ["int8", "int4"], WAYS, ["1MiB", "64MiB"]),
+        [
+            (llama, "int4", "dropout", "1MiB"), (tied, "int8", "plain", "1MiB"), (experts, "int4", "plain", "1MiB"),
+            (gpt2, "int8", "recomputed", "1MiB"), (phi, "int4", "dora", "64MiB"),
+            (opt, "int8", "accumulated and clipped", "1MiB"),
+        ],
+    ),
+)  # fmt: skip
+def test_an_adapter_is_trained_over_it(tmp_path: Path, make: Callable[[], Any], quantize: Any, way: str, dram: str) -> None:
+    """Losses and the adapter have the bits of the same training over the dequantised weights in memory, and the base is only
+    read."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=LAYERS[make], fan_in_fan_out=make is gpt2, **WAYS[way])
+    folder, steps = saved(make, tmp_path / "model"), 20
+    options = {"existing": "refuse", "policy": zero.Policy(quantize=quantize)}
+
+    def adapted(base: Any) -> Any:
+        torch.manual_seed(1)
+        return peft.get_peft_model(base, config)
+
+    with TieredStore.open(tmp_path / "store", dram=dram) as store:
+        model = from_pretrained(type(make()), folder, store, prepare=adapted, **options)
+        reference = adapted(type(make()).from_pretrained(folder))
+        given = {name: value.clone() for name, value in reference.state_dict().items()}
+        base = {name: value.clone() for name, value in model.state_dict().items()}
+        reference.load_state_dict(base)
+        packed = [unit for unit in pager_of(model).units if unit.plan.read_only]
+        before = {unit.key: store.get(unit.key) for unit in packed}
+        for name, value in base.items():
+            exact = "lora" in name or value.dim() == 1 or value.numel() < 1024
+            assert torch.equal(value, given[name]) is exact or "embed_positions" in name or "wpe" in name, name
+        if way == "recomputed":
+            for one in (model, reference):
+                one.gradient_checkpointing_enable()
+                one.enable_input_require_grads()
+        fused = torch.optim.AdamW((p for p in reference.parameters() if p.requires_grad), lr=1e-2, fused=True)
+        expected = trained(reference, fused, way, steps)
+        optimizer = zero.AdamW(model.parameters(), lr=1e-2)
+        assert trained(model, optimizer, way, steps) == expected
+        after = model.state_dict()
+        for name, value in reference.state_dict().items():
+            assert torch.equal(after[name], value), name
+        assert all(torch.equal(store.get(key), value) for key, value in before.items())
+        zero.commit(model, optimizer)
+        store.close()
+    with TieredStore.open(tmp_path / "store", dram=dram) as store:
+        model = from_pretrained(type(make()), folder, store, prepare=adapted, **options | {"existing": "resume"})
+        optimizer = zero.AdamW(model.parameters(), lr=1e-2)
+        zero.resume(model, optimizer)
+        if way == "recomputed":
+            model.gradient_checkpointing_enable()
+            model.enable_input_require_grads()
+        assert trained(model, optimizer, way, 2) == trained(reference, fused, way, 2)
+        store.close()
+
+
+def test_an_adapter_in_memory_over_it(tmp_path: Path) -> None:
+    """peft around a model that was imported, and its preparation, which casts what is narrow and freezes all."""
+    peft = pytest.importorskip("peft")
+    folder = saved(llama, tmp_path / "model")
+    with TieredStore.open(tmp_path / "store", dram="2MiB") as store:
+        import_model(folder, store, quantize="int4")
+        store.close()
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        losses = []
+        for base in (open_model(store), in_memory(folder, open_model(store, name="model"), torch.float32)):
+            torch.manual_seed(1)
+            config = peft.LoraConfig(r=4, target_modules=LAYERS[llama])
+            model = peft.get_peft_model(peft.prepare_model_for_kbit_training(base), config)
+            adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            losses.append(trained(model, torch.optim.AdamW(adapters, lr=1e-2), "plain", 4))
+        assert losses[0] == losses[1]
+        store.close()
+
+
+def test_what_is_frozen_alone_is_packed(tmp_path: Path) -> None:
+    """Where all parameters are to be trained, or all are frozen, nobody said which: all are packed."""
+    for frozen, packed in (((), 2), ((0, 1), 2), ((0,), 1), ((1,), 1)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        for number in frozen:
+            model[number].requires_grad_(False)
+        with TieredStore.open(tmp_path / f"{frozen}", dram="1MiB") as store:
+            zero.page(model, store, policy=zero.Policy(quantize="int8"))
+            assert sum(placement.packing is not None for placement in pager_of(model).placements) == packed
+            assert [parameter.requires_grad for parameter in model.parameters()] == (
+                [False] * 4 if packed == 2 else [number not in frozen for number in (0, 0, 1, 1)]
+            )
+            x = torch.randn(3, 64)
+            if packed == 1:
+                optimizer = zero.SGD(model.parameters(), lr=0.1)
+                values = model.state_dict()
+                model(x).square().mean().backward()
+                optimizer.step()
+                changed = {name for name, value in model.state_dict().items() if not torch.equal(value, values[name])}
+                assert changed == {f"{1 - frozen[0]}.weight", f"{1 - frozen[0]}.bias"}
+                with pytest.raises(MisuseError, match="for reading only: train an adapter over it"):
+                    model[frozen[0]].requires_grad_(True)
+            store.close()

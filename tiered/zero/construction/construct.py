@@ -218,8 +218,9 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _save(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an alias in place of a parameter, so that a graph counts among those who use the memory."""
-    return tensor.detach() if isinstance(tensor, nn.Parameter) else tensor
+    """Return an alias: in place of a parameter, so that a graph counts among those who use the memory; and in place of the
+    result of the function that saves it, which would keep its graph, and be kept by it, for ever."""
+    return tensor.detach()
 
 
 def _saved(tensor: torch.Tensor) -> torch.Tensor:

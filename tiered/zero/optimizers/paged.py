@@ -104,7 +104,8 @@ class PagedUpdates(Updates):
         index = len(self.groups) - 1
         found = self.found(index)
         for pager, unit, placement in found:
-            unit.plan.refuse_writing()
+            if all(one.plan.read_only for one in pager.units):  # else frozen, as those of a base model are under an adapter
+                unit.plan.refuse_writing()
             kinds = {one.dtype for one in unit.gradients.states}
             if torch.float64 in kinds and len(kinds) > 1:
                 raise MisuseError(f"unit {unit.plan.shown} mixes float64 with other element types: use one of them")

@@ -322,11 +322,9 @@ class Pager:
         self.intent, self._leases = Intent(), Leases.of(store, self.owner)
         self.update_tier = config.paging.update_tier
         updates = in_update_tier(store, self.update_tier, self.owner)
-        if plan.read_only:
-            for parameter in model.parameters():
-                parameter.requires_grad = False
-            for one in (one for sliced in plan.sliced.values() for one in sliced.slices):
-                one.requires_grad = False
+        packed = {placement.parameter for unit in plan.units if unit.read_only for placement in unit.placements}
+        for parameter in (*packed, *(whole for whole, sliced in plan.sliced.items() if sliced.slices[0] in packed)):
+            parameter.requires_grad = False
         self.units = [Unit(store, updates, name, u, chunk, self.checkpoint, partition, self.intent) for u in plan.units]
         partition.joins(store)
         self.partition, self.gradient_sync = partition, gradient_sync(
@@ -731,10 +729,11 @@ class Pager:
         """Return whether a part of forward is being computed again within backward."""
         return in_backward() and torch.is_grad_enabled()
 
-    def refuse_training(self) -> None:
-        """Raise MisuseError where the model is quantised."""
-        for unit in self.units:
-            unit.plan.refuse_writing()
+    def refuse_training(self, parameter: torch.Tensor) -> None:
+        """Raise MisuseError for a parameter of a quantised model that is for reading only."""
+        sliced = self.sliced.get(parameter)  # type: ignore[call-overload]
+        unit, _ = self._home[parameter if sliced is None else sliced.slices[0]]  # type: ignore[index]
+        unit.plan.refuse_writing()
 
     def accessing(
         self, parameters: Collection[torch.Tensor], access: Access

@@ -57,10 +57,12 @@ class Policy:
     (to even) when they are paged and when values are loaded, and gradients are fp32. Masters are as for parameters of type
     ``storage``.
 
-    ``quantize="int8"`` or ``"int4"`` is inexact, and for reading only: matrices are packed into 8 or 4 bits an element (and
-    scales) when they are paged, and unpacked to the type that they compute with whenever they are used
+    ``quantize="int8"`` or ``"int4"`` is inexact: matrices are packed into 8 or 4 bits an element (and scales) when they are
+    paged, and unpacked to the type that they compute with whenever they are used, in backward too
     (``packing/quantised.py`` describes the forms). Parameters of one dimension, tiny ones and those that are not floats
-    stay exact. No parameter of the model can be trained or written to.
+    stay exact. Where some parameters of the model are frozen as it is paged, as those of a base model are with an adapter
+    (peft.get_peft_model), only these are packed, and the others are trained as ever. Else nobody said what to train, and all
+    are. What is packed, and what is frozen with it, cannot be trained or written to.
 
     Raises MisuseError for types other than bfloat16 or float16, and float32; for another ``quantize``.
     """
@@ -393,13 +395,12 @@ class Sliced:
         """Return how many elements of the whole are before a slice."""
         return number * (self.rows or 1) * self.shape[1:].numel()
 
-    def placements(self, index: int, quantize: Quantize | None) -> list[Placement]:
+    def placements(self, index: int) -> list[Placement]:
         """Return the placement of each slice; ``index``: the parameter's in the model."""
-        found = [
+        return [
             Placement(one, f"{self.name}[{i}]", index, _row_major(one.shape), self.stored, sliced=self, number=i)
             for i, one in enumerate(self.slices)
         ]
-        return [placement.quantised(quantize) for placement in found]
 
 
 @dataclass(eq=False)
@@ -410,7 +411,8 @@ class UnitPlan:
     ``step``: elements at multiples of which parameters begin and shares end. ``nbytes``: those of the unit in use,
     ``stored_nbytes``: of the whole unit as stores have it, all shares together (``share_nbytes``: of one of them);
     ``converted``: as stored it is not the same bytes as in use.
-    ``read_only``: it belongs to a model that is quantised, and nothing writes to it; placements are as they were given.
+    ``read_only``: its parameters are the frozen ones of a model that is quantised, and nothing writes to them; placements are
+    as they were given.
 
     With several ``shares`` the unit is one row of elements of one type (``divide`` sees to it), padded so that all shares are
     equal: the same row in the unit, in the store, in gradients and in states.
@@ -498,11 +500,11 @@ class UnitPlan:
         return any(placement.packing is not None for placement in self.placements)
 
     def refuse_writing(self) -> None:
-        """Raise MisuseError where the unit belongs to a model that is quantised."""
+        """Raise MisuseError where the unit is of the frozen parameters of a model that is quantised."""
         if self.read_only:
             raise MisuseError(
-                f"the parameters of {self.name!r} are those of a quantised model, which is for reading only: to train it or to "
-                "write to it, import it without quantize"
+                f"the parameters of {self.name!r} are those of a quantised model, which is for reading only: train an adapter "
+                "over it (peft.get_peft_model), or, to train or write to these, page or import the model without quantize"
             )
 
 
@@ -562,6 +564,7 @@ def divide(
     home: dict[nn.Parameter, int] = {}
     slicing = Slicing() if slicing is None else slicing
     quantize = policy.quantize
+    trained = _trained_over(model) if quantize is not None else set()
     if quantize is not None and shares > 1:
         raise MisuseError("a quantised model is of one process: leave out quantize, or open it in each process by itself")
     experts = {} if shares > 1 else _experts(model, strides, slicing)
@@ -571,17 +574,18 @@ def divide(
     def make(name: str, named: list[tuple[str, nn.Parameter]]) -> None:
         kinds: dict[object, list[tuple[str, nn.Parameter]]] = {}
         for qualified, parameter in named:
-            kind = (parameter.dtype, parameter.requires_grad) if shares > 1 else None
+            kind = (parameter.dtype, parameter.requires_grad) if shares > 1 else parameter in trained
             kinds.setdefault(kind, []).append((qualified, parameter))
         for number, alike in enumerate(kinds.values()):
             for _, parameter in alike:
                 home[parameter] = len(plan.units)
             placements = [Placement(p, n, order[p], strides.get(p, p.stride()), policy.stored(p.dtype)) for n, p in alike]
-            placements = [placement.quantised(quantize) for placement in placements]
-            plan.units.append(made(f"{name}#{number}" if number else name, placements))
+            plan.units.append(made(f"{name}#{number}" if number else name, placements, alike[0][1] in trained))
 
-    def made(name: str, placements: list[Placement]) -> UnitPlan:
-        return UnitPlan(name, placements, shares, read_only=quantize is not None, step=limits.step)
+    def made(name: str, placements: list[Placement], exact: bool) -> UnitPlan:
+        packs = None if exact else quantize
+        placements = [placement.quantised(packs) for placement in placements]
+        return UnitPlan(name, placements, shares, read_only=packs is not None, step=limits.step)
 
     def fresh(named: Iterator[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
         return [(name, parameter) for name, parameter in named if parameter not in home and parameter not in outside]
@@ -608,14 +612,22 @@ def divide(
     for prefix, alike in experts.items():
         found = [Sliced(parameter, name, policy.stored(parameter.dtype)) for name, parameter in alike]
         plan.sliced |= {one.parameter: one for one in found}
-        for placements in zip(*(one.placements(order[one.parameter], quantize) for one in found), strict=True):
-            plan.units.append(made(f"{prefix}[{placements[0].number}]".lstrip("."), list(placements)))
+        exact = any(parameter in trained for _, parameter in alike)
+        for placements in zip(*(one.placements(order[one.parameter]) for one in found), strict=True):
+            plan.units.append(made(f"{prefix}[{placements[0].number}]".lstrip("."), list(placements), exact))
     for parameter, (name, rows) in large.items():
         most = 1 if largest_alone else None
         one = plan.sliced[parameter] = Sliced(parameter, name, policy.stored(parameter.dtype), rows, most)
-        plan.units += [made(placement.name, [placement]) for placement in one.placements(order[parameter], quantize)]
+        exact = parameter in trained
+        plan.units += [made(placement.name, [placement], exact) for placement in one.placements(order[parameter])]
     _hold(model, home, limit, plan, absent)
     return plan
+
+
+def _trained_over(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that stay exact in a model that is quantised, because they are to be trained over frozen ones."""
+    trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
+    return trained if any(not parameter.requires_grad for parameter in model.parameters()) else set()
 
 
 def experts_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -164,7 +164,7 @@ class Whole(Source):
             if name == "_has_compatible_shallow_copy_type":
                 refuse_replacing(self, value, args[1])
             if asks_for_gradient(name, args, call.kwargs):
-                parameter_owner(self.parameter).refuse_training()
+                parameter_owner(self.parameter).refuse_training(self.parameter)
             if name in ("data_ptr", "untyped_storage"):
                 self._show()
             found = call.as_it_is()

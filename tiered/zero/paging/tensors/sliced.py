@@ -181,7 +181,7 @@ class Divided(Source):
             wanted = asks_for_gradient(name, args, call.kwargs)
             owner = handle_of(self.parameter).owner()
             if wanted and owner is not None:
-                owner.refuse_training()
+                owner.refuse_training(self.parameter)
             for one in slices_of(self.parameter):
                 one.requires_grad = wanted
         return call.as_it_is()

@@ -84,8 +84,8 @@ class ParameterOwner(Protocol):
         """Return whether a part of forward is being computed again within backward."""
         ...
 
-    def refuse_training(self) -> None:
-        """Raise MisuseError where the parameters are for reading only."""
+    def refuse_training(self, parameter: torch.Tensor) -> None:
+        """Raise MisuseError where ``parameter`` is for reading only."""
         ...
 
 
