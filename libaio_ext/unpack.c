@@ -14,7 +14,7 @@
 #endif
 #define INLINE static inline __attribute__((always_inline))
 
-enum { GROUP = 32 };
+enum { GROUP = 32, TABLE = 16 };
 
 INLINE uint16_t to_bfloat16(float value)
 {
@@ -99,6 +99,48 @@ INLINE void int4_rows(
         }
 }
 
+/* Write the values of `table` that four bytes of codes say, times `scale`. Registers of eight values, of which one half of the
+   table is; where processors have none, or the compiler no name for it, one value after the other. */
+#if defined(__GNUC__) && !defined(__clang__)
+typedef float floats __attribute__((vector_size(32)));
+typedef int32_t places __attribute__((vector_size(32)));
+
+INLINE void look_up(const float *restrict table, const uint8_t *restrict codes, float scale, float *restrict out)
+{
+    const uint32_t four = (uint32_t)codes[0] | (uint32_t)codes[1] << 8 | (uint32_t)codes[2] << 16 | (uint32_t)codes[3] << 24;
+    const int32_t word = (int32_t)four;
+    const places shifts = {4, 0, 12, 8, 20, 16, 28, 24}, words = {word, word, word, word, word, word, word, word};
+    const places at = words >> shifts & 15, upper = at > 7;
+    floats low, high;
+    memcpy(&low, table, sizeof low);
+    memcpy(&high, table + 8, sizeof high);
+    const places found = ((places)__builtin_shuffle(low, at & 7) & ~upper) | ((places)__builtin_shuffle(high, at & 7) & upper);
+    const floats values = (floats)found * scale;
+    memcpy(out, &values, sizeof values);
+}
+#else
+INLINE void look_up(const float *restrict table, const uint8_t *restrict codes, float scale, float *restrict out)
+{
+    for (size_t i = 0; i < 4; i++) {
+        out[2 * i] = table[codes[i] >> 4] * scale;
+        out[2 * i + 1] = table[codes[i] & 15] * scale;
+    }
+}
+#endif
+
+INLINE void table4_rows(
+    const uint8_t *restrict codes, const float *restrict scales, size_t rows, size_t columns, void *restrict out, int type)
+{
+    float values[TABLE];
+    for (size_t row = 0; row < rows; row++)
+        for (size_t column = 0; column < columns; column += TABLE) {
+            const uint8_t *mine = codes + (row * columns + column) / 2;
+            look_up(scales, mine, scales[TABLE + row], values);
+            look_up(scales, mine + 4, scales[TABLE + row], values + 8);
+            store(values, TABLE, out, row * columns + column, type);
+        }
+}
+
 #define VARIANT(form, type_name, type, codes_type, scales_type)                                                       \
     CLONED static void form##_##type_name(                                                                            \
         const codes_type *codes, const scales_type *scales, size_t rows, size_t columns, void *out)                   \
@@ -125,3 +167,4 @@ INLINE void int4_rows(
 
 KERNEL(int8, int8_t, float)
 KERNEL(int4, uint8_t, uint16_t)
+KERNEL(table4, uint8_t, float)

@@ -13,3 +13,8 @@ int unpack_int8(uint64_t codes, uint64_t scales, uint64_t rows, uint64_t columns
 /* The same of 4 bits: a row is ceil(columns / 32) groups of 16 bytes, of which byte j has element j in its low and element
    j + 16 in its high half, each with 8 added. `scales`: bfloat16, one for each group. */
 int unpack_int4(uint64_t codes, uint64_t scales, uint64_t rows, uint64_t columns, uint64_t out, int type);
+
+/* The same of values in a table: byte j of a row, of columns / 2, has the places in it of element 2 * j in its high and of
+   2 * j + 1 in its low half. `scales`: float32, the 16 values of the table and then the scale of each row. `columns`: a multiple
+   of 16. */
+int unpack_table4(uint64_t codes, uint64_t scales, uint64_t rows, uint64_t columns, uint64_t out, int type);

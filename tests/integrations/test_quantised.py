@@ -229,7 +229,7 @@ def test_weights_that_cannot_be_quantised(tmp_path: Path) -> None:
 def test_an_unknown_form_is_refused_by_name(tmp_path: Path) -> None:
     folder = saved(llama, tmp_path / "model")
     with TieredStore.open(tmp_path / "store", dram="2MiB") as store:
-        with pytest.raises(MisuseError, match="quantize is 'int8', 'int4' or None, not 'int3'"):
+        with pytest.raises(MisuseError, match="quantize is 'int8', 'int4', 'nf4' or None, not 'int3'"):
             import_model(folder, store, quantize="int3")  # type: ignore[arg-type]
         import_model(folder, store, quantize="int8")
         opening = opening_of(store, "model") | {"quantize": "int3"}
@@ -287,9 +287,9 @@ def trained(model: Any, optimizer: torch.optim.Optimizer, way: str, steps: int) 
 @pytest.mark.parametrize(
     ("make", "quantize", "way", "dram"),
     quick(
-        product(LAYERS, ["int8", "int4"], WAYS, ["1MiB", "64MiB"]),
+        product(LAYERS, ["int8", "int4", "nf4"], WAYS, ["1MiB", "64MiB"]),
         [
-            (llama, "int4", "dropout", "1MiB"), (tied, "int8", "plain", "1MiB"), (experts, "int4", "plain", "1MiB"),
+            (qwen2, "nf4", "dropout", "1MiB"), (tied, "int8", "plain", "1MiB"), (experts, "int4", "plain", "1MiB"),
             (gpt2, "int8", "recomputed", "1MiB"), (phi, "int4", "dora", "64MiB"),
             (opt, "int8", "accumulated and clipped", "1MiB"),
         ],
@@ -299,6 +299,8 @@ def test_an_adapter_is_trained_over_it(tmp_path: Path, make: Callable[[], Any], 
     """Losses and the adapter have the bits of the same training over the dequantised weights in memory, and the base is only
     read."""
     peft = pytest.importorskip("peft")
+    if quantize == "nf4":
+        pytest.importorskip("bitsandbytes")
     config = peft.LoraConfig(r=4, target_modules=LAYERS[make], fan_in_fan_out=make is gpt2, **WAYS[way])
     folder, steps = saved(make, tmp_path / "model"), 20
     options = {"existing": "refuse", "policy": zero.Policy(quantize=quantize)}

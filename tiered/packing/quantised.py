@@ -10,6 +10,10 @@ once to the parameter's type, ties to even. Codes come first, and scales at the 
   the one of ``DIVISORS`` with the smallest squared error (the choice of a clipping range by its error: Banner et al., 2019,
   https://arxiv.org/abs/1810.05723). With a minimum beside the scale the error is 7 % smaller and the bytes are 11 % more.
 
+- ``nf4``: the 16 places of NormalFloat, in blocks of 64 elements that follow one another in memory, and their largest absolute
+  values in 8 bits, in blocks of 256 (QLoRA with double quantisation: Dettmers et al., 2023, https://arxiv.org/abs/2305.14314,
+  section 3). ``bitsandbytes`` packs, and its tables lie with the codes, so unpacking needs it no more, and gives its values.
+
 A *row* is what lies together in memory: the innermost dimension, or as many of the inner ones as have 32 elements together
 (of a convolution: all but the outermost). The scales of ``int8`` are so those of output features for ``torch.nn.Linear``, and
 of input features for a matrix that is stored the other way round (GPT-2's Conv1D).
@@ -21,7 +25,7 @@ same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -36,8 +40,8 @@ except ImportError:  # there was no compiler
 
 __all__ = ["FORMS", "QUANTIZE", "TYPES", "Loss", "Packing", "Quantize", "has_kernels", "packing_of", "packing_where_fit"]
 
-Quantize = Literal["int8", "int4"]
-QUANTIZE: tuple[Quantize, ...] = ("int8", "int4")
+Quantize = Literal["int8", "int4", "nf4"]
+QUANTIZE: tuple[Quantize, ...] = ("int8", "int4", "nf4")
 
 LEAST_ELEMENTS, LEAST_COLUMNS = 1024, 32
 """A parameter with fewer elements, or no row of so many, stays as it is."""
@@ -49,6 +53,8 @@ DIVISORS = (-8.0, -7.0, -9.0)
 AT_ONCE = 1 << 16
 """Elements that are packed or unpacked at a time by torch: so few that they stay in the processor's cache."""
 PACKED_ALIGNMENT = 64
+BLOCK, NESTED, PLACES, STEPS = 64, 256, 16, 256
+"""Of ``nf4``: elements of a block, largest values of a block, and values in the tables of elements and of largest values."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +99,14 @@ class Packing:
     def _scales_at(self) -> int:
         return -(-self.codes_nbytes // PACKED_ALIGNMENT) * PACKED_ALIGNMENT
 
-    def parts(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """View codes and scales in ``packed``, uint8 of shape (nbytes,), each with ``rows`` as its first dimension."""
+    @classmethod
+    def of(cls, rows: int, columns: int) -> Packing | None:
+        """Return how a parameter with so many rows is packed; None where it cannot be."""
+        return cls(rows, columns)
+
+    def parts(self, packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return codes, scales, and what else it takes to unpack them, of ``packed``, uint8 of shape (nbytes,), each with
+        ``rows`` as its first dimension."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -105,41 +117,50 @@ class Packing:
         Raises MisuseError, which names the parameter ``name``, for infinity and NaN, and for values that would be infinite when
         they are unpacked.
         """
-        codes, scales = self.parts(packed)
         packed[self.codes_nbytes : self._scales_at].zero_()
-        total = Loss()
+        self._encode(values, packed, name)
+        parts, total = self.parts(packed), Loss()
         for begin, end in self._blocks():
-            given = values[begin * self.columns : end * self.columns].view(-1, self.columns)
-            exact = given.to(torch.float32)
-            if not bool(exact.isfinite().all()):
-                raise MisuseError(f"parameter {name!r} has infinity or NaN, which cannot be quantised: leave quantize out")
-            self._pack(exact, codes[begin:end], scales[begin:end])
-            found = torch.empty(exact.numel(), dtype=values.dtype, device="cpu")
-            self._unpack(codes[begin:end], scales[begin:end], found)
+            given = values[begin * self.columns : end * self.columns]
+            found = torch.empty_like(given)
+            self._unpack([part[begin:end] for part in parts], found)
             if not bool(found.isfinite().all()):
                 raise MisuseError(
                     f"parameter {name!r} has values so large that they are infinite when they are quantised: leave quantize out"
                 )
-            wide = exact.double()
-            total += Loss(float((found.view_as(given).double() - wide).square_().sum()), float(wide.square_().sum()))
+            wide = given.double()
+            total += Loss(float((found.double() - wide).square_().sum()), float(wide.square_().sum()))
         return total
+
+    def _encode(self, values: torch.Tensor, packed: torch.Tensor, name: str) -> None:
+        """Write codes and scales of ``values``."""
+        codes, scales = self.parts(packed)
+        for begin, end in self._blocks():
+            self._pack(self._exact(values, begin, end, name), codes[begin:end], scales[begin:end])
+
+    def _exact(self, values: torch.Tensor, begin: int, end: int, name: str) -> torch.Tensor:
+        """Return some rows as float32. Raises MisuseError for infinity and NaN."""
+        exact = values[begin * self.columns : end * self.columns].view(-1, self.columns).to(torch.float32)
+        if not bool(exact.isfinite().all()):
+            raise MisuseError(f"parameter {name!r} has infinity or NaN, which cannot be quantised: leave quantize out")
+        return exact
 
     @torch.no_grad()
     def unpack(self, packed: torch.Tensor, out: torch.Tensor) -> None:
         """Write the values of ``packed``, uint8 of shape (nbytes,), to ``out``, shape (rows * columns,) without gaps."""
-        codes, scales = self.parts(packed)
+        parts = self.parts(packed)
         here = lib is not None and out.device.type == "cpu" == packed.device.type
         if here and out.dtype in (torch.float32, torch.bfloat16):
-            self._unpack_in_c(codes, scales, out)
+            self._unpack_in_c(parts, out)
             return
         for begin, end in self._blocks():
-            some = out[begin * self.columns : end * self.columns]
+            some, rows = out[begin * self.columns : end * self.columns], [part[begin:end] for part in parts]
             if here and out.dtype is torch.float16:  # which is rounded by torch
                 exact = torch.empty(some.shape, dtype=torch.float32, device="cpu")
-                self._unpack_in_c(codes[begin:end], scales[begin:end], exact)
+                self._unpack_in_c(rows, exact)
                 some.copy_(exact)
             else:
-                self._unpack(codes[begin:end], scales[begin:end], some)
+                self._unpack(rows, some)
 
     def _blocks(self) -> Iterator[tuple[int, int]]:
         """Yield which rows are packed at a time."""
@@ -151,12 +172,13 @@ class Packing:
         """Pack some rows, float32 of shape (n, columns)."""
         raise NotImplementedError
 
-    def _unpack(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-        """Unpack some rows into ``out``, shape (n * columns,), by torch's functions."""
+    def _unpack(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Unpack some rows of ``parts`` into ``out``, shape (n * columns,), by torch's functions."""
         raise NotImplementedError
 
-    def _unpack_in_c(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-        """Unpack some rows by the C kernel into ``out``, of float32 or bfloat16."""
+    def _unpack_in_c(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Unpack some rows of ``parts`` by the C kernel into ``out``, of float32 or bfloat16."""
+        codes, scales = parts
         kind = lib.UNPACK_FLOAT32 if out.dtype is torch.float32 else lib.UNPACK_BFLOAT16
         kernel = getattr(lib, self.kernel)
         done = kernel(codes.data_ptr(), scales.data_ptr(), codes.shape[0], self.columns, out.data_ptr(), kind)
@@ -185,7 +207,8 @@ class _Int8(Packing):
         scales.copy_(scale)
         codes.copy_(_rounded(exact, scale[:, None], -127, 127))
 
-    def _unpack(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    def _unpack(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        codes, scales = parts
         out.view(codes.shape).copy_(codes.to(torch.float32).mul_(scales[:, None]))
 
 
@@ -231,21 +254,92 @@ class _Int4(Packing):
         number = (best[2] + 8).to(torch.uint8)
         codes.copy_(number[..., : GROUP // 2] | number[..., GROUP // 2 :] << 4)
 
-    def _unpack(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+    def _unpack(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        codes, scales = parts
         number = torch.cat((codes & 15, codes >> 4), 2).to(torch.float32).sub_(8).mul_(scales.to(torch.float32)[..., None])
         out.view(-1, self.columns).copy_(number.view(codes.shape[0], -1)[:, : self.columns])
 
 
-FORMS: dict[str, type[Packing]] = {one.form: one for one in (_Int8, _Int4)}
+@dataclass(frozen=True)
+class _Nf4(Packing):
+    """A row is a block of 64 elements. After the codes: a byte for each block; then, at a multiple of 4 bytes, float32: the
+    largest values of each 256 of these, what is added to all, the 16 values of elements, and the 256 of the bytes."""
+
+    form = "nf4 by 64, largest values in 8 bits by 256"
+    kernel = "unpack_table4"
+
+    @classmethod
+    def of(cls, rows: int, columns: int) -> Packing | None:
+        return None if rows * columns % BLOCK else cls(rows * columns // BLOCK, BLOCK)
+
+    @property
+    def codes_nbytes(self) -> int:
+        return self.rows * BLOCK // 2
+
+    @property
+    def scales_nbytes(self) -> int:
+        return self._largest_nbytes + 4 * (self._nested + 1 + PLACES + STEPS)
+
+    @property
+    def _nested(self) -> int:
+        return -(-self.rows // NESTED)
+
+    @property
+    def _largest_nbytes(self) -> int:
+        return -(-self.rows // 4) * 4
+
+    def _views(self, packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """View in ``packed`` the codes, the bytes of the blocks, and the four kinds of float32."""
+        numbers = packed[self._scales_at + self._largest_nbytes : self.nbytes].view(torch.float32)
+        codes, bytes_of_blocks = packed[: self.codes_nbytes].view(self.rows, -1), packed[self._scales_at :][: self.rows]
+        return codes, bytes_of_blocks, *torch.split(numbers, [self._nested, 1, PLACES, STEPS])
+
+    def parts(self, packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return codes, the largest values, and, as often as there are rows, the values of elements."""
+        codes, coded, nested, added, places, steps = self._views(packed)
+        largest = steps[coded.to(torch.int64)].mul_(nested.repeat_interleave(NESTED)[: self.rows]).add_(added)
+        return codes, largest, places.expand(self.rows, PLACES)
+
+    def _encode(self, values: torch.Tensor, packed: torch.Tensor, name: str) -> None:
+        try:
+            from bitsandbytes import functional
+        except ImportError as error:
+            raise MisuseError("quantize='nf4' packs with bitsandbytes: pip install bitsandbytes") from error
+        packed[self._scales_at :].zero_()
+        codes, coded, nested, added, places, steps = self._views(packed)
+        largest = torch.empty(self.rows, dtype=torch.float32, device="cpu")
+        for begin, end in self._blocks():
+            exact = self._exact(values, begin, end, name)
+            found, state = functional.quantize_4bit(exact, blocksize=BLOCK, compress_statistics=False, quant_type="nf4")
+            codes[begin:end].copy_(found.view(-1, BLOCK // 2))
+            largest[begin:end] = state.absmax
+            places.copy_(state.code)
+        added.copy_(largest.mean())
+        found, state = functional.quantize_blockwise(largest - added, blocksize=NESTED)
+        coded.copy_(found)
+        nested.copy_(state.absmax)
+        steps.copy_(state.code)
+
+    def _unpack(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        codes, largest, places = parts
+        at = torch.stack((codes >> 4, codes & 15), 2).view(codes.shape[0], BLOCK).to(torch.int64)
+        out.view(-1, BLOCK).copy_(places.gather(1, at).mul_(largest[:, None]))
+
+    def _unpack_in_c(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        codes, largest, places = parts
+        super()._unpack_in_c([codes, torch.cat((places[0], largest))], out)
+
+
+FORMS: dict[str, type[Packing]] = {one.form: one for one in (_Int8, _Int4, _Nf4)}
 """By the name that a record has: it never changes its meaning."""
-_OF_OPTION: dict[str, type[Packing]] = {"int8": _Int8, "int4": _Int4}
+_OF_OPTION: dict[str, type[Packing]] = {"int8": _Int8, "int4": _Int4, "nf4": _Nf4}
 
 
 def packing_of(form: str, shape: torch.Size, stride: tuple[int, ...]) -> Packing | None:
     """Return how a parameter without gaps between its elements is packed in ``form``, one of ``FORMS``; None where it has no
-    row of ``LEAST_COLUMNS``."""
+    row of ``LEAST_COLUMNS``, or its elements do not fill the blocks of the form."""
     columns = _columns(shape, stride)
-    return None if columns is None else FORMS[form](shape.numel() // columns, columns)
+    return None if columns is None else FORMS[form].of(shape.numel() // columns, columns)
 
 
 def packing_where_fit(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,9 @@ BIT_PATTERN = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.fl
 
 
 def packing(quantize: str, rows: int, columns: int) -> Packing:
-    return FORMS[FORM[quantize]](rows, columns)
+    found = FORMS[FORM[quantize]].of(rows, columns)
+    assert found is not None
+    return found
 
 
 def single(value: float) -> float:
@@ -138,6 +141,70 @@ def test_any_bytes_are_unpacked_alike(quantize: str, dtype: torch.dtype) -> None
             patch.setattr(quantised, "lib", None)
             in_torch = unpacked(way, packed, dtype)
         assert torch.equal(in_c.view(BIT_PATTERN[dtype]), in_torch.view(BIT_PATTERN[dtype]))
+
+
+def nf4_oracle(packed: bytes, elements: int) -> list[float]:
+    """Unpack one element after the other, as the docstring of ``_Nf4`` says it."""
+    blocks = elements // 64
+    coded_at = -(-elements // 2 // 64) * 64
+    nested_at = coded_at + -(-blocks // 4) * 4
+    added_at = nested_at + 4 * -(-blocks // 256)
+
+    def number(at: int) -> float:
+        found: float = struct.unpack_from("<f", packed, at)[0]
+        return found
+
+    found = []
+    for i in range(elements):
+        block = i // 64
+        step = number(added_at + 4 + 64 + 4 * packed[coded_at + block])
+        largest = single(single(step * number(nested_at + 4 * (block // 256))) + number(added_at))
+        code = packed[i // 2] >> 4 if i % 2 == 0 else packed[i // 2] & 15
+        found.append(single(number(added_at + 4 + 4 * code) * largest))
+    return found
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 64), (3, 64), (5, 128), (64, 48), (257, 64), (150, 320)])
+def test_nf4_is_unpacked_as_it_is_described(rows: int, columns: int) -> None:
+    torch.manual_seed(rows)
+    way = packing("nf4", rows, columns)
+    packed = torch.randint(0, 256, (way.nbytes,), dtype=torch.uint8)
+    numbers = packed[way.nbytes - 4 * (-(-way.rows // 256) + 1 + 16 + 256) :].view(torch.float32)
+    numbers.copy_(torch.randn(numbers.shape) * 2.0 ** torch.randint(-30, 4, numbers.shape))
+    expected = torch.tensor(nf4_oracle(packed.numpy().tobytes(), rows * columns), dtype=torch.float32)
+    for dtype in TYPES:
+        found = [unpacked(way, packed, dtype)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(quantised, "lib", None)
+            found.append(unpacked(way, packed, dtype))
+        for one in found:
+            assert torch.equal(one.view(BIT_PATTERN[dtype]), expected.to(dtype).view(BIT_PATTERN[dtype]))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", [(96, 128), (64, 48), (300, 64), (1025, 320)])
+def test_nf4_has_the_values_of_bitsandbytes(kernel: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    functional = pytest.importorskip("bitsandbytes").functional
+    torch.manual_seed(0)
+    values = (torch.randn(shape) * 0.3).to(dtype)
+    values[0, :] = 0
+    values[1, 3] = 7
+    way = packing("nf4", *shape)
+    packed = torch.full((way.nbytes,), 0xAB, dtype=torch.uint8)
+    loss = way.pack(values.view(-1), packed, "w")
+    codes, state = functional.quantize_4bit(values, blocksize=64, compress_statistics=True, quant_type="nf4")
+    assert torch.equal(packed[: codes.numel()], codes.view(-1))
+    expected = functional.dequantize_4bit(codes, state).view(-1)
+    assert torch.equal(unpacked(way, packed, dtype).view(BIT_PATTERN[dtype]), expected.view(BIT_PATTERN[dtype]))
+    assert math.isclose(loss.error, float((expected.double() - values.view(-1).double()).square().sum()), rel_tol=1e-9)
+
+
+def test_nf4_needs_whole_blocks_and_bitsandbytes_to_pack(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert packing_where_fit("nf4", torch.Size((33, 33)), (33, 1), torch.float32) is None
+    way = packing("nf4", 16, 64)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(MisuseError, match="quantize='nf4' packs with bitsandbytes: pip install bitsandbytes"):
+        way.pack(torch.zeros(1024), torch.zeros(way.nbytes, dtype=torch.uint8), "w")
 
 
 def test_int8_is_the_nearest_code(kernel: str) -> None:
@@ -426,7 +493,7 @@ def test_it_is_for_reading_only(store: TieredStore, quantize: Any) -> None:
     assert not any(parameter.requires_grad for parameter in model.parameters())
     model.requires_grad_(False)
     for call in refusals(model):
-        with pytest.raises(MisuseError, match=r"a quantised model, which is for reading only.*import it without quantize"):
+        with pytest.raises(MisuseError, match=r"a quantised model, which is for reading only.*the model without quantize"):
             call()
         assert torch.equal(model(INDEX), reference(INDEX))
     hidden = torch.randn(1, 64, requires_grad=True)

@@ -94,8 +94,8 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument(
         "--quantize",
-        choices=("int8", "int4"),
-        help="of a model: INEXACT; keep matrices in 8 or about 4.5 bits a weight, for reading only; prints the error",
+        choices=("int8", "int4", "nf4"),
+        help="of a model: INEXACT; keep matrices in 8, 4.5 or 4.1 bits a weight, for reading only; prints the error",
     )
     parser.add_argument(
         "--verify", action="store_true", help="of a model: read the store and SOURCE again, and compare (as long again)"

@@ -336,8 +336,8 @@ def import_model(
 
     Parameters are stored in the type that the checkpoint has. ``compute=torch.float32`` keeps bf16 and fp16 so on the disk and
     has modules compute in fp32 with the same values (``zero.Policy``), which is faster on processors without bf16.
-    ``quantize="int8"`` or ``"int4"`` is inexact: matrices have 8 or about 4.5 bits an element in the store, and the model is
-    for reading only (``zero.Policy``). ``opening.json`` in the store says so, with the relative error.
+    ``quantize="int8"``, ``"int4"`` or ``"nf4"`` is inexact: matrices have 8, 4.5 or 4.1 bits an element in the store, and the
+    model is for reading only (``zero.Policy``). ``opening.json`` in the store says so, with the relative error.
     ``largest_unit``: bytes that are read and evicted together, as in ``zero.page``; who opens the model needs memory for three
     (None: 32 MiB, of a model below 1 GiB a 32nd of it). Larger weights of embeddings and linear layers are divided into slices
     of rows.

@@ -57,12 +57,13 @@ class Policy:
     (to even) when they are paged and when values are loaded, and gradients are fp32. Masters are as for parameters of type
     ``storage``.
 
-    ``quantize="int8"`` or ``"int4"`` is inexact: matrices are packed into 8 or 4 bits an element (and scales) when they are
-    paged, and unpacked to the type that they compute with whenever they are used, in backward too
-    (``packing/quantised.py`` describes the forms). Parameters of one dimension, tiny ones and those that are not floats
-    stay exact. Where some parameters of the model are frozen as it is paged, as those of a base model are with an adapter
-    (peft.get_peft_model), only these are packed, and the others are trained as ever. Else nobody said what to train, and all
-    are. What is packed, and what is frozen with it, cannot be trained or written to.
+    ``quantize="int8"``, ``"int4"`` or ``"nf4"`` is inexact: matrices are packed into 8 or 4 bits an element (and scales) when
+    they are paged, and unpacked to the type that they compute with whenever they are used, in backward too
+    (``packing/quantised.py`` describes the forms; bitsandbytes packs nf4, and has to be installed then). Parameters of one
+    dimension, tiny ones and those that are not floats stay exact. Where some parameters of the model are frozen as it is paged,
+    as those of a base model are with an adapter (peft.get_peft_model), only these are packed, and the others are trained as
+    ever. Else nobody said what to train, and all are packed. What is packed, and what is frozen with it, cannot be trained or
+    written to.
 
     Raises MisuseError for types other than bfloat16 or float16, and float32; for another ``quantize``.
     """
