@@ -63,8 +63,8 @@ TREE: dict[str, tuple[str, ...]] = {
     ),
     "zero.construction": ("staging", "construct", "deferred", "shown"),
     "integrations": (
-        *("saves", "stop_strings", "chat_request", "kept", "hub", "importing", "deepspeed", "transformers", "axolotl"),
-        *("accelerate", "lightning"),
+        *("saves", "stop_strings", "chat_request", "kept", "hub", "importing", "packed", "deepspeed", "transformers"),
+        *("axolotl", "accelerate", "lightning"),
     ),
     "zero.checkpoint": (
         *("weights", "loaders", "beside", "checkpoint", "ending"),
@@ -165,6 +165,7 @@ LONG_OR_SHORT: dict[str, str] = {
     "zero.page": "the public calls on a whole model, beside training it",
     "zero.checkpoint.checkpoint": "one record of a training: written, read, and what a model has to be for it",
     "zero.record": "the record of a checkpoint: its form, and what is refused of it",
+    "integrations.transformers.pretrained": "models of transformers that are read from files, imported, opened from a store",
     "integrations.deepspeed.engine": "the calls of a training loop, by DeepSpeed's names",
     "integrations.deepspeed.questions": "what an engine answers by the name of a method alone",
     "integrations.deepspeed.saved": "where everything is in the files of one checkpoint of DeepSpeed's",
@@ -248,10 +249,10 @@ CLASSES_TWICE = {"Engine": ["engine.engine", "integrations.deepspeed.engine"]}
 # + 950: a rollback that is refused changes nothing; arguments of zero that cannot be are named, with what to give.
 # + 2,000: plans count what crosses a device's link and play experts in groups; import and export know parts of a model; who
 # waits for room, and the end of a block with an earlier meta, say so, but not where a model was only read.
-# + 1,250, libaio_ext + 550: adapters over quantised weights; weights as NF4, with the values of bitsandbytes; an import that the
-# disk has no room for is refused before it begins.
+# + 3,650, libaio_ext + 550: adapters over quantised weights; weights as NF4, and checkpoints that bitsandbytes has packed, with
+# its values; an import that the disk has no room for is refused before it begins.
 # bench + 800: a step with the store's threads arranged otherwise.
-TOTALS = {"tiered": 504_200, "bench": 121_450, "libaio_ext": 13_050}
+TOTALS = {"tiered": 506_600, "bench": 121_450, "libaio_ext": 13_050}
 
 # Compiled, without a Python file.
 EXTENSIONS = {"io._aio": "io", "links._disk": "links", "packing._unpack": "packing", "tables._rows": "tables"}

@@ -391,7 +391,7 @@ CONFIGS: dict[str, tuple[dict[str, Any] | str, str]] = {
     "nesting": ('{"a":' * 5000, "not JSON"),
     "no object": ("3", "is no configuration of a model, but 3"),
     "code": ({"model_type": "mine", "auto_map": {"AutoConfig": "a.B"}}, "contains custom code"),
-    "bitsandbytes": ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "cannot be paged"),
+    "gptq": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "cannot be paged"),
 }
 
 

@@ -13,6 +13,8 @@ once to the parameter's type, ties to even. Codes come first, and scales at the 
 - ``nf4``: the 16 places of NormalFloat, in blocks of 64 elements that follow one another in memory, and their largest absolute
   values in 8 bits, in blocks of 256 (QLoRA with double quantisation: Dettmers et al., 2023, https://arxiv.org/abs/2305.14314,
   section 3). ``bitsandbytes`` packs, and its tables lie with the codes, so unpacking needs it no more, and gives its values.
+  What it has packed in files stays as it is: also with largest values in float32, with other tables, and rounded to the type
+  that it was packed from before it is cast to another one.
 
 A *row* is what lies together in memory: the innermost dimension, or as many of the inner ones as have 32 elements together
 (of a convolution: all but the outermost). The scales of ``int8`` are so those of output features for ``torch.nn.Linear``, and
@@ -27,7 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 
@@ -38,7 +40,10 @@ try:
 except ImportError:  # there was no compiler
     lib = None  # type: ignore[assignment]
 
-__all__ = ["FORMS", "QUANTIZE", "TYPES", "Loss", "Packing", "Quantize", "has_kernels", "packing_of", "packing_where_fit"]
+__all__ = [
+    *("BLOCK", "FORMS", "NESTED", "QUANTIZE", "TOGETHER", "TYPES", "Loss", "Packing", "Quantize", "Table4"),
+    *("form_by_table", "has_kernels", "packing_of", "packing_where_fit", "rounded_form"),
+]
 
 Quantize = Literal["int8", "int4", "nf4"]
 QUANTIZE: tuple[Quantize, ...] = ("int8", "int4", "nf4")
@@ -55,6 +60,8 @@ AT_ONCE = 1 << 16
 PACKED_ALIGNMENT = 64
 BLOCK, NESTED, PLACES, STEPS = 64, 256, 16, 256
 """Of ``nf4``: elements of a block, largest values of a block, and values in the tables of elements and of largest values."""
+TOGETHER = BLOCK * NESTED
+"""Elements at multiples of which a parameter that is packed by tables can be divided."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,8 @@ class Packing:
     columns: int
     form: ClassVar[str]
     kernel: ClassVar[str]
+    rounded: ClassVar[torch.dtype | None] = None
+    """The type to which values are rounded, whatever they are unpacked to; None: to that alone."""
 
     @property
     def codes_nbytes(self) -> int:
@@ -149,18 +158,26 @@ class Packing:
     def unpack(self, packed: torch.Tensor, out: torch.Tensor) -> None:
         """Write the values of ``packed``, uint8 of shape (nbytes,), to ``out``, shape (rows * columns,) without gaps."""
         parts = self.parts(packed)
-        here = lib is not None and out.device.type == "cpu" == packed.device.type
-        if here and out.dtype in (torch.float32, torch.bfloat16):
+        in_c = lib is not None and out.device.type == "cpu" == packed.device.type
+        if in_c and out.dtype in (torch.float32, torch.bfloat16) and self.rounded in (None, out.dtype):
             self._unpack_in_c(parts, out)
             return
         for begin, end in self._blocks():
-            some, rows = out[begin * self.columns : end * self.columns], [part[begin:end] for part in parts]
-            if here and out.dtype is torch.float16:  # which is rounded by torch
-                exact = torch.empty(some.shape, dtype=torch.float32, device="cpu")
-                self._unpack_in_c(rows, exact)
-                some.copy_(exact)
-            else:
-                self._unpack(rows, some)
+            self._unpack_rows([part[begin:end] for part in parts], out[begin * self.columns : end * self.columns], in_c)
+
+    def _unpack_rows(self, parts: Sequence[torch.Tensor], out: torch.Tensor, in_c: bool) -> None:
+        if self.rounded not in (None, out.dtype):
+            rounded = torch.empty(out.shape, dtype=self.rounded, device=out.device)
+            self._unpack_rows(parts, rounded, in_c)
+            out.copy_(rounded)
+        elif not in_c:
+            self._unpack(parts, out)
+        elif out.dtype is torch.float16:  # which is rounded by torch
+            exact = torch.empty(out.shape, dtype=torch.float32, device="cpu")
+            self._unpack_in_c(parts, exact)
+            out.copy_(exact)
+        else:
+            self._unpack_in_c(parts, out)
 
     def _blocks(self) -> Iterator[tuple[int, int]]:
         """Yield which rows are packed at a time."""
@@ -260,13 +277,27 @@ class _Int4(Packing):
         out.view(-1, self.columns).copy_(number.view(codes.shape[0], -1)[:, : self.columns])
 
 
-@dataclass(frozen=True)
-class _Nf4(Packing):
-    """A row is a block of 64 elements. After the codes: a byte for each block; then, at a multiple of 4 bytes, float32: the
-    largest values of each 256 of these, what is added to all, the 16 values of elements, and the 256 of the bytes."""
+class Views(NamedTuple):
+    """What a parameter that is packed by a table consists of. Codes are uint8 of shape (blocks, 32), all else has one
+    dimension: the ``largest`` value of each block, in float32 or as a byte, and the 16 values in the ``table``, float32. Of
+    bytes also the largest value of each 256, what is ``added`` to all, and the 256 ``steps`` that bytes stand for, float32."""
 
-    form = "nf4 by 64, largest values in 8 bits by 256"
+    codes: torch.Tensor
+    largest: torch.Tensor
+    table: torch.Tensor
+    nested: torch.Tensor
+    added: torch.Tensor
+    steps: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Table4(Packing):
+    """A row is a block of 64 elements. After the codes: a float32 for each block, and the table."""
+
+    form = "table of 16 by 64, float32 largest values"
     kernel = "unpack_table4"
+    double = False
+    """Whether largest values are bytes."""
 
     @classmethod
     def of(cls, rows: int, columns: int) -> Packing | None:
@@ -278,27 +309,32 @@ class _Nf4(Packing):
 
     @property
     def scales_nbytes(self) -> int:
-        return self._largest_nbytes + 4 * (self._nested + 1 + PLACES + STEPS)
-
-    @property
-    def _nested(self) -> int:
-        return -(-self.rows // NESTED)
+        return self._largest_nbytes + 4 * sum(self._numbers)
 
     @property
     def _largest_nbytes(self) -> int:
-        return -(-self.rows // 4) * 4
+        return 4 * self.rows
 
-    def _views(self, packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """View in ``packed`` the codes, the bytes of the blocks, and the four kinds of float32."""
+    @property
+    def _numbers(self) -> list[int]:
+        """Return how many float32 there are of what follows the largest values, in this order: table, nested, added, steps."""
+        return [PLACES, 0, 0, 0]
+
+    def views(self, packed: torch.Tensor) -> Views:
+        """View the parts of ``packed``."""
+        largest = packed[self._scales_at :][: self._largest_nbytes]
+        largest = largest[: self.rows] if self.double else largest.view(torch.float32)
         numbers = packed[self._scales_at + self._largest_nbytes : self.nbytes].view(torch.float32)
-        codes, bytes_of_blocks = packed[: self.codes_nbytes].view(self.rows, -1), packed[self._scales_at :][: self.rows]
-        return codes, bytes_of_blocks, *torch.split(numbers, [self._nested, 1, PLACES, STEPS])
+        table, nested, added, steps = torch.split(numbers, self._numbers)
+        return Views(packed[: self.codes_nbytes].view(self.rows, -1), largest, table, nested, added, steps)
 
     def parts(self, packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return codes, the largest values, and, as often as there are rows, the values of elements."""
-        codes, coded, nested, added, places, steps = self._views(packed)
-        largest = steps[coded.to(torch.int64)].mul_(nested.repeat_interleave(NESTED)[: self.rows]).add_(added)
-        return codes, largest, places.expand(self.rows, PLACES)
+        """Return codes, the largest values, and, as often as there are rows, the table."""
+        views = self.views(packed)
+        return views.codes, self._largest(views), views.table.expand(self.rows, PLACES)
+
+    def _largest(self, views: Views) -> torch.Tensor:
+        return views.largest
 
     def _encode(self, values: torch.Tensor, packed: torch.Tensor, name: str) -> None:
         try:
@@ -306,33 +342,90 @@ class _Nf4(Packing):
         except ImportError as error:
             raise MisuseError("quantize='nf4' packs with bitsandbytes: pip install bitsandbytes") from error
         packed[self._scales_at :].zero_()
-        codes, coded, nested, added, places, steps = self._views(packed)
+        views = self.views(packed)
         largest = torch.empty(self.rows, dtype=torch.float32, device="cpu")
         for begin, end in self._blocks():
             exact = self._exact(values, begin, end, name)
             found, state = functional.quantize_4bit(exact, blocksize=BLOCK, compress_statistics=False, quant_type="nf4")
-            codes[begin:end].copy_(found.view(-1, BLOCK // 2))
+            views.codes[begin:end].copy_(found.view(-1, BLOCK // 2))
             largest[begin:end] = state.absmax
-            places.copy_(state.code)
-        added.copy_(largest.mean())
-        found, state = functional.quantize_blockwise(largest - added, blocksize=NESTED)
-        coded.copy_(found)
-        nested.copy_(state.absmax)
-        steps.copy_(state.code)
+            views.table.copy_(state.code)
+        if not self.double:
+            views.largest.copy_(largest)
+            return
+        views.added.copy_(largest.mean())
+        found, state = functional.quantize_blockwise(largest - views.added, blocksize=NESTED)
+        views.largest.copy_(found)
+        views.nested.copy_(state.absmax)
+        views.steps.copy_(state.code)
 
     def _unpack(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        codes, largest, places = parts
+        codes, largest, table = parts
         at = torch.stack((codes >> 4, codes & 15), 2).view(codes.shape[0], BLOCK).to(torch.int64)
-        out.view(-1, BLOCK).copy_(places.gather(1, at).mul_(largest[:, None]))
+        out.view(-1, BLOCK).copy_(table.gather(1, at).mul_(largest[:, None]))
 
     def _unpack_in_c(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        codes, largest, places = parts
-        super()._unpack_in_c([codes, torch.cat((places[0], largest))], out)
+        codes, largest, table = parts
+        super()._unpack_in_c([codes, torch.cat((table[0], largest))], out)
 
 
-FORMS: dict[str, type[Packing]] = {one.form: one for one in (_Int8, _Int4, _Nf4)}
+@dataclass(frozen=True)
+class DoubleTable4(Table4):
+    """After the codes: a byte for each block; then, at a multiple of 4 bytes, the table, and what the bytes stand for."""
+
+    form = "table of 16 by 64, largest values in 8 bits by 256"
+    double = True
+
+    @property
+    def _largest_nbytes(self) -> int:
+        return -(-self.rows // 4) * 4
+
+    @property
+    def _numbers(self) -> list[int]:
+        return [PLACES, -(-self.rows // NESTED), 1, STEPS]
+
+    def _largest(self, views: Views) -> torch.Tensor:
+        nested = views.nested.repeat_interleave(NESTED)[: self.rows]
+        return views.steps[views.largest.to(torch.int64)].mul_(nested).add_(views.added)
+
+
+class _Table4Bfloat16(Table4):
+    form, rounded = f"{Table4.form}, of bfloat16", torch.bfloat16
+
+
+class _Table4Float16(Table4):
+    form, rounded = f"{Table4.form}, of float16", torch.float16
+
+
+class _DoubleTable4Bfloat16(DoubleTable4):
+    form, rounded = f"{DoubleTable4.form}, of bfloat16", torch.bfloat16
+
+
+class _DoubleTable4Float16(DoubleTable4):
+    form, rounded = f"{DoubleTable4.form}, of float16", torch.float16
+
+
+_BY_TABLE: tuple[type[Table4], ...] = (
+    *(Table4, _Table4Bfloat16, _Table4Float16),
+    *(DoubleTable4, _DoubleTable4Bfloat16, _DoubleTable4Float16),
+)
+_ALL: tuple[type[Packing], ...] = (_Int8, _Int4, *_BY_TABLE)
+FORMS: dict[str, type[Packing]] = {one.form: one for one in _ALL}
 """By the name that a record has: it never changes its meaning."""
-_OF_OPTION: dict[str, type[Packing]] = {"int8": _Int8, "int4": _Int4, "nf4": _Nf4}
+_OF_OPTION: dict[str, type[Packing]] = {"int8": _Int8, "int4": _Int4, "nf4": DoubleTable4}
+
+
+def form_by_table(double: bool, rounded: torch.dtype | None = None) -> str:
+    """Return the form of values by a table of 16, with largest values in bytes (``double``) or float32."""
+    return next(one.form for one in _BY_TABLE if one.double is double and one.rounded is rounded)
+
+
+def rounded_form(form: str, dtype: torch.dtype) -> str | None:
+    """Return the form with the values of ``form`` rounded to ``dtype``, whatever they are unpacked to; None where none is."""
+    kind = FORMS[form]
+    if not issubclass(kind, Table4) or kind.rounded is not None:
+        return None
+    return form if dtype is torch.float32 else form_by_table(kind.double, dtype)
 
 
 def packing_of(form: str, shape: torch.Size, stride: tuple[int, ...]) -> Packing | None:

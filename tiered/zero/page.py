@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -517,8 +518,8 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
     elif options.existing == "resume" and options.source is not None:
         _take_over(model, store, options, limits, partition, pool)
     with partition.agreeing("divide this model into units") as agree:
-        limits, slicing = _ways(model, store, options, limits, strides)
-        tentative = divide(model, limits, strides, options.policy, partition.shares, slicing)
+        limits, slicing, forms = _ways(model, store, options, limits, strides)
+        tentative = divide(model, limits, strides, options.policy, partition.shares, slicing, forms=forms)
         _refuse_plan(tentative, model, store, pool, options, partition.shares)
         if options.existing != "resume" and options.filling is None:
             _refuse_taken(tentative, store, owner)
@@ -527,7 +528,7 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
     if options.existing == "resume":
         checkpoint.refuse_other(store, options.name, tentative, partition, model)
         strides |= {fresh: strides[meta] for fresh, meta in _replace_meta(model, store).items() if meta in strides}
-        plan = divide(model, limits, strides, options.policy, partition.shares, slicing)
+        plan = divide(model, limits, strides, options.policy, partition.shares, slicing, forms=forms)
         buffers = _buffers_for(model, store)
         _release(plan, store)
         window.sweep()
@@ -558,7 +559,7 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
         )
         replacement = Replacement(store, options.name) if held and options.filling is None else None
         try:
-            plan = divide(model, limits, strides, options.policy, partition.shares, slicing)
+            plan = divide(model, limits, strides, options.policy, partition.shares, slicing, forms=forms)
             with partition.agreeing(FILLING):
                 if options.filling is not None:
                     done = options.filling.begin(plan, deferred, held)
@@ -774,15 +775,18 @@ def _ways(
     options: _Options,
     limits: Limits,
     strides: dict[nn.Parameter, tuple[int, ...]],
-) -> tuple[Limits, Slicing]:
-    """Return by which limits ``model`` is divided, and what is sliced. ``strides`` gets those that were committed."""
+) -> tuple[Limits, Slicing, dict[str, str]]:
+    """Return by which limits ``model`` is divided, what is sliced, and which parameters are packed already, by name, in which
+    forms. ``strides`` gets those that were committed."""
     largest = options.paging.largest_unit
     slicing = Slicing(options.paging.experts == "sliced", options.paging.slice_weights)
     if options.existing == "resume":
-        limits, kept, names = checkpoint.layout(store, options.name)
+        limits, kept, names, forms = checkpoint.layout(store, options.name)
         strides |= {parameter: kept[qualified] for qualified, parameter in model.named_parameters() if qualified in kept}
-        return limits, Slicing(only=names)
-    return limits if largest is None else replace(limits, unit=min(limits.unit, largest)), slicing
+        return limits, Slicing(only=names), {} if options.policy.quantize is not None else forms
+    found = {name: one.form for name, one in model.named_parameters() if isinstance(one, Deferred)}
+    forms = {name: form for name, form in found.items() if form is not None}
+    return limits if largest is None else replace(limits, unit=min(limits.unit, largest)), slicing, forms
 
 
 def _asked(options: _Options, partition: Partition) -> Iterator[Term]:
@@ -1008,8 +1012,8 @@ def _refuse_small_pool(
             if store.access is Access.READ:  # as an import divides it, whose slices have more rows than training needs
                 paging = replace(paging, slice_weights=True, largest_unit=paging.largest_unit or Limits.of(pool, shares).unit)
             anew = replace(options, existing="refuse", source=None, paging=paging)
-            limits, slicing = _ways(model, store, anew, Limits.of(pool, shares), {})
-            fresh = divide(model, limits, {}, options.policy, shares, slicing)
+            limits, slicing, forms = _ways(model, store, anew, Limits.of(pool, shares), {})
+            fresh = divide(model, limits, {}, options.policy, shares, slicing, forms=forms)
             least = smallest_pool(fresh, model, saves=saves, shares=shares, beside=store.access is Access.READ)
             if least < needed:
                 how = "make the store anew, with a smaller --unit where `tiered import` made it"
@@ -1081,8 +1085,12 @@ def _zero_rest(memory: torch.Tensor, unit: UnitPlan) -> None:
 def _write_deferred(placement: Placement, unit: torch.Tensor, deferred: Mapping[nn.Parameter, Deferred]) -> None:
     """Write the values of a parameter, or of a slice of one, to its place in ``unit``, if they are deferred."""
     if placement.whole in deferred:
+        values = deferred[placement.whole]
+        if placement.packing is not None and values.form == placement.form:
+            placement.fill_packed(unit, partial(values.write_packed, placement.packing))
+            return
         with placement.filling(unit) as target:
-            deferred[placement.whole].write_to(target, placement.within)
+            values.write_to(target, placement.within)
 
 
 @dataclass

@@ -18,12 +18,12 @@ from torch import nn
 
 from tiered import ManifestError, MisuseError, TieredStore, zero
 from tiered.packing import quantised
-from tiered.packing.quantised import FORMS, TYPES, Loss, Packing, packing_of, packing_where_fit
+from tiered.packing.quantised import FORMS, TYPES, Loss, Packing, form_by_table, packing_of, packing_where_fit
 from tiered.store.at_rest import StoreAtRest
 from tiered.zero.checkpoint.checkpoint import read_record, write_record
 from tiered.zero.checkpoint.safetensors import export_at_rest
 
-FORM = {name.split()[0]: name for name in FORMS}
+FORM = {"int8": "int8 by row, float32 scales", "int4": "int4 by 32, bfloat16 scales", "nf4": form_by_table(True)}
 BIT_PATTERN = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 
@@ -144,10 +144,11 @@ def test_any_bytes_are_unpacked_alike(quantize: str, dtype: torch.dtype) -> None
 
 
 def nf4_oracle(packed: bytes, elements: int) -> list[float]:
-    """Unpack one element after the other, as the docstring of ``_Nf4`` says it."""
+    """Unpack one element after the other, as the docstring of ``DoubleTable4`` says it."""
     blocks = elements // 64
     coded_at = -(-elements // 2 // 64) * 64
-    nested_at = coded_at + -(-blocks // 4) * 4
+    table_at = coded_at + -(-blocks // 4) * 4
+    nested_at = table_at + 4 * 16
     added_at = nested_at + 4 * -(-blocks // 256)
 
     def number(at: int) -> float:
@@ -157,10 +158,10 @@ def nf4_oracle(packed: bytes, elements: int) -> list[float]:
     found = []
     for i in range(elements):
         block = i // 64
-        step = number(added_at + 4 + 64 + 4 * packed[coded_at + block])
+        step = number(added_at + 4 + 4 * packed[coded_at + block])
         largest = single(single(step * number(nested_at + 4 * (block // 256))) + number(added_at))
         code = packed[i // 2] >> 4 if i % 2 == 0 else packed[i // 2] & 15
-        found.append(single(number(added_at + 4 + 4 * code) * largest))
+        found.append(single(number(table_at + 4 * code) * largest))
     return found
 
 
@@ -528,10 +529,12 @@ def test_infinite_weights_leave_nothing(store: TieredStore, quantize: Any) -> No
 
 
 def test_another_policy_or_another_form_is_not_taken_for_this_one(store: TieredStore, quantize: Any) -> None:
-    zero.commit(paged(store, quantize))
-    for policy in zero.Policy(), zero.Policy(quantize="int4" if quantize == "int8" else "int8"):
-        with pytest.raises(MisuseError, match="is not what was committed as 'model'"):
-            zero.page(Net(), store, existing="resume", policy=policy)
+    model = paged(store, quantize)
+    zero.commit(model)
+    with pytest.raises(MisuseError, match="is not what was committed as 'model'"):
+        zero.page(Net(), store, existing="resume", policy=zero.Policy(quantize="int4" if quantize == "int8" else "int8"))
+    as_committed = zero.page(Net(), store, existing="resume")  # the commit says in which form
+    assert torch.equal(as_committed(INDEX), model(INDEX))
     record = read_record(store, "model")
     units = record["layout"]["units"]
     packed = [one for _, described in units for one in described if one[3] in FORMS]
@@ -560,5 +563,5 @@ def test_it_cannot_be_divided_anew(tmp_path: Path, quantize: Any) -> None:
 
 
 def test_what_there_is_to_choose() -> None:
-    with pytest.raises(MisuseError, match="quantize is 'int8', 'int4' or None, not 'int2'"):
+    with pytest.raises(MisuseError, match="quantize is 'int8', 'int4', 'nf4' or None, not 'int2'"):
         zero.Policy(quantize="int2")  # type: ignore[arg-type]

@@ -29,12 +29,14 @@ from transformers.utils import logging
 
 from tiered import zero
 from tiered.errors import ManifestError, MisuseError, expect_type, one_of, path_of, shown
+from tiered.format.foreign.documents import json_of
 from tiered.format.safetensors import INDEX, SINGLE, WeightFiles
 from tiered.integrations.hub import folder_of
 from tiered.integrations.importing import Import, ImportRecord, ImportSource, Told, begun, files_in, unit_of
 from tiered.integrations.kept import CONFIG, TOKENIZER, UNFINISHED, files_of, keep, kept_folder, only_model, opening_of
+from tiered.integrations.packed import united
 from tiered.integrations.transformers.experts import around_experts
-from tiered.integrations.transformers.shapes import QUANTISED, config_of, making, refuse_config
+from tiered.integrations.transformers.shapes import CONFIG_BYTES, QUANTISED, config_of, is_packed, making, refuse_config
 from tiered.packing.quantised import QUANTIZE, Loss, Quantize
 from tiered.store import TieredStore
 from tiered.types import Access
@@ -124,9 +126,10 @@ def _read(
     paging = {option: options.pop(option) for option in PAGING & options.keys()}
     _refuse_folder(path)
     config = options.pop("config", None)
-    if config is None and existing == "resume":
-        config = config_of(path, trust_remote_code=bool(options.get("trust_remote_code")))
     refuse_config(path)
+    packed = is_packed(json_of(path / CONFIG, CONFIG_BYTES))
+    if config is None and (existing == "resume" or packed):
+        config = config_of(path, trust_remote_code=bool(options.get("trust_remote_code")))
     if getattr(config, "quantization_config", None) is not None:
         raise MisuseError(f"{path}: {REFUSED['quantization_config']}")
     if existing == "resume":
@@ -164,8 +167,12 @@ def _read(
                 raise
             model = None
         if model is None:  # a conversion, or ``prepare``, writes to tensors of the files
+            if packed:
+                raise MisuseError(f"{path} is packed by bitsandbytes, and {files.refused} writes to what is still in its files")
             torch.set_rng_state(drawn)
             model = load()
+        if packed and not any(isinstance(one, Deferred) and one.form is not None for one in model.parameters()):
+            raise MisuseError(f"{path} has no weight that bitsandbytes has packed in 4 bits, and its {CONFIG} says so")
         yield model, paging
 
 
@@ -200,7 +207,9 @@ def _deferring(files: Files) -> Iterator[None]:
 
     def opened(path: Any, *given: Any, **options: Any) -> Any:
         mine = deferring.get()
-        return original(path, *given, **options) if mine is None else _DeferredFile(mine.open(path))
+        if mine is None:
+            return original(path, *given, **options)
+        return _DeferredFile(united(mine.open(path), shown(str(path), 1000)))
 
     modeling_utils.safe_open = opened
     try:
@@ -402,6 +411,8 @@ def import_model(
         opening = {"class": type(model).__name__, "stored": _named(stored), "compute": _named(dtype)}
         if quantize is not None:
             opening |= _inexact(model, quantize)
+        elif packed := sum(one.packing is not None for one in pager_of(model).placements):
+            opening["inexact"] = f"inexact: {packed} parameters and slices are packed as in the files, by bitsandbytes"
         if progress is not None:
             progress("committing", 0.0)
         filling.complete(path)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tiered.errors import MisuseError, quoted, shown
 from tiered.format.foreign.documents import json_of
 
-__all__ = ["QUANTISED", "config_of", "making", "model_of", "refuse_config"]
+__all__ = ["QUANTISED", "config_of", "is_packed", "making", "model_of", "refuse_config"]
 
 CONFIG, CONFIG_BYTES = "config.json", 16 << 20
 """The file of a configuration, and how many bytes it may have: some have the labels of ten thousands of classes."""
@@ -31,7 +31,10 @@ MOST_MODULES = 1 << 18
 """Layers times experts."""
 LARGEST = 2**31 - 1
 """Rows, columns, positions or tokens."""
-QUANTISED = "quantised parameters cannot be paged: take the model that is not quantised, and dtype=torch.bfloat16 to save room"
+QUANTISED = (
+    "what is packed otherwise than by bitsandbytes in 4 bits cannot be paged: take the model that is not quantised, and "
+    "policy=zero.Policy(quantize=) or --quantize to save room"
+)
 
 _LAYERS = re.compile(r"layer|block|depth|stage", re.IGNORECASE)
 _OTHERS = re.compile(r"expert|label|group|codebook|head", re.IGNORECASE)
@@ -45,7 +48,10 @@ def config_of(folder: str | os.PathLike[str], *, trust_remote_code: bool = False
     it. Raises MisuseError where it cannot be read, is of a quantised model, or asks for very many modules."""
     refuse_config(folder)
     with making(f"transformers cannot read {shown(os.fspath(Path(folder, CONFIG)), 1000)}"):
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # transformers would make other modules; here the parameters are packed
+    return config
 
 
 def refuse_config(folder: str | os.PathLike[str]) -> None:
@@ -55,7 +61,7 @@ def refuse_config(folder: str | os.PathLike[str]) -> None:
     where = shown(os.fspath(Path(folder, CONFIG)), 1000)
     if not isinstance(document, dict):
         raise MisuseError(f"{where} is no configuration of a model, but {quoted(document)}")
-    if document.get("quantization_config") is not None:
+    if document.get("quantization_config") is not None and not is_packed(document):
         raise MisuseError(f"{where} has quantization_config: {QUANTISED}")
     layers = experts = 1
     for name, value in _numbers(document):
@@ -73,6 +79,12 @@ def refuse_config(folder: str | os.PathLike[str]) -> None:
             experts = max(experts, value)
     if layers * experts > MOST_MODULES:
         raise MisuseError(f"{where} asks for {layers:,} layers of {experts:,} experts; the limit is {MOST_MODULES:,} together")
+
+
+def is_packed(document: Mapping[str, Any]) -> bool:
+    """Return whether a configuration is of a model whose weights bitsandbytes has packed in 4 bits."""
+    how = document.get("quantization_config")
+    return isinstance(how, dict) and how.get("quant_method") == "bitsandbytes" and how.get("load_in_4bit") is True
 
 
 def _numbers(document: dict[str, Any]) -> Iterator[tuple[str, int]]:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tiered.errors import ManifestError, MisuseError, TieredError
+from tiered.packing.quantised import FORMS
 from tiered.store import TieredStore
 from tiered.store.at_rest import StoreAtRest
 from tiered.types import TensorSpec
@@ -642,13 +643,18 @@ def _parameters(several: Sequence[Any]) -> str:
     return f"{name!r} ({dtype} of shape {tuple(shape)}{kept}){more}"
 
 
-def layout(store: TieredStore, name: str) -> tuple[Limits, dict[str, tuple[int, ...]], dict[str, int | None]]:
-    """Return the limits by which model ``name`` was divided when it was committed, the strides of its parameters, and of those
-    that were sliced the rows of a slice by name (None: each slice is one without that dimension). Raises as ``resume``."""
+def layout(
+    store: TieredStore, name: str
+) -> tuple[Limits, dict[str, tuple[int, ...]], dict[str, int | None], dict[str, str]]:
+    """Return the limits by which model ``name`` was divided when it was committed, the strides of its parameters, of those that
+    were sliced the rows of a slice by name (None: each slice is one without that dimension), and the forms in which parameters
+    and slices are packed. Raises as ``resume``."""
     found = read_record(store, name)["layout"]
-    strides = {parameter[0]: tuple(parameter[4]) for _, parameters in found["units"] for parameter in parameters}
+    parameters = [parameter for _, parameters in found["units"] for parameter in parameters]
+    strides = {parameter[0]: tuple(parameter[4]) for parameter in parameters}
+    forms = {parameter[0]: parameter[3] for parameter in parameters if parameter[3] in FORMS}
     rows = {sliced: rows or None for sliced, (_, rows) in found.get("sliced", {}).items()}
-    return limits_of(found), strides, rows
+    return limits_of(found), strides, rows, forms
 
 
 def persistent_buffers(model: nn.Module) -> list[str]:

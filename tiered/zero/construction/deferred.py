@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from tiered.errors import MisuseError
 from tiered.format.safetensors import CODES, WeightFiles
+from tiered.packing.quantised import Packing, packing_of, rounded_form
 from tiered.tensors.steps import written_by
 from tiered.zero.paging.units import ALL
 
@@ -78,8 +79,8 @@ class Files:
         """The function that could not be recorded, where there was one."""
         self.at_once = False
         """Whether functions that compute are called at once, not recorded."""
-        self.last: tuple[_Computed, list[torch.Tensor]] | None = None
-        """The result of the last function that had to be computed whole."""
+        self.last: tuple[_Values, list[torch.Tensor]] | None = None
+        """The result of the last function that had to be computed whole, or a matrix that was unpacked."""
 
     def open(self, path: str | os.PathLike[str]) -> dict[str, Deferred]:
         """Return the tensors of a file by name. Raises OSError, and SafetensorsError for a file that is damaged or cut short.
@@ -171,21 +172,21 @@ class _InFile(_Values):
 class _Cast(_Values):
     def __init__(self, source: _Values, dtype: torch.dtype) -> None:
         super().__init__(source.shape, dtype)
-        self._source = source
+        self.source = source
 
     def write(self, target: torch.Tensor, region: Region) -> None:
-        if target.dtype is self.dtype or _keeps(self._source.dtype, self.dtype):
-            self._source.write(target, region)
+        if target.dtype is self.dtype or _keeps(self.source.dtype, self.dtype):
+            self.source.write(target, region)
             return
-        row = math.prod(_sizes(region)[1:]) * max(self.dtype.itemsize, self._source.dtype.itemsize)
+        row = math.prod(_sizes(region)[1:]) * max(self.dtype.itemsize, self.source.dtype.itemsize)
         step = max(1, READ_AT_ONCE // max(1, row))
         for first, last, inside in _pieces(region, step):
             between = torch.empty(_sizes(inside), dtype=self.dtype, device="cpu")
-            self._source.write(between, inside)
+            self.source.write(between, inside)
             (target[first:last] if region else target).copy_(between)
 
     def reads(self, region: Region) -> Iterator[Read]:
-        return self._source.reads(region)
+        return self.source.reads(region)
 
 
 class _Joined(_Values):
@@ -308,6 +309,35 @@ class _Computed(_Values):
         return last[1]
 
 
+class _Packed(_Values):
+    """A matrix that files have packed in ``form``. ``pack`` copies some of its elements: it is given how they are packed, uint8
+    of as many bytes, and the number of elements before these."""
+
+    def __init__(
+        self,
+        opened: Files,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        form: str,
+        pack: Callable[[Packing, torch.Tensor, int], None],
+    ) -> None:
+        super().__init__(shape, dtype)
+        self.opened, self.form, self.pack = opened, form, pack
+
+    def write(self, target: torch.Tensor, region: Region) -> None:
+        last = self.opened.last
+        if last is None or last[0] is not self:
+            self.opened.last = None  # its memory first
+            values = torch.empty(self.shape, dtype=self.dtype, device="cpu")
+            packing = packing_of(self.form, values.shape, values.stride())
+            assert packing is not None
+            packed = torch.empty(packing.nbytes, dtype=torch.uint8, device="cpu")
+            self.pack(packing, packed, 0)
+            packing.unpack(packed, values.view(-1))
+            last = self.opened.last = self, [values]
+        target.copy_(_part(last[1][0], region))
+
+
 def _part(tensor: torch.Tensor, region: Region) -> torch.Tensor:
     return tensor[tuple(slice(start, stop) for start, stop in region)]
 
@@ -382,6 +412,30 @@ class Deferred(torch.Tensor):
         """Write the values, or what they are ``at`` an index along the first dimension, to ``target``, which has that shape."""
         self.contents.write(target.unsqueeze(0) if isinstance(at, int) else target, self._region(at))
 
+    @staticmethod
+    def packed(
+        part: Deferred, shape: Sequence[int], dtype: torch.dtype, form: str, pack: Callable[[Packing, torch.Tensor, int], None]
+    ) -> Deferred:
+        """Return a matrix that files have packed, ``part`` among them; see ``_Packed``."""
+        return Deferred(_Packed(_files_of([part]), shape, dtype, form, pack))
+
+    @property
+    def form(self) -> str | None:
+        """The form, one of ``quantised.FORMS``, in which files have the values; None where they have them as they are, or
+        something else has to be done with them than to cast them to float32."""
+        contents = self.contents
+        if isinstance(contents, _Packed):
+            return contents.form
+        if isinstance(contents, _Cast) and isinstance(contents.source, _Packed) and self.dtype is torch.float32:
+            return rounded_form(contents.source.form, contents.source.dtype)
+        return None
+
+    def write_packed(self, packing: Packing, packed: torch.Tensor, before: int) -> None:
+        """Copy what files have of a matrix with a ``form`` to ``packed``: as many elements as ``packing`` has, after
+        ``before``."""
+        contents: Any = self.contents if isinstance(self.contents, _Packed) else self.contents.source  # type: ignore[attr-defined]
+        contents.pack(packing, packed, before)
+
     def _region(self, at: int | slice) -> Region:
         region = _all(self.contents.shape)
         if at == ALL:
@@ -440,9 +494,9 @@ def _in_memory(given: Any) -> Any:
 
 def _files_of(tensors: Sequence[Deferred]) -> Files:
     found = [tensors[0].contents]
-    while not isinstance(found[0], _InFile | _Computed):
+    while not isinstance(found[0], _InFile | _Computed | _Packed):
         one: Any = found[0]
-        found = [getattr(one, "_source", None) or one._parts[0]]
+        found = [getattr(one, "source", None) or getattr(one, "_source", None) or one._parts[0]]
     return found[0].opened
 
 

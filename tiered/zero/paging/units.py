@@ -17,16 +17,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple, NoReturn
 
 import torch
 from torch import nn
 
 from tiered.errors import MisuseError, one_of
-from tiered.packing.quantised import QUANTIZE, Loss, Packing, Quantize, packing_where_fit
+from tiered.packing.quantised import QUANTIZE, TOGETHER, Loss, Packing, Quantize, packing_of, packing_where_fit
 
 __all__ = [
     "ALL",
@@ -179,9 +180,13 @@ class Placement:
         if not is_dense(self.shape, self.stride):
             self.stride = _row_major(self.shape)
 
-    def quantised(self, quantize: Quantize | None) -> Placement:
-        """Have the parameter packed in the store, if it is one to pack. Returns this placement."""
-        self.packing = packing_where_fit(quantize, self.shape, self.stride, self.dtype)
+    def quantised(self, quantize: Quantize | None, forms: Mapping[str, str]) -> Placement:
+        """Have the parameter packed in the store, if it is one to pack, or has one of ``forms``. Returns this placement."""
+        form = forms.get(self.name, forms.get(self.sliced.name) if self.sliced is not None else None)
+        if form is not None:
+            self.packing = packing_of(form, self.shape, self.stride)
+        else:
+            self.packing = packing_where_fit(quantize, self.shape, self.stride, self.dtype)
         return self
 
     @property
@@ -289,6 +294,12 @@ class Placement:
         values = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
         yield values
         self.loss = self.packing.pack(values.as_strided((self.numel,), (1,)), self._packed(unit), self.name)
+
+    def fill_packed(self, unit: torch.Tensor, write: Callable[[torch.Tensor, int], None]) -> None:
+        """Have ``write`` write the packed parameter to its place in ``unit`` as it is in the store. It is given that place, and
+        the number of elements of the whole parameter that are before this."""
+        write(self._packed(unit), 0 if self.sliced is None else self.sliced.element(self.number))
+        self.loss = Loss()
 
     def _packed(self, unit: torch.Tensor) -> torch.Tensor:
         return unit[self.stored_offset : self.stored_offset + self.stored_nbytes]
@@ -551,6 +562,7 @@ def divide(
     *,
     largest_alone: bool = False,
     absent: Absent = NOTHING_ABSENT,
+    forms: Mapping[str, str] = MappingProxyType({}),
 ) -> ModelPlan:
     """Divide ``model``'s parameters into units of at most ``limits.unit`` bytes where a single parameter allows it.
 
@@ -558,18 +570,20 @@ def divide(
     unit is divided in turn; then parameters of different types, and those that need no gradient, are in units of their own, and
     none is sliced. ``slicing``: which may be (None: all that can). ``largest_alone``: of each weight that is sliced, make the
     first slice alone, which is as large as any: enough to say what budget the model needs. ``absent``: of a part of a model,
-    what else there is of it: the part is divided as it is in the whole.
+    what else there is of it: the part is divided as it is in the whole. ``forms``: by name, those of ``quantised.FORMS`` in
+    which parameters, or slices of them, are packed already.
     """
     order = {parameter: index for index, parameter in enumerate(model.parameters())}
     plan, limit = ModelPlan([], {}, limits), limits.unit
     home: dict[nn.Parameter, int] = {}
     slicing = Slicing() if slicing is None else slicing
     quantize = policy.quantize
-    trained = _trained_over(model) if quantize is not None else set()
-    if quantize is not None and shares > 1:
+    packs = quantize is not None or bool(forms)
+    trained = _trained_over(model) if packs else set()
+    if packs and shares > 1:
         raise MisuseError("a quantised model is of one process: leave out quantize, or open it in each process by itself")
     experts = {} if shares > 1 else _experts(model, strides, slicing)
-    large = {} if shares > 1 else _too_large(model, strides, limits, slicing)
+    large = {} if shares > 1 else _too_large(model, strides, limits, slicing, forms)
     outside = {parameter for alike in experts.values() for _, parameter in alike} | large.keys()
 
     def make(name: str, named: list[tuple[str, nn.Parameter]]) -> None:
@@ -584,9 +598,9 @@ def divide(
             plan.units.append(made(f"{name}#{number}" if number else name, placements, alike[0][1] in trained))
 
     def made(name: str, placements: list[Placement], exact: bool) -> UnitPlan:
-        packs = None if exact else quantize
-        placements = [placement.quantised(packs) for placement in placements]
-        return UnitPlan(name, placements, shares, read_only=packs is not None, step=limits.step)
+        if not exact:
+            placements = [placement.quantised(quantize, forms) for placement in placements]
+        return UnitPlan(name, placements, shares, read_only=packs and not exact, step=limits.step)
 
     def fresh(named: Iterator[tuple[str, nn.Parameter]]) -> list[tuple[str, nn.Parameter]]:
         return [(name, parameter) for name, parameter in named if parameter not in home and parameter not in outside]
@@ -673,10 +687,15 @@ def _experts(
 
 
 def _too_large(
-    model: nn.Module, strides: Mapping[nn.Parameter, tuple[int, ...]], limits: Limits, slicing: Slicing
+    model: nn.Module,
+    strides: Mapping[nn.Parameter, tuple[int, ...]],
+    limits: Limits,
+    slicing: Slicing,
+    forms: Mapping[str, str],
 ) -> dict[nn.Parameter, tuple[str, int]]:
     """Return the weights, of embeddings and linear layers alone, that are larger than a third of the pool, or than a unit where
-    ``slicing`` says so: name, and rows in a slice. A slice is as large as a unit may be, and its elements are a multiple of 16.
+    ``slicing`` says so: name, and rows in a slice. A slice is as large as a unit may be, and its elements are a multiple of 16,
+    or of what is packed together.
     """
     used: dict[nn.Parameter, list[bool]] = {}
     for module in model.modules():
@@ -692,7 +711,8 @@ def _too_large(
         large = nbytes > (limits.unit if slicing.weights else limits.whole or UNIT_SHARE * limits.unit // THIRD)
         if plain and (large or known) and slicing.allows(name) and _will_be_row_major(parameter, strides):
             columns = parameter.shape[1]
-            step = 16 // math.gcd(columns, 16)
+            together = TOGETHER if name in forms else 16
+            step = together // math.gcd(columns, together)
             fitting = limits.unit // (columns * parameter.dtype.itemsize)
             rows = known or (_blocks(fitting, parameter.shape[0]) if slicing.weights else max(step, fitting // step * step))
             if rows < parameter.shape[0]:

@@ -1,0 +1,196 @@
+"""Checkpoints that bitsandbytes has packed in 4 bits, beside the same models as transformers has them in memory."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+transformers = pytest.importorskip("transformers")
+functional = pytest.importorskip("bitsandbytes").functional
+
+from safetensors import safe_open  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM  # noqa: E402
+
+from tests.integrations.test_quantised import IDS, LLAMA, trained  # noqa: E402
+from tests.quick import quick  # noqa: E402
+from tiered import MisuseError, TieredStore, zero  # noqa: E402
+from tiered.integrations.kept import opening_of  # noqa: E402
+from tiered.integrations.packed import STATE  # noqa: E402
+from tiered.integrations.transformers import from_pretrained, import_model, open_model  # noqa: E402
+from tiered.zero.paging.pager import pager_of  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+SIZES = LLAMA | {"intermediate_size": 192}
+SHARDED = {"max_shard_size": "40KB"}
+
+
+def packed(folder: Path, dtype: torch.dtype, kind: str, double: bool, **options: Any) -> Any:
+    """Save a model in ``folder / "packed"``, and return it as transformers and bitsandbytes have it in memory."""
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SIZES)).to(dtype).save_pretrained(folder / "exact")
+    how = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=double, bnb_4bit_compute_dtype=dtype
+    )
+    made = AutoModelForCausalLM.from_pretrained(folder / "exact", quantization_config=how, dtype=dtype, device_map="cpu")
+    made.save_pretrained(folder / "packed", **options)
+    return made
+
+
+def matrices(model: Any) -> dict[str, torch.Tensor]:
+    """Return the values of what is packed in a model of bitsandbytes."""
+    found = {name: module.weight for name, module in model.named_modules() if type(module).__name__ == "Linear4bit"}
+    return {f"{name}.weight": functional.dequantize_4bit(one.data, one.quant_state) for name, one in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind", "double", "options"),
+    quick(
+        product([torch.float32, torch.bfloat16, torch.float16], ["nf4", "fp4"], [True, False], [{}, SHARDED]),
+        [(torch.float32, "nf4", True, {}), (torch.bfloat16, "fp4", False, SHARDED)],
+    ),
+)
+def test_a_packed_checkpoint_is_as_in_memory(
+    tmp_path: Path, dtype: torch.dtype, kind: str, double: bool, options: dict[str, str]
+) -> None:
+    """Logits have the bits of bitsandbytes' own layers, and the parts of each weight lie in the store as in the files."""
+    reference = packed(tmp_path, dtype, kind, double, **options)
+    expected = matrices(reference)
+    with torch.no_grad():
+        logits = reference(input_ids=IDS).logits
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        model = import_model(tmp_path / "packed", store, verify=True)
+        assert "14 parameters and slices are packed as in the files" in opening_of(store, "model")["inexact"]
+        assert all(torch.equal(model.get_parameter(name).detach(), value) for name, value in expected.items())
+        with torch.no_grad():
+            assert torch.equal(model(input_ids=IDS).logits, logits)
+        stored = sum(one.stored_nbytes for one in pager_of(model).placements if one.packing is not None)
+        assert stored < 0.5 * sum(value.numel() for value in expected.values()) + 14 * (1500 if double else 64) + stored / 6
+        store.close()
+    with TieredStore.open(tmp_path / "store", dram="1MiB", access="read") as store, torch.no_grad():
+        assert torch.equal(open_model(store)(input_ids=IDS).logits, logits)
+    if dtype is not torch.float32:
+        with TieredStore.open(tmp_path / "wide", dram="1MiB") as store:
+            model = import_model(tmp_path / "packed", store, compute=torch.float32)
+            assert all(torch.equal(model.get_parameter(name).detach(), value.float()) for name, value in expected.items())
+
+
+def test_an_adapter_is_trained_over_a_packed_checkpoint(tmp_path: Path) -> None:
+    """As QLoRA does: losses and adapter have the bits of peft's own over bitsandbytes' layers."""
+    peft = pytest.importorskip("peft")
+    config = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "lora_dropout": 0.1}
+    resident = packed(tmp_path, torch.float32, "nf4", True)
+
+    def adapted(base: Any) -> Any:
+        torch.manual_seed(1)
+        return peft.get_peft_model(base, peft.LoraConfig(**config))
+
+    reference = adapted(peft.prepare_model_for_kbit_training(resident, use_gradient_checkpointing=False))
+    fused = torch.optim.AdamW([p for p in reference.parameters() if p.requires_grad], lr=1e-2, fused=True)
+    reference.train()
+    expected = trained(reference, fused, "plain", 8)
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        model = from_pretrained(AutoModelForCausalLM, tmp_path / "packed", store, prepare=adapted)
+        model.train()
+        optimizer = zero.AdamW(model.parameters(), lr=1e-2)
+        assert trained(model, optimizer, "plain", 8) == expected
+        adapters = {name: value for name, value in reference.state_dict().items() if "lora" in name}
+        found = model.state_dict()
+        assert len(adapters) == 12
+        assert all(torch.equal(found[name], value) for name, value in adapters.items())
+        zero.commit(model, optimizer)
+        store.close()
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        model = from_pretrained(AutoModelForCausalLM, tmp_path / "packed", store, prepare=adapted, existing="resume")
+        optimizer = zero.AdamW(model.parameters(), lr=1e-2)
+        zero.resume(model, optimizer)
+        model.train()
+        assert trained(model, optimizer, "plain", 2) == trained(reference, fused, "plain", 2)
+        store.close()
+
+
+@pytest.mark.parametrize("double", [True, False])
+def test_a_large_weight_is_divided_as_it_is_packed(tmp_path: Path, double: bool) -> None:
+    monkey = pytest.MonkeyPatch()
+    monkey.setitem(SIZES, "intermediate_size", 2048)
+    try:
+        reference = packed(tmp_path, torch.float32, "nf4", double)
+    finally:
+        monkey.undo()
+    with TieredStore.open(tmp_path / "store", dram="2MiB") as store:
+        model = import_model(tmp_path / "packed", store, largest_unit=1 << 18, verify=True)
+        assert any(one.packing is not None and one.number > 0 for one in pager_of(model).placements)
+        with torch.no_grad():
+            for name, value in matrices(reference).items():
+                assert torch.equal(model.state_dict()[name], value), name
+            assert torch.equal(model(input_ids=IDS).logits, reference(input_ids=IDS).logits)
+        store.close()
+
+
+def changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+WEIGHT = "model.layers.1.mlp.up_proj.weight"
+
+
+def other_state(**values: Any) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        state = json.loads(bytes(tensors[f"{WEIGHT}{STATE}nf4"].tolist())) | values
+        tensors[f"{WEIGHT}{STATE}nf4"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+
+    return change
+
+
+WRONG: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
+    "no largest values": (lambda tensors: tensors.pop(f"{WEIGHT}.absmax"), r"lacks '\.absmax'"),
+    "no codes": (lambda tensors: tensors.pop(WEIGHT), "lacks ''"),
+    "fewer codes": (lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT][:-1].clone()}), "'of codes' has 6,143 elements"),
+    "other blocks": (other_state(blocksize=128), "in blocks of 128; known are blocks of 64"),
+    "another shape": (other_state(shape=[192, 128]), "elements of torch.uint8"),
+    "no shape": (other_state(shape=None), "Expected `array`, got `null`"),
+    "a type of no weights": (other_state(dtype="int8"), "of int8 in blocks"),
+    "other nested blocks": (other_state(nested_blocksize=128), "largest values in blocks of 128"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_is_packed_otherwise_is_named(tmp_path: Path, wrong: str) -> None:
+    change, says = WRONG[wrong]
+    packed(tmp_path, torch.float32, "nf4", True)
+    changed(tmp_path / "packed", change)  # type: ignore[arg-type]
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        with pytest.raises(MisuseError, match=rf"weight '{WEIGHT}' in .* is packed by bitsandbytes in a way that .*: .*{says}"):
+            import_model(tmp_path / "packed", store)
+        assert list(store) == []
+
+
+def test_a_configuration_alone_is_no_packed_checkpoint(tmp_path: Path) -> None:
+    packed(tmp_path, torch.float32, "nf4", True)
+    (tmp_path / "exact" / "config.json").write_bytes((tmp_path / "packed" / "config.json").read_bytes())
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        with pytest.raises(MisuseError, match=r"has no weight that bitsandbytes has packed in 4 bits, and its config\.json"):
+            import_model(tmp_path / "exact", store)
+        assert list(store) == []
+
+
+def test_what_others_packed_is_refused(tmp_path: Path) -> None:
+    LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for how in ({"quant_method": "gptq", "bits": 4}, {"quant_method": "bitsandbytes", "load_in_8bit": True}):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": how}))
+        with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+            with pytest.raises(MisuseError, match="what is packed otherwise than by bitsandbytes in 4 bits cannot be paged"):
+                import_model(tmp_path, store)
+            store.close()
