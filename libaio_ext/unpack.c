@@ -141,6 +141,37 @@ INLINE void table4_rows(
         }
 }
 
+/* The value of a float8_e4m3fn: a sign, 4 bits of exponent, 3 of mantissa. No step is a subnormal float, which a process may have
+   flushed to 0. */
+INLINE float from_e4m3(unsigned code)
+{
+    const unsigned exponent = code >> 3 & 15, mantissa = (code & 7) + (exponent ? 8 : 0);
+    const uint32_t power = (uint32_t)((exponent ? exponent : 1) + 117) << 23;
+    float scale;
+    memcpy(&scale, &power, sizeof scale);
+    const float value = (code & 0x7f) == 0x7f ? __builtin_nanf("") : (float)mantissa * scale;
+    return code & 0x80 ? -value : value;
+}
+
+INLINE void e4m3_rows(
+    const uint8_t *restrict codes, const float *restrict scales, size_t rows, size_t columns, void *restrict out, int type)
+{
+    enum { SQUARE = 128, CODES = 256 };
+    const size_t groups = (columns + SQUARE - 1) / SQUARE;
+    float table[CODES], values[SQUARE];
+    for (unsigned code = 0; code < CODES; code++)
+        table[code] = from_e4m3(code);
+    for (size_t row = 0; row < rows; row++)
+        for (size_t group = 0; group < groups; group++) {
+            const size_t column = group * SQUARE, left = columns - column, count = left < SQUARE ? left : SQUARE;
+            const uint8_t *mine = codes + row * columns + column;
+            const float scale = scales[row * groups + group];
+            for (size_t i = 0; i < count; i++)
+                values[i] = table[mine[i]] * scale;
+            store(values, count, out, row * columns + column, type);
+        }
+}
+
 #define VARIANT(form, type_name, type, codes_type, scales_type)                                                       \
     CLONED static void form##_##type_name(                                                                            \
         const codes_type *codes, const scales_type *scales, size_t rows, size_t columns, void *out)                   \
@@ -168,3 +199,4 @@ INLINE void table4_rows(
 KERNEL(int8, int8_t, float)
 KERNEL(int4, uint8_t, uint16_t)
 KERNEL(table4, uint8_t, float)
+KERNEL(e4m3, uint8_t, float)

@@ -18,3 +18,7 @@ int unpack_int4(uint64_t codes, uint64_t scales, uint64_t rows, uint64_t columns
    2 * j + 1 in its low half. `scales`: float32, the 16 values of the table and then the scale of each row. `columns`: a multiple
    of 16. */
 int unpack_table4(uint64_t codes, uint64_t scales, uint64_t rows, uint64_t columns, uint64_t out, int type);
+
+/* The same of codes that are floats of 8 bits, float8_e4m3fn. `scales`: float32, ceil(columns / 128) for each row, one for each 128
+   of its elements. */
+int unpack_e4m3(uint64_t codes, uint64_t scales, uint64_t rows, uint64_t columns, uint64_t out, int type);

@@ -1,4 +1,4 @@
-"""Checkpoints that bitsandbytes has packed in 4 bits, beside the same models as transformers has them in memory."""
+"""Checkpoints whose weights are packed in their files, beside the same models as transformers has them in memory."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")
-functional = pytest.importorskip("bitsandbytes").functional
 
 from safetensors import safe_open  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    FineGrainedFP8Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from tests.integrations.test_quantised import IDS, LLAMA, trained  # noqa: E402
 from tests.quick import quick  # noqa: E402
@@ -35,6 +40,7 @@ SHARDED = {"max_shard_size": "40KB"}
 
 def packed(folder: Path, dtype: torch.dtype, kind: str, double: bool, **options: Any) -> Any:
     """Save a model in ``folder / "packed"``, and return it as transformers and bitsandbytes have it in memory."""
+    pytest.importorskip("bitsandbytes")
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**SIZES)).to(dtype).save_pretrained(folder / "exact")
     how = BitsAndBytesConfig(
@@ -47,6 +53,7 @@ def packed(folder: Path, dtype: torch.dtype, kind: str, double: bool, **options:
 
 def matrices(model: Any) -> dict[str, torch.Tensor]:
     """Return the values of what is packed in a model of bitsandbytes."""
+    functional = pytest.importorskip("bitsandbytes").functional
     found = {name: module.weight for name, module in model.named_modules() if type(module).__name__ == "Linear4bit"}
     return {f"{name}.weight": functional.dequantize_4bit(one.data, one.quant_state) for name, one in found.items()}
 
@@ -135,6 +142,65 @@ def test_a_large_weight_is_divided_as_it_is_packed(tmp_path: Path, double: bool)
         store.close()
 
 
+def floats(folder: Path) -> dict[str, torch.Tensor]:
+    """Save a model whose matrices are floats of 8 bits, with a scale for each 128 x 128; return its tensors."""
+    torch.manual_seed(0)
+    sizes = LLAMA | {"hidden_size": 256, "intermediate_size": 640}
+    LlamaForCausalLM(LlamaConfig(**sizes)).to(torch.bfloat16).save_pretrained(folder)
+    made: dict[str, torch.Tensor] = {}
+    for name, value in load_file(folder / "model.safetensors").items():
+        if value.dim() != 2 or "layers" not in name:
+            made[name] = value
+            continue
+        blocks = value.float().view(value.shape[0] // 128, 128, value.shape[1] // 128, 128)
+        scales = blocks.abs().amax((1, 3)) / 448
+        made[name] = (blocks / scales[:, None, :, None]).view(value.shape).to(torch.float8_e4m3fn)
+        made[f"{name}_scale_inv"] = scales
+    save_file(made, folder / "model.safetensors", metadata={"format": "pt"})
+    how = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = how | {"modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return made
+
+
+@pytest.mark.parametrize("unit", [None, 1 << 17])
+def test_a_checkpoint_of_floats_of_8_bits(tmp_path: Path, unit: int | None) -> None:
+    """Values are those that transformers dequantises; in float32 they are not rounded to the type of the configuration."""
+    files = floats(tmp_path / "packed")
+    given = {"quantization_config": FineGrainedFP8Config(dequantize=True), "dtype": torch.bfloat16, "device_map": "cpu"}
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", **given)
+    with TieredStore.open(tmp_path / "store", dram="4MiB") as store:
+        model = import_model(tmp_path / "packed", store, largest_unit=unit, verify=True)
+        packed = [one for one in pager_of(model).placements if one.packing is not None]
+        assert any(one.number > 0 for one in packed)
+        assert sum(one.stored_nbytes for one in packed) < 1.01 * sum(one.numel for one in packed)
+        values = model.state_dict()
+        assert all(torch.equal(values[name], value) for name, value in reference.state_dict().items())
+        store.close()
+    with TieredStore.open(tmp_path / "wide", dram="4MiB") as store:
+        values = import_model(tmp_path / "packed", store, compute=torch.float32, largest_unit=unit).state_dict()
+        for name, scales in files.items():
+            if name.endswith("_scale_inv"):
+                weight, spread = name.removesuffix("_scale_inv"), scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+                assert torch.equal(values[weight], files[weight].float() * spread)
+
+
+def test_floats_of_8_bits_with_other_scales_are_named(tmp_path: Path) -> None:
+    floats(tmp_path)
+    weight, scales = "model.layers.0.mlp.down_proj.weight", "model.layers.0.mlp.down_proj.weight_scale_inv"
+    for change, says in (
+        (lambda tensors: tensors.update({scales: torch.ones(1, 1)}), r"scales of shape \[1, 1\] of torch\.float"),
+        (lambda tensors: tensors.update({weight: tensors[weight].to(torch.float8_e5m2)}), "known are matrices of float8_e4m3"),
+        (lambda tensors: tensors.pop(weight), "it lacks ''"),
+    ):
+        changed(tmp_path, change)  # type: ignore[arg-type]
+        with TieredStore.open(tmp_path / "store", dram="4MiB") as store:
+            with pytest.raises(MisuseError, match=rf"weight '{weight}' in .* is packed in a way that is not known: .*{says}"):
+                import_model(tmp_path, store)
+            store.close()
+
+
 def changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
     with safe_open(folder / "model.safetensors", "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
@@ -171,7 +237,7 @@ def test_what_is_packed_otherwise_is_named(tmp_path: Path, wrong: str) -> None:
     packed(tmp_path, torch.float32, "nf4", True)
     changed(tmp_path / "packed", change)  # type: ignore[arg-type]
     with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
-        with pytest.raises(MisuseError, match=rf"weight '{WEIGHT}' in .* is packed by bitsandbytes in a way that .*: .*{says}"):
+        with pytest.raises(MisuseError, match=rf"weight '{WEIGHT}' in .* is packed in a way that is not known: .*{says}"):
             import_model(tmp_path / "packed", store)
         assert list(store) == []
 
@@ -180,7 +246,7 @@ def test_a_configuration_alone_is_no_packed_checkpoint(tmp_path: Path) -> None:
     packed(tmp_path, torch.float32, "nf4", True)
     (tmp_path / "exact" / "config.json").write_bytes((tmp_path / "packed" / "config.json").read_bytes())
     with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
-        with pytest.raises(MisuseError, match=r"has no weight that bitsandbytes has packed in 4 bits, and its config\.json"):
+        with pytest.raises(MisuseError, match=r"has no weight that is packed, and its config\.json"):
             import_model(tmp_path / "exact", store)
         assert list(store) == []
 
@@ -191,6 +257,6 @@ def test_what_others_packed_is_refused(tmp_path: Path) -> None:
     for how in ({"quant_method": "gptq", "bits": 4}, {"quant_method": "bitsandbytes", "load_in_8bit": True}):
         (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": how}))
         with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
-            with pytest.raises(MisuseError, match="what is packed otherwise than by bitsandbytes in 4 bits cannot be paged"):
+            with pytest.raises(MisuseError, match="what is packed otherwise than by bitsandbytes in 4 bits, or as fp8"):
                 import_model(tmp_path, store)
             store.close()

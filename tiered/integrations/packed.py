@@ -1,24 +1,26 @@
-"""Weights that bitsandbytes has packed in the files of a checkpoint (4 bits, NF4 or FP4), as deferred matrices.
+"""Weights that the files of a checkpoint have packed, as deferred matrices.
 
-A weight is there in parts, by names that begin with its own: codes, largest values, tables, and a text that says how it was
-packed (``bitsandbytes.functional.QuantState``). The parts go to the store as they are; nothing is packed anew.
+A weight is there in parts, by names that begin with its own. Of bitsandbytes (4 bits, NF4 or FP4): codes, largest values,
+tables, and a text that says how it was packed (``bitsandbytes.functional.QuantState``). Of floats of 8 bits: these, and their
+scales. The parts go to the store as they are; nothing is packed anew.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 import msgspec
 import torch
 
 from tiered.errors import MisuseError, quoted
-from tiered.packing.quantised import BLOCK, NESTED, TOGETHER, TYPES, Packing, Table4, form_by_table
+from tiered.packing.quantised import BLOCK, NESTED, SQUARE, TYPES, Float8, Packing, Table4, form_by_table
 from tiered.zero.construction.deferred import Deferred
 
-__all__ = ["united"]
+__all__ = ["is_known", "united"]
 
+SCALES = "_scale_inv"
 STATE = ".quant_state.bitsandbytes__"
 LARGEST, TABLE, NESTED_LARGEST, STEPS = ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map"
 TABLE_VALUES, STEP_VALUES = 16, 256
@@ -35,29 +37,65 @@ class _State(msgspec.Struct):
     nested_offset: float | None = None
 
 
+def is_known(how: object) -> bool:
+    """Return whether weights are packed in a way that is known, as a configuration says how (``quantization_config``)."""
+    if not isinstance(how, dict):
+        return False
+    by_table = how.get("quant_method") == "bitsandbytes" and how.get("load_in_4bit") is True
+    return by_table or (how.get("quant_method") == "fp8" and how.get("weight_block_size") == [SQUARE, SQUARE])
+
+
 def united(tensors: Mapping[str, Deferred], where: str) -> dict[str, Deferred]:
     """Return the tensors of a file with one for each weight that is packed, in place of its parts. Raises MisuseError, which
     names the weight and ``where`` it is, for parts that are missing or of other sizes, and for a way of packing that is not
     known."""
     found = dict(tensors)
-    for name in [name for name in tensors if STATE in name]:
-        weight = name.partition(STATE)[0]
+    for name in tensors:
+        by_table, floats = STATE in name, name.endswith(SCALES)
+        if not by_table and not floats:
+            continue
+        weight = name.partition(STATE)[0] if by_table else name.removesuffix(SCALES)
+        ends = [end for end in ("", LARGEST, TABLE, NESTED_LARGEST, STEPS) if by_table or not end]
+        parts = {end: found.pop(weight + end) for end in ends if weight + end in found}
         try:
-            parts = {part: found.pop(weight + part) for part in ("", *_parts(found, weight)) if weight + part in found}
-            found[weight] = _matrix(parts, found.pop(name))
+            found[weight] = (_by_table if by_table else _floats)(parts, found.pop(name))
         except (KeyError, TypeError, ValueError, msgspec.DecodeError) as error:
-            why = f"lacks {error}" if isinstance(error, KeyError) else str(error)
-            raise MisuseError(
-                f"weight {quoted(weight)} in {where} is packed by bitsandbytes in a way that is not known: {why}"
-            ) from None
+            why = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+            raise MisuseError(f"weight {quoted(weight)} in {where} is packed in a way that is not known: {why}") from None
     return found
 
 
-def _parts(tensors: Mapping[str, Deferred], weight: str) -> Iterator[str]:
-    yield from (part for part in (LARGEST, TABLE, NESTED_LARGEST, STEPS) if weight + part in tensors)
+def _floats(parts: Mapping[str, Deferred], scales: Deferred) -> Deferred:
+    """Return the weight that consists of floats of 8 bits and ``scales``. Raises KeyError and ValueError."""
+    codes = parts[""]
+    if codes.dim() != 2 or codes.dtype is not torch.float8_e4m3fn:
+        raise ValueError(f"shape {list(codes.shape)} of {codes.dtype}; known are matrices of float8_e4m3fn")
+    grid = [-(-size // SQUARE) for size in codes.shape]
+    if list(scales.shape) != grid or scales.dtype not in TYPES:
+        raise ValueError(f"scales of shape {list(scales.shape)} of {scales.dtype}; known are {grid}, by {SQUARE} x {SQUARE}")
+    return Deferred.packed(codes, codes.shape, torch.float32, Float8.form, partial(_pack_floats, codes, scales))
 
 
-def _matrix(parts: Mapping[str, Deferred], text: Deferred) -> Deferred:
+def _pack_floats(codes: Deferred, scales: Deferred, packing: Packing, packed: torch.Tensor, before: int) -> None:
+    assert isinstance(packing, Float8)
+    first = before // packing.columns
+    _refuse_cut(before, SQUARE * packing.columns)
+    packed.zero_()
+    target = packed[: packing.codes_nbytes].view(torch.float8_e4m3fn).view(packing.rows, packing.columns)
+    codes.write_to(target, slice(first, first + packing.rows))
+    squares = packing.squares(packed)
+    scales.write_to(squares, slice(first // SQUARE, first // SQUARE + squares.shape[0]))
+
+
+def _refuse_cut(before: int, together: int) -> None:
+    if before % together:
+        raise MisuseError(
+            f"a weight that is packed {together:,} elements together cannot be divided after {before:,}: open the store with "
+            "more memory"
+        )
+
+
+def _by_table(parts: Mapping[str, Deferred], text: Deferred) -> Deferred:
     """Return the weight that consists of ``parts``. Raises KeyError, ValueError and what decoding raises."""
     if text.numel() > STATE_BYTES:
         raise ValueError(f"its state has {text.numel():,} bytes")
@@ -78,17 +116,14 @@ def _matrix(parts: Mapping[str, Deferred], text: Deferred) -> Deferred:
         if (parts[part].numel(), parts[part].dtype) != (size, kinds[part]):
             raise ValueError(f"its part {part or 'of codes'!r} has {parts[part].numel():,} elements of {parts[part].dtype}")
     return Deferred.packed(
-        parts[""], state.shape, dtype, form_by_table(double), partial(_pack, dict(parts), state.nested_offset or 0.0)
+        parts[""], state.shape, dtype, form_by_table(double), partial(_pack_by_table, dict(parts), state.nested_offset or 0.0)
     )
 
 
-def _pack(parts: Mapping[str, Deferred], added: float, packing: Packing, packed: torch.Tensor, before: int) -> None:
+def _pack_by_table(parts: Mapping[str, Deferred], added: float, packing: Packing, packed: torch.Tensor, before: int) -> None:
     """Copy the parts of some elements, which come after ``before`` others, to ``packed``."""
     assert isinstance(packing, Table4)
-    if before % (TOGETHER if packing.double else BLOCK):
-        raise MisuseError(
-            f"a weight that is packed in blocks cannot be divided after {before:,} elements: open the store with more memory"
-        )
+    _refuse_cut(before, BLOCK * NESTED if packing.double else BLOCK)
     packed.zero_()
     views, first = packing.views(packed), before // BLOCK
     codes = parts[""]

@@ -15,6 +15,8 @@ once to the parameter's type, ties to even. Codes come first, and scales at the 
   section 3). ``bitsandbytes`` packs, and its tables lie with the codes, so unpacking needs it no more, and gives its values.
   What it has packed in files stays as it is: also with largest values in float32, with other tables, and rounded to the type
   that it was packed from before it is cast to another one.
+- ``float8_e4m3fn``: a float of 8 bits for each element, one float32 scale for each 128 times 128, from files that have it so
+  (DeepSeek-AI, 2024, https://arxiv.org/abs/2412.19437, section 3.3).
 
 A *row* is what lies together in memory: the innermost dimension, or as many of the inner ones as have 32 elements together
 (of a convolution: all but the outermost). The scales of ``int8`` are so those of output features for ``torch.nn.Linear``, and
@@ -41,8 +43,8 @@ except ImportError:  # there was no compiler
     lib = None  # type: ignore[assignment]
 
 __all__ = [
-    *("BLOCK", "FORMS", "NESTED", "QUANTIZE", "TOGETHER", "TYPES", "Loss", "Packing", "Quantize", "Table4"),
-    *("form_by_table", "has_kernels", "packing_of", "packing_where_fit", "rounded_form"),
+    *("BLOCK", "FORMS", "NESTED", "QUANTIZE", "SQUARE", "TYPES", "Float8", "Loss", "Packing", "Quantize", "Table4"),
+    *("cast_form", "form_by_table", "has_kernels", "packing_of", "packing_where_fit"),
 ]
 
 Quantize = Literal["int8", "int4", "nf4"]
@@ -60,8 +62,8 @@ AT_ONCE = 1 << 16
 PACKED_ALIGNMENT = 64
 BLOCK, NESTED, PLACES, STEPS = 64, 256, 16, 256
 """Of ``nf4``: elements of a block, largest values of a block, and values in the tables of elements and of largest values."""
-TOGETHER = BLOCK * NESTED
-"""Elements at multiples of which a parameter that is packed by tables can be divided."""
+SQUARE = 128
+"""Of floats of 8 bits: rows, and columns, that have a scale."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,11 @@ class Packing:
     def of(cls, rows: int, columns: int) -> Packing | None:
         """Return how a parameter with so many rows is packed; None where it cannot be."""
         return cls(rows, columns)
+
+    @classmethod
+    def rows_together(cls, columns: int) -> int:
+        """Return at multiples of how many rows, as the parameter has them, it can be divided without packing it anew."""
+        return 1
 
     def parts(self, packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return codes, scales, and what else it takes to unpack them, of ``packed``, uint8 of shape (nbytes,), each with
@@ -303,6 +310,11 @@ class Table4(Packing):
     def of(cls, rows: int, columns: int) -> Packing | None:
         return None if rows * columns % BLOCK else cls(rows * columns // BLOCK, BLOCK)
 
+    @classmethod
+    def rows_together(cls, columns: int) -> int:
+        together = BLOCK * NESTED if cls.double else BLOCK
+        return together // math.gcd(columns, together)
+
     @property
     def codes_nbytes(self) -> int:
         return self.rows * BLOCK // 2
@@ -405,11 +417,54 @@ class _DoubleTable4Float16(DoubleTable4):
     form, rounded = f"{DoubleTable4.form}, of float16", torch.float16
 
 
+@dataclass(frozen=True)
+class Float8(Packing):
+    """A byte for each element, a float8_e4m3fn; then a float32 scale for each 128 times 128 of them, row by row."""
+
+    form = "float8_e4m3fn by 128 x 128, float32 scales"
+    kernel = "unpack_e4m3"
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Return how many scales there are along rows and columns."""
+        return -(-self.rows // SQUARE), -(-self.columns // SQUARE)
+
+    @property
+    def codes_nbytes(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def scales_nbytes(self) -> int:
+        down, along = self.grid
+        return 4 * down * along
+
+    @classmethod
+    def rows_together(cls, columns: int) -> int:
+        return SQUARE
+
+    def squares(self, packed: torch.Tensor) -> torch.Tensor:
+        """View the scales in ``packed``, of shape ``grid``."""
+        return packed[self._scales_at : self.nbytes].view(torch.float32).view(self.grid)
+
+    def parts(self, packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return codes, and for each row its scales."""
+        codes = packed[: self.codes_nbytes].view(self.rows, self.columns)
+        return codes, self.squares(packed).repeat_interleave(SQUARE, 0)[: self.rows]
+
+    def _pack(self, exact: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        raise NotImplementedError("floats of 8 bits are taken from files as they are")
+
+    def _unpack(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        codes, scales = parts
+        values = codes.view(torch.float8_e4m3fn).to(torch.float32)
+        out.view(codes.shape).copy_(values.mul_(scales.repeat_interleave(SQUARE, 1)[:, : self.columns]))
+
+
 _BY_TABLE: tuple[type[Table4], ...] = (
     *(Table4, _Table4Bfloat16, _Table4Float16),
     *(DoubleTable4, _DoubleTable4Bfloat16, _DoubleTable4Float16),
 )
-_ALL: tuple[type[Packing], ...] = (_Int8, _Int4, *_BY_TABLE)
+_ALL: tuple[type[Packing], ...] = (_Int8, _Int4, Float8, *_BY_TABLE)
 FORMS: dict[str, type[Packing]] = {one.form: one for one in _ALL}
 """By the name that a record has: it never changes its meaning."""
 _OF_OPTION: dict[str, type[Packing]] = {"int8": _Int8, "int4": _Int4, "nf4": DoubleTable4}
@@ -420,12 +475,13 @@ def form_by_table(double: bool, rounded: torch.dtype | None = None) -> str:
     return next(one.form for one in _BY_TABLE if one.double is double and one.rounded is rounded)
 
 
-def rounded_form(form: str, dtype: torch.dtype) -> str | None:
-    """Return the form with the values of ``form`` rounded to ``dtype``, whatever they are unpacked to; None where none is."""
+def cast_form(form: str, source: torch.dtype, dtype: torch.dtype) -> str | None:
+    """Return the form whose values, unpacked to ``dtype``, are those of ``form`` that were unpacked to ``source`` first; None
+    where there is none."""
     kind = FORMS[form]
-    if not issubclass(kind, Table4) or kind.rounded is not None:
-        return None
-    return form if dtype is torch.float32 else form_by_table(kind.double, dtype)
+    if source in (dtype, torch.float32):
+        return form
+    return form_by_table(kind.double, source) if issubclass(kind, Table4) and dtype is torch.float32 else None
 
 
 def packing_of(form: str, shape: torch.Size, stride: tuple[int, ...]) -> Packing | None:

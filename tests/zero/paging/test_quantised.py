@@ -18,7 +18,7 @@ from torch import nn
 
 from tiered import ManifestError, MisuseError, TieredStore, zero
 from tiered.packing import quantised
-from tiered.packing.quantised import FORMS, TYPES, Loss, Packing, form_by_table, packing_of, packing_where_fit
+from tiered.packing.quantised import FORMS, TYPES, Float8, Loss, Packing, form_by_table, packing_of, packing_where_fit
 from tiered.store.at_rest import StoreAtRest
 from tiered.zero.checkpoint.checkpoint import read_record, write_record
 from tiered.zero.checkpoint.safetensors import export_at_rest
@@ -180,6 +180,34 @@ def test_nf4_is_unpacked_as_it_is_described(rows: int, columns: int) -> None:
             found.append(unpacked(way, packed, dtype))
         for one in found:
             assert torch.equal(one.view(BIT_PATTERN[dtype]), expected.to(dtype).view(BIT_PATTERN[dtype]))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 32), (3, 300), (128, 128), (200, 256), (257, 129)])
+def test_floats_of_8_bits_are_unpacked_as_they_are_described(rows: int, columns: int) -> None:
+    """A sign, 4 bits of exponent with a bias of 7, 3 of mantissa; without infinities, and the largest code is NaN."""
+    torch.manual_seed(rows)
+    way = FORMS[Float8.form](rows, columns)
+    assert isinstance(way, Float8)
+    packed = torch.randint(0, 256, (way.nbytes,), dtype=torch.uint8)
+    squares = way.squares(packed)
+    squares.copy_(torch.randn(squares.shape) * 2.0 ** torch.randint(-30, 4, squares.shape))
+    codes, scales = packed[: rows * columns].tolist(), squares.tolist()
+    expected = torch.empty(rows * columns)
+    for i, code in enumerate(codes):
+        exponent, mantissa = code >> 3 & 15, code & 7
+        value = (8 + mantissa) * 2.0 ** (exponent - 10) if exponent else mantissa * 2.0**-9
+        value = math.nan if code & 127 == 127 else value
+        scale = scales[i // columns // 128][i % columns // 128]
+        expected[i] = single(math.copysign(value, -1.0 if code & 128 else 1.0) * scale)
+    for dtype in TYPES:
+        found = [unpacked(way, packed, dtype)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(quantised, "lib", None)
+            found.append(unpacked(way, packed, dtype))
+        for one in found:
+            assert torch.equal(one.isnan(), expected.isnan())
+            bits = [each.nan_to_num(1.0, torch.inf, -torch.inf).view(BIT_PATTERN[dtype]) for each in (one, expected.to(dtype))]
+            assert torch.equal(*bits)
 
 
 @pytest.mark.parametrize("dtype", TYPES)

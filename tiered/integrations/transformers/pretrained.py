@@ -168,11 +168,11 @@ def _read(
             model = None
         if model is None:  # a conversion, or ``prepare``, writes to tensors of the files
             if packed:
-                raise MisuseError(f"{path} is packed by bitsandbytes, and {files.refused} writes to what is still in its files")
+                raise MisuseError(f"{path} has packed weights, and {files.refused} writes to what is still in its files")
             torch.set_rng_state(drawn)
             model = load()
         if packed and not any(isinstance(one, Deferred) and one.form is not None for one in model.parameters()):
-            raise MisuseError(f"{path} has no weight that bitsandbytes has packed in 4 bits, and its {CONFIG} says so")
+            raise MisuseError(f"{path} has no weight that is packed, and its {CONFIG} says that they are")
         yield model, paging
 
 
@@ -412,7 +412,7 @@ def import_model(
         if quantize is not None:
             opening |= _inexact(model, quantize)
         elif packed := sum(one.packing is not None for one in pager_of(model).placements):
-            opening["inexact"] = f"inexact: {packed} parameters and slices are packed as in the files, by bitsandbytes"
+            opening["inexact"] = f"inexact: {packed} parameters and slices are packed as in the files"
         if progress is not None:
             progress("committing", 0.0)
         filling.complete(path)

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tiered.errors import MisuseError, quoted, shown
 from tiered.format.foreign.documents import json_of
+from tiered.integrations.packed import is_known
 
 __all__ = ["QUANTISED", "config_of", "is_packed", "making", "model_of", "refuse_config"]
 
@@ -32,8 +33,8 @@ MOST_MODULES = 1 << 18
 LARGEST = 2**31 - 1
 """Rows, columns, positions or tokens."""
 QUANTISED = (
-    "what is packed otherwise than by bitsandbytes in 4 bits cannot be paged: take the model that is not quantised, and "
-    "policy=zero.Policy(quantize=) or --quantize to save room"
+    "what is packed otherwise than by bitsandbytes in 4 bits, or as fp8 by 128 x 128, cannot be paged: take the model that is "
+    "not quantised, and policy=zero.Policy(quantize=) or --quantize to save room"
 )
 
 _LAYERS = re.compile(r"layer|block|depth|stage", re.IGNORECASE)
@@ -82,9 +83,8 @@ def refuse_config(folder: str | os.PathLike[str]) -> None:
 
 
 def is_packed(document: Mapping[str, Any]) -> bool:
-    """Return whether a configuration is of a model whose weights bitsandbytes has packed in 4 bits."""
-    how = document.get("quantization_config")
-    return isinstance(how, dict) and how.get("quant_method") == "bitsandbytes" and how.get("load_in_4bit") is True
+    """Return whether a configuration is of a model whose weights are packed in a way that is known."""
+    return is_known(document.get("quantization_config"))
 
 
 def _numbers(document: dict[str, Any]) -> Iterator[tuple[str, int]]:

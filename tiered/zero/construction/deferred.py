@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from tiered.errors import MisuseError
 from tiered.format.safetensors import CODES, WeightFiles
-from tiered.packing.quantised import Packing, packing_of, rounded_form
+from tiered.packing.quantised import Packing, cast_form, packing_of
 from tiered.tensors.steps import written_by
 from tiered.zero.paging.units import ALL
 
@@ -421,14 +421,11 @@ class Deferred(torch.Tensor):
 
     @property
     def form(self) -> str | None:
-        """The form, one of ``quantised.FORMS``, in which files have the values; None where they have them as they are, or
-        something else has to be done with them than to cast them to float32."""
+        """The form, one of ``quantised.FORMS``, in which files have the values; None where they have them as they are, or more
+        has to be done with them than to unpack and to cast them."""
         contents = self.contents
-        if isinstance(contents, _Packed):
-            return contents.form
-        if isinstance(contents, _Cast) and isinstance(contents.source, _Packed) and self.dtype is torch.float32:
-            return rounded_form(contents.source.form, contents.source.dtype)
-        return None
+        source = contents.source if isinstance(contents, _Cast) else contents
+        return cast_form(source.form, source.dtype, self.dtype) if isinstance(source, _Packed) else None
 
     def write_packed(self, packing: Packing, packed: torch.Tensor, before: int) -> None:
         """Copy what files have of a matrix with a ``form`` to ``packed``: as many elements as ``packing`` has, after

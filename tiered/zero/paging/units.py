@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from tiered.errors import MisuseError, one_of
-from tiered.packing.quantised import QUANTIZE, TOGETHER, Loss, Packing, Quantize, packing_of, packing_where_fit
+from tiered.packing.quantised import FORMS, QUANTIZE, Loss, Packing, Quantize, packing_of, packing_where_fit
 
 __all__ = [
     "ALL",
@@ -711,8 +711,7 @@ def _too_large(
         large = nbytes > (limits.unit if slicing.weights else limits.whole or UNIT_SHARE * limits.unit // THIRD)
         if plain and (large or known) and slicing.allows(name) and _will_be_row_major(parameter, strides):
             columns = parameter.shape[1]
-            together = TOGETHER if name in forms else 16
-            step = together // math.gcd(columns, together)
+            step = math.lcm(16 // math.gcd(columns, 16), FORMS[forms[name]].rows_together(columns) if name in forms else 1)
             fitting = limits.unit // (columns * parameter.dtype.itemsize)
             rows = known or (_blocks(fitting, parameter.shape[0]) if slicing.weights else max(step, fitting // step * step))
             if rows < parameter.shape[0]:
