@@ -211,6 +211,20 @@ def changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> 
 WEIGHT = "model.layers.1.mlp.up_proj.weight"
 
 
+def test_parts_of_a_weight_may_be_in_several_files(tmp_path: Path) -> None:
+    expected = matrices(packed(tmp_path, torch.float32, "nf4", True))
+    folder = tmp_path / "packed"
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = {name: f"model-0000{1 + number % 3}-of-00003.safetensors" for number, name in enumerate(tensors)}
+    for file in set(names.values()):
+        save_file({name: tensors[name] for name in tensors if names[name] == file}, folder / file, metadata={"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        model = import_model(folder, store, verify=True)
+        assert all(torch.equal(model.get_parameter(name).detach(), value) for name, value in expected.items())
+
+
 def other_state(**values: Any) -> Callable[[dict[str, torch.Tensor]], None]:
     def change(tensors: dict[str, torch.Tensor]) -> None:
         state = json.loads(bytes(tensors[f"{WEIGHT}{STATE}nf4"].tolist())) | values

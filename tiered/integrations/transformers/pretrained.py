@@ -160,7 +160,7 @@ def _read(
     with Files() as files:
         drawn = torch.get_rng_state()
         try:
-            with _deferring(files):
+            with _deferring(files, path if packed else None):
                 model = load()
         except Exception:
             if not files.refused:
@@ -200,16 +200,19 @@ def _warn_of_more(path: Path, found: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _deferring(files: Files) -> Iterator[None]:
-    """Have ``transformers``, in this thread, find deferred tensors in safetensors files."""
+def _deferring(files: Files, packed: Path | None) -> Iterator[None]:
+    """Have ``transformers``, in this thread, find deferred tensors in safetensors files. ``packed``: the folder whose weights
+    are there in parts, which may be in several files."""
     original = modeling_utils.safe_open
     deferring.set(files)
+    whole = {} if packed is None else united(files.open(packed), shown(str(packed), 1000))
 
     def opened(path: Any, *given: Any, **options: Any) -> Any:
         mine = deferring.get()
         if mine is None:
             return original(path, *given, **options)
-        return _DeferredFile(united(mine.open(path), shown(str(path), 1000)))
+        tensors = mine.open(path)
+        return _DeferredFile(tensors if packed is None else {name: whole[name] for name in tensors if name in whole})
 
     modeling_utils.safe_open = opened
     try:
