@@ -360,6 +360,8 @@ def test_an_adapter_in_memory_over_it(tmp_path: Path) -> None:
             model = peft.get_peft_model(peft.prepare_model_for_kbit_training(base), config)
             adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
             losses.append(trained(model, torch.optim.AdamW(adapters, lr=1e-2), "plain", 4))
+            if len(losses) == 1:
+                assert config.base_model_name_or_path == str(tmp_path / "store")
         assert losses[0] == losses[1]
         store.close()
 

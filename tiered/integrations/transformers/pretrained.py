@@ -482,7 +482,7 @@ def open_model(store: TieredStore, *, name: str | None = None, cls: Any = None, 
             f"model {name!r} was committed in a training with updates that are not applied yet, which a store that is open for "
             "reading cannot do: open it for writing, optimizer.flush() before zero.commit"
         )
-    model.config._name_or_path = store.folder or ""  # the folder is gone
+    model.config._name_or_path = model.name_or_path = store.folder or ""  # the folder is gone; peft writes it to an adapter
     return model
 
 
