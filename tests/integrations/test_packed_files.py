@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -38,15 +39,25 @@ SIZES = LLAMA | {"intermediate_size": 192}
 SHARDED = {"max_shard_size": "40KB"}
 
 
-def packed(folder: Path, dtype: torch.dtype, kind: str, double: bool, **options: Any) -> Any:
+def packed(
+    folder: Path,
+    dtype: torch.dtype,
+    kind: str,
+    double: bool,
+    *,
+    make: Callable[[], Any] = lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    cls: Any = AutoModelForCausalLM,
+    how: dict[str, Any] = MappingProxyType({}),  # type: ignore[assignment]
+    **options: Any,
+) -> Any:
     """Save a model in ``folder / "packed"``, and return it as transformers and bitsandbytes have it in memory."""
     pytest.importorskip("bitsandbytes")
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SIZES)).to(dtype).save_pretrained(folder / "exact")
+    make().to(dtype).save_pretrained(folder / "exact")
     how = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=double, bnb_4bit_compute_dtype=dtype
+        load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=double, bnb_4bit_compute_dtype=dtype, **how
     )
-    made = AutoModelForCausalLM.from_pretrained(folder / "exact", quantization_config=how, dtype=dtype, device_map="cpu")
+    made = cls.from_pretrained(folder / "exact", quantization_config=how, dtype=dtype, device_map="cpu")
     made.save_pretrained(folder / "packed", **options)
     return made
 
@@ -199,6 +210,50 @@ def test_floats_of_8_bits_with_other_scales_are_named(tmp_path: Path) -> None:
             with pytest.raises(MisuseError, match=rf"weight '{weight}' in .* is packed in a way that is not known: .*{says}"):
                 import_model(tmp_path, store)
             store.close()
+
+
+def test_other_models_have_the_values_of_bitsandbytes(tmp_path: Path) -> None:
+    """GPT-2's layers are packed the other way round; BERT's loading assigns data; codes may be there as another type; a head
+    with one output, and rows that a group of slices does not end with."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 128}
+    gpt2 = transformers.GPT2Config(vocab_size=64, n_embd=64, n_inner=64, n_layer=1, n_head=2, n_positions=32)
+    bert = transformers.BertConfig(vocab_size=64, **sizes)
+    cut = LlamaConfig(**SIZES | {"hidden_size": 80, "intermediate_size": 4096})
+    classes = transformers.AutoModelForSequenceClassification
+    one = LlamaConfig(**SIZES, num_labels=1, pad_token_id=0)
+    cases: list[tuple[Callable[[], Any], Any, dict[str, Any], dict[str, Any]]] = [
+        (lambda: transformers.GPT2LMHeadModel(gpt2), AutoModelForCausalLM, {}, {}),
+        (lambda: transformers.BertForSequenceClassification(bert), classes, {}, {}),
+        (lambda: LlamaForCausalLM(LlamaConfig(**SIZES)), AutoModelForCausalLM, {"bnb_4bit_quant_storage": torch.bfloat16}, {}),
+        (lambda: transformers.LlamaForSequenceClassification(one), classes, {"llm_int8_skip_modules": []}, {}),
+        (lambda: LlamaForCausalLM(cut), AutoModelForCausalLM, {}, {"largest_unit": 1 << 18}),
+    ]
+    for number, (make, cls, how, options) in enumerate(cases):
+        folder = tmp_path / str(number)
+        reference = packed(folder, torch.float32, "nf4", True, make=make, cls=cls, how=how)
+        expected = {name: value for name, value in matrices(reference).items() if name != "score.weight" or value.dim() == 2}
+        assert expected
+        with TieredStore.open(folder / "store", dram="4MiB") as store, torch.no_grad():
+            model = import_model(folder / "packed", store, cls=cls, verify=True, **options)
+            for name, value in expected.items():
+                found = model.state_dict()[name]
+                conv = "transformer.h" in name and number == 0
+                assert torch.equal(found, value.t() if conv else value), (number, name)
+            ids = IDS % 64
+            assert torch.equal(model(input_ids=ids).logits, reference(input_ids=ids).logits), number
+            store.close()
+
+
+def test_packed_weights_are_not_packed_again(tmp_path: Path) -> None:
+    packed(tmp_path, torch.float32, "nf4", True)
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        for call in (
+            lambda: import_model(tmp_path / "packed", store, quantize="int8"),
+            lambda: from_pretrained(AutoModelForCausalLM, tmp_path / "packed", store, policy=zero.Policy(quantize="nf4")),
+        ):
+            with pytest.raises(MisuseError, match="has weights that are packed already: leave quantize out"):
+                call()
+        assert list(store) == []
 
 
 def changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:

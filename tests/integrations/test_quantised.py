@@ -366,6 +366,37 @@ def test_an_adapter_in_memory_over_it(tmp_path: Path) -> None:
         store.close()
 
 
+def test_an_adapter_that_is_frozen_stays_exact(tmp_path: Path) -> None:
+    """A second one, which is switched to later, and one that is only used."""
+    peft = pytest.importorskip("peft")
+    folder = saved(llama, tmp_path / "model")
+    config = peft.LoraConfig(r=32, target_modules=LAYERS[llama], init_lora_weights=False)
+
+    def adapted(base: Any) -> Any:
+        torch.manual_seed(1)
+        model = peft.get_peft_model(base, config)
+        model.add_adapter("other", config)
+        return model
+
+    given = {name: value.clone() for name, value in adapted(LlamaForCausalLM.from_pretrained(folder)).state_dict().items()}
+    for frozen in (False, True):
+        with TieredStore.open(tmp_path / str(frozen), dram="2MiB") as store:
+            policy = zero.Policy(quantize="int4")
+            prepare = (lambda base: adapted(base).requires_grad_(False)) if frozen else adapted
+            model = from_pretrained(LlamaForCausalLM, folder, store, prepare=prepare, policy=policy)
+            found = model.state_dict()
+            assert all(torch.equal(found[name], value) for name, value in given.items() if "lora" in name)
+            assert sum(one.packing is not None for one in pager_of(model).placements) == 16
+            model.set_adapter("other")
+            before = {name: value.clone() for name, value in found.items() if "lora" in name}
+            optimizer = zero.AdamW(model.parameters(), lr=1e-2)
+            trained(model, optimizer, "plain", 2)
+            after = model.state_dict()
+            changed = {name for name, value in before.items() if not torch.equal(after[name], value)}
+            assert changed == {name for name in before if ".other." in name}
+            store.close()
+
+
 def test_what_is_frozen_alone_is_packed(tmp_path: Path) -> None:
     """Where all parameters are to be trained, or all are frozen, nobody said which: all are packed."""
     for frozen, packed in (((), 2), ((0, 1), 2), ((0,), 1), ((1,), 1)):

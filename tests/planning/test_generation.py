@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from tiered.planning.generation import FORMS, PlannedWeights, Sequences, plan_ge
 
 MIB = 1 << 20
 DENSE = PlannedWeights(32 * MIB, 32 * MIB, always=64 * MIB, experts=0, routed=1.0, cache=1024, unit=MIB, width=2)
-AS_IT_IS = {"as it is": 1.0}
+AS_IT_IS = {"as it is": None}
 
 
 def deepseek() -> DeepseekV3ForCausalLM:
@@ -157,6 +158,8 @@ def test_experts_of_several_sequences() -> None:
     int8 = plan_generation(mixture, None, 60 * MIB, Sequences(), FORMS)[1]
     assert int8.weights == mixture.nbytes / 2
     assert int8.read == 0
+    wide = plan_generation(replace(mixture, width=4), None, 60 * MIB, Sequences(), FORMS)
+    assert [one.weights for one in wide] == [mixture.nbytes, mixture.nbytes / 4, mixture.nbytes * 0.5625 / 4]
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -117,7 +117,7 @@ def only_model(store: TieredStore) -> str:
     return found[0]
 
 
-def refuse_unfinished(store: TieredStore, name: str) -> None:
+def refuse_unfinished(store: TieredStore | StoreAtRest, name: str) -> None:
     """Raise MisuseError where the import of a model was stopped, and not finished since."""
     if key_of_file(name, UNFINISHED) in store:
         raise MisuseError(

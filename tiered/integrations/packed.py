@@ -100,11 +100,15 @@ def _by_table(parts: Mapping[str, Deferred], text: Deferred) -> Deferred:
     if text.numel() > STATE_BYTES:
         raise ValueError(f"its state has {text.numel():,} bytes")
     state = msgspec.json.decode(bytes(text.whole().tolist()), type=_State)
+    parts = {**parts, "": parts[""].in_bytes()}  # which may be there as elements of another type
     dtype, double = getattr(torch, state.dtype, None), NESTED_LARGEST in parts
     elements = math.prod(state.shape)
     if len(state.shape) != 2 or min(state.shape) < 1 or elements % BLOCK or state.blocksize != BLOCK or dtype not in TYPES:
         raise ValueError(f"shape {state.shape} of {state.dtype} in blocks of {state.blocksize}; known are blocks of {BLOCK}")
-    if double and (state.nested_blocksize != NESTED or state.nested_dtype != "float32" or state.nested_offset is None):
+    added = state.nested_offset if double else 0.0
+    if added is None or not abs(added) < 1e38:
+        raise ValueError(f"{added} is what is added to its largest values")
+    if double and (state.nested_blocksize != NESTED or state.nested_dtype != "float32"):
         raise ValueError(f"largest values in blocks of {state.nested_blocksize}; known are blocks of {NESTED} in float32")
     blocks = elements // BLOCK
     sizes = {"": elements // 2, LARGEST: blocks, TABLE: TABLE_VALUES}
@@ -116,7 +120,7 @@ def _by_table(parts: Mapping[str, Deferred], text: Deferred) -> Deferred:
         if (parts[part].numel(), parts[part].dtype) != (size, kinds[part]):
             raise ValueError(f"its part {part or 'of codes'!r} has {parts[part].numel():,} elements of {parts[part].dtype}")
     return Deferred.packed(
-        parts[""], state.shape, dtype, form_by_table(double), partial(_pack_by_table, dict(parts), state.nested_offset or 0.0)
+        parts[""], state.shape, dtype, form_by_table(double), partial(_pack_by_table, dict(parts), added)
     )
 
 
@@ -126,8 +130,7 @@ def _pack_by_table(parts: Mapping[str, Deferred], added: float, packing: Packing
     _refuse_cut(before, BLOCK * NESTED if packing.double else BLOCK)
     packed.zero_()
     views, first = packing.views(packed), before // BLOCK
-    codes = parts[""]
-    codes.write_to(views.codes.view(-1, *codes.shape[1:]), slice(before // 2, before // 2 + views.codes.numel()))
+    parts[""].write_to(views.codes.view(-1), slice(before // 2, before // 2 + views.codes.numel()))
     parts[LARGEST].write_to(views.largest, slice(first, first + packing.rows))
     parts[TABLE].write_to(views.table)
     if packing.double:

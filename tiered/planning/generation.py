@@ -25,8 +25,8 @@ __all__ = ["FORMS", "PlannedTokens", "PlannedWeights", "Sequences", "plan_genera
 
 WINDOW = 2
 """Units by which read-ahead reads more than what is missing, because it takes memory, too."""
-FORMS = {"as it is": 1.0, "int8": 0.5, "int4": 0.28}
-"""Bytes of weights in the forms of ``tiered import --quantize``, of those of 16 bits."""
+FORMS = {"as it is": None, "int8": 1.0, "int4": 0.5625}
+"""Bytes of a weight in the forms of ``tiered import --quantize``; None: those of the type that it has."""
 POLICIES = {"as it is": Policy(), "int8": Policy(quantize="int8"), "int4": Policy(quantize="int4")}
 """How each form is divided into units."""
 
@@ -170,10 +170,12 @@ def _number(config: Any, name: str) -> int:
 
 
 def plan_generation(
-    weights: PlannedWeights, machine: Machine | None, dram: int, conversation: Sequences, forms: Mapping[str, float]
+    weights: PlannedWeights, machine: Machine | None, dram: int, conversation: Sequences, forms: Mapping[str, float | None]
 ) -> tuple[PlannedTokens, ...]:
-    """Plan a token in each of ``forms``, in a budget of ``dram`` bytes and, where the machine has a device, in its memory."""
-    return tuple(_planned(name, weights.times(factor), machine, dram, conversation) for name, factor in forms.items())
+    """Plan a token in each of ``forms``, the bytes that a weight has there (None: as it is), in a budget of ``dram`` bytes and,
+    where the machine has a device, in its memory."""
+    factors = {name: 1.0 if nbytes is None else nbytes / weights.width for name, nbytes in forms.items()}
+    return tuple(_planned(name, weights.times(factor), machine, dram, conversation) for name, factor in factors.items())
 
 
 def _planned(

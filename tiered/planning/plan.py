@@ -29,7 +29,7 @@ from tiered.planning.timing import Timing, measure_operations
 from tiered.store.activations import piece_of
 from tiered.store.opening import SMALLEST_DRAM, default_dram
 from tiered.system import KEPT, SELDOM
-from tiered.types import OptimizerName, Use, budget_text, format_size, parse_size
+from tiered.types import OptimizerName, Use, budget_text, format_size, parse_size, with_unit
 from tiered.zero.page import smallest_pool
 from tiered.zero.paging.recompute.micro_batch import split_modules
 from tiered.zero.paging.step_trace import LONGEST
@@ -705,7 +705,8 @@ def plan(
         return Plan(
             model=subject.name, parameters=parameters, tokens=tokens, optimizer=optimizer, machine=found, smallest=smallest,
             enough=enough, chosen=None,
-            refused=f"{format_size(budget)} of DRAM is too little: the smallest budget that works is {format_size(smallest)}",
+            refused=f"{format_size(budget)} of DRAM is too little: the smallest budget that works is {format_size(smallest)}"
+            f"{with_unit(budget) if budget < SMALLEST_DRAM else ''}",
             changes=(f"dram={budget_text(-(-enough * 101 // 100))!r}", *_smaller_units(planner, budget)),
         )
     updates: Sequence[Update] = [update] if update else (["on_fetch"] if accumulate > 1 else ["on_fetch", "in_backward"])

@@ -448,7 +448,10 @@ class Commits(OnDisk):
                     )
                 for key in needs:
                     if key not in chosen.tensors:
-                        raise MisuseError(f"generation {chosen.number} has no {key!r}: nothing was rolled back")
+                        raise MisuseError(
+                            f"generation {chosen.number} has no {key!r}, which zero.commit makes: nothing was rolled back; "
+                            "store.rollback goes back to it without, and the model is paged anew then"
+                        )
                 self._engine.wait(_Rollback(chosen, self, worker))
                 return chosen.number
 

@@ -453,6 +453,55 @@ def test_nor_after_the_store_went_back_by_itself(tmp_path: Path) -> None:
             zero.rollback(model, optimizer)
 
 
+def test_an_optimizer_that_has_made_steps_is_not_left_out(tmp_path: Path) -> None:
+    """Its moments and counts would be lost with a crash, and a rollback would take back the parameters alone."""
+    with TieredStore.open(tmp_path / "state", dram=DRAM) as store:
+        model = zero.page(Tied(), store)
+        optimizer = zero.AdamW(model.parameters(), lr=1e-2)
+        zero.commit(model)  # it has made none yet
+        model.loss(1).backward()  # type: ignore[operator]
+        optimizer.step()
+        for call in (zero.commit, zero.commit_async):
+            with pytest.raises(MisuseError, match=r"an optimizer, a AdamW that updates '.*', has made steps of 'model', and"):
+                call(model)
+        zero.commit(model, optimizer)
+        store.close()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"extra": 5}, "extra is a dict of JSON values, tuples and tensors, by name, not 5"),
+        ({"extra": "epoch 3"}, "extra is a dict .*, not 'epoch 3'"),
+        ({"scheduler": 5}, r"scheduler= has a state_dict\(\) and a load_state_dict\(\), and 5 has none"),
+        ({"scaler": "x"}, "scaler= has a state_dict"),
+        ({"data": [1, 2]}, "data= has a state_dict"),
+    ],
+)
+def test_what_is_no_part_of_a_training_is_named(tmp_path: Path, wrong: dict[str, Any], says: str) -> None:
+    with TieredStore.open(tmp_path / "state", dram=DRAM) as store:
+        model = zero.page(Tied(), store)
+        with pytest.raises(MisuseError, match=says):
+            zero.commit(model, **wrong)
+        store.close()
+
+
+def test_a_commit_of_the_store_alone_is_no_way_back_for_a_model(tmp_path: Path) -> None:
+    with TieredStore.open(tmp_path / "state", dram=DRAM) as store:
+        model = zero.page(Noisy(), store)
+        optimizer = zero.AdamW(model.parameters(), lr=1e-2)
+        store.commit()
+        model.loss(1).backward()  # type: ignore[operator]
+        optimizer.step()
+        with pytest.raises(MisuseError, match=r"which zero\.commit makes: nothing was rolled back; store\.rollback"):
+            zero.rollback(model, optimizer)
+        optimizer.flush()
+        store.rollback()
+        with pytest.raises(InterruptedStep, match=r"no checkpoint of model 'model' \(zero\.commit makes one\): page it"):
+            model.loss(1)  # type: ignore[operator]
+        store.close()
+
+
 def test_a_commit_that_fails_leaves_no_record_of_two_moments(tmp_path: Path) -> None:
     with TieredStore.open(tmp_path / "state", dram=DRAM) as store:
         model = zero.page(Tied(), store)

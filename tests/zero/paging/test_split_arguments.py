@@ -190,6 +190,43 @@ def test_what_depends_on_the_batch_is_refused(store: TieredStore, give: Any, mes
     assert store.statistics().tiers[0].held == 0
 
 
+class Cache:
+    """Grows with each call, as a cache of keys and values does."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+        self.total = torch.zeros(6)
+
+    def update(self, y: torch.Tensor, *, in_place: bool) -> torch.Tensor:
+        if in_place:
+            self.total.add_(y.detach().sum(0))
+            return y + self.total
+        self.seen.append(y)
+        return y + torch.cat(self.seen).sum(0)
+
+
+class Caching(nn.Module):
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.linear, self.in_place = nn.Linear(6, 6), in_place
+
+    def forward(self, x: torch.Tensor, cache: Cache | None) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x)
+        return y if cache is None else cache.update(y, in_place=self.in_place)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_cache_that_each_part_would_fill_is_refused(store: TieredStore, in_place: bool) -> None:
+    """The second part would compute with what the first one left in it."""
+    model = root(store, lambda model, x: model.unit(x, model.cache), Caching(in_place), parts=2)
+    for recording in (True, False):
+        model.cache = Cache()  # type: ignore[assignment]
+        with torch.set_grad_enabled(recording), pytest.raises(MisuseError, match="'unit' puts tensors into the Cache that"):
+            model(torch.randn(4, 6))
+    model.cache = None  # type: ignore[assignment]
+    model(torch.randn(4, 6)).sum().backward()
+
+
 def test_an_output_of_parameters_alone_comes_once(store: TieredStore) -> None:
     model = root(store, lambda model, x: model.unit(x), Returning(lambda m, y: (y, m.linear.weight.square().sum())))
     _, penalty = model(torch.randn(5, 6))

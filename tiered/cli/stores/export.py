@@ -69,12 +69,14 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
     from tiered.cli.stop import Stopped, StopRequest
     from tiered.errors import shown
     from tiered.store.at_rest import StoreAtRest
-    from tiered.types import format_size
+    from tiered.types import format_size, with_unit
     from tiered.zero.checkpoint.safetensors import export_at_rest, export_of_ranks
     from tiered.zero.rank_stores import sets_in
 
     if parsed.format != "safetensors":
         return _whole(parsed)
+    if parsed.shard < 1 << 10:
+        parsed.parser.error(f"--shard {parsed.shard} is less than a KiB{with_unit(parsed.shard)}")
     written, beside = 0, list[str]()
     try:
         with StopRequest() as stop, Progress(sys.stderr) as progress:
@@ -96,6 +98,7 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
                 names, of = export_of_ranks(parsed.folder, parsed.out, **wanted), "the last commit of all ranks"
             else:
                 with StoreAtRest(parsed.folder, paths=parsed.paths, generation=parsed.generation) as store:
+                    _refuse_unfinished(store, parsed.model)
                     kept, out = _kept(store, parsed.model, parsed.dtype), Path(parsed.out).expanduser()
                     _refuse_others(out, kept, replaces=parsed.existing == "overwrite")
                     names = export_at_rest(store, out, **wanted)
@@ -110,6 +113,16 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
     others = f", with {', '.join(beside)}" if beside else ""
     print(f"{shown(parsed.out, 1000)}: {files} of {of}, {format_size(written)}{others}")
     return 0
+
+
+def _refuse_unfinished(store: StoreAtRest, model: str | None) -> None:
+    """Raise MisuseError where the import of the model, or of any, was stopped, and not finished since."""
+    from tiered.integrations.kept import UNFINISHED, key_of_file, refuse_unfinished
+
+    end = key_of_file("", UNFINISHED)
+    for name in [key.removesuffix(end) for key in store if key.endswith(end)]:
+        if model in (None, name):
+            refuse_unfinished(store, name)
 
 
 def _kept(store: StoreAtRest, model: str | None, dtype: str | None) -> dict[str, bytes]:

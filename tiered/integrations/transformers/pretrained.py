@@ -11,9 +11,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
@@ -25,6 +26,7 @@ import torch.distributed as dist
 import transformers
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, GenerationConfig, modeling_utils
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from tiered import zero
@@ -128,6 +130,8 @@ def _read(
     config = options.pop("config", None)
     refuse_config(path)
     packed = is_packed(json_of(path / CONFIG, CONFIG_BYTES))
+    if packed and existing != "resume":
+        _refuse_packing(path, getattr(paging.get("policy"), "quantize", None))
     if config is None and (existing == "resume" or packed):
         config = config_of(path, trust_remote_code=bool(options.get("trust_remote_code")))
     if getattr(config, "quantization_config", None) is not None:
@@ -160,19 +164,27 @@ def _read(
     with Files() as files:
         drawn = torch.get_rng_state()
         try:
-            with _deferring(files, path if packed else None):
+            weights = None
+            if packed:
+                weights = united(files.open(path), shown(str(path), 1000))
+                if all(one.form is None for one in weights.values()):
+                    raise MisuseError(f"{path} has no weight that is packed, and its {CONFIG} says that they are")
+                for last in _transposed(cls, path, config, dtype, options):
+                    for name in [name for name in weights if f".{name}".endswith(f".{last}")]:
+                        weights[name] = weights[name].t()  # type: ignore[assignment]
+            with _deferring(files, weights):
                 model = load()
         except Exception:
             if not files.refused:
                 raise
             model = None
         if model is None:  # a conversion, or ``prepare``, writes to tensors of the files
-            if packed:
-                raise MisuseError(f"{path} has packed weights, and {files.refused} writes to what is still in its files")
             torch.set_rng_state(drawn)
-            model = load()
-        if packed and not any(isinstance(one, Deferred) and one.form is not None for one in model.parameters()):
-            raise MisuseError(f"{path} has no weight that is packed, and its {CONFIG} says that they are")
+            if packed:
+                with _deferring(files, weights, at_once=True):
+                    model = load()
+            else:
+                model = load()
         yield model, paging
 
 
@@ -199,20 +211,32 @@ def _warn_of_more(path: Path, found: dict[str, Any]) -> None:
         )
 
 
+def _refuse_packing(path: Path, quantize: Quantize | None) -> None:
+    if quantize is not None:
+        raise MisuseError(f"{path} has weights that are packed already: leave quantize out")
+
+
+def _transposed(cls: Any, path: Path, config: Any, dtype: torch.dtype | str, options: dict[str, Any]) -> set[str]:
+    """Return the names of weights of ``Conv1D`` layers, which are packed as those of linear layers are: the other way round."""
+    model = _without_values(cls, path, copy.deepcopy(config), dtype, options)
+    return {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D)}
+
+
 @contextmanager
-def _deferring(files: Files, packed: Path | None) -> Iterator[None]:
-    """Have ``transformers``, in this thread, find deferred tensors in safetensors files. ``packed``: the folder whose weights
-    are there in parts, which may be in several files."""
+def _deferring(files: Files, weights: Mapping[str, Deferred] | None, *, at_once: bool = False) -> Iterator[None]:
+    """Have ``transformers``, in this thread, find deferred tensors in safetensors files. ``weights``: by name, where they are
+    packed, in parts that may be in several files. ``at_once``: they are read when they are asked for."""
     original = modeling_utils.safe_open
     deferring.set(files)
-    whole = {} if packed is None else united(files.open(packed), shown(str(packed), 1000))
 
     def opened(path: Any, *given: Any, **options: Any) -> Any:
         mine = deferring.get()
         if mine is None:
             return original(path, *given, **options)
         tensors = mine.open(path)
-        return _DeferredFile(tensors if packed is None else {name: whole[name] for name in tensors if name in whole})
+        if weights is not None:
+            tensors = {name: weights[name] for name in tensors if name in weights}
+        return _DeferredFile(tensors, at_once)
 
     modeling_utils.safe_open = opened
     try:
@@ -229,8 +253,8 @@ deferring: ContextVar[Files | None] = ContextVar("deferring", default=None)
 class _DeferredFile:
     """What ``safe_open`` returns, as far as ``transformers`` uses it."""
 
-    def __init__(self, tensors: dict[str, Deferred]) -> None:
-        self._tensors = tensors
+    def __init__(self, tensors: dict[str, Deferred], at_once: bool) -> None:
+        self._tensors, self._at_once = tensors, at_once
 
     def __enter__(self) -> _DeferredFile:
         return self
@@ -244,20 +268,21 @@ class _DeferredFile:
         return list(self._tensors)
 
     def get_slice(self, name: str) -> _DeferredSlice:
-        return _DeferredSlice(self._tensors[name])
+        return _DeferredSlice(self._tensors[name], self._at_once)
 
-    def get_tensor(self, name: str) -> Deferred:
-        return self._tensors[name]
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return self._tensors[name].whole() if self._at_once else self._tensors[name]
 
 
 class _DeferredSlice:
     """What ``get_slice`` returns."""
 
-    def __init__(self, tensor: Deferred) -> None:
-        self._tensor = tensor
+    def __init__(self, tensor: Deferred, at_once: bool) -> None:
+        self._tensor, self._at_once = tensor, at_once
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        return self._tensor[index]
+        found: Any = self._tensor[index]
+        return found.whole() if self._at_once else found  # type: ignore[no-any-return]
 
     def get_shape(self) -> list[int]:
         return list(self._tensor.shape)
@@ -381,6 +406,8 @@ def import_model(
     files = files_of(path)
     config = options.get("config") or config_of(path, trust_remote_code=bool(options.get("trust_remote_code")))
     _refuse_kind(path, cls, config)
+    if is_packed(json_of(path / CONFIG, CONFIG_BYTES)):
+        _refuse_packing(path, quantize)
     stored = _dtype_of(path, config)
     dtype = stored if compute is None else compute
     policy = zero.Policy(storage=None if dtype is stored else stored, quantize=quantize)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import nn
 
-from tiered.errors import ManifestError, MisuseError, TieredError
+from tiered.errors import ManifestError, MisuseError, TieredError, expect_type, quoted
 from tiered.packing.quantised import FORMS
 from tiered.store import TieredStore
 from tiered.store.at_rest import StoreAtRest
@@ -88,6 +88,10 @@ class Training:
                     f"optimizer= is a {name} of parameters in memory, whose states a commit of its store has anyway: leave it "
                     "out here"
                 )
+        for what, given in (("scheduler", self.scheduler), ("scaler", self.scaler), ("data", self.data)):
+            is_generator = what == "data" and isinstance(given, torch.Generator)
+            if given is not None and not is_generator and not callable(getattr(given, "state_dict", None)):
+                raise MisuseError(f"{what}= has a state_dict() and a load_state_dict(), and {quoted(given)} has none")
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
@@ -135,7 +139,6 @@ def commit(
     and what ``TieredStore.commit`` raises.
     """
     pager = pager_of(model)
-
     training = Training(optimizer, scheduler, scaler, data)
 
     def prepare() -> None:
@@ -301,12 +304,12 @@ def record_of(model: nn.Module, pager: Pager, training: Training, extra: Mapping
     """Return what a commit needs of a model beside its tensors. Raises MisuseError and InterruptedStep where there
     can be no such commit."""
     pager.refuse_unresumed()
+    expect_type(extra, Mapping | None, "extra is a dict of JSON values, tuples and tensors, by name")
     states = getattr(training.scaler, "_per_optimizer_states", {})
     stages = [states.get(id(one), {}).get("stage") for one in training.optimizers]
     if any(getattr(stage, "name", None) == "UNSCALED" for stage in stages):  # which torch's state_dict does not tell
         raise MisuseError("the gradients are unscaled and not used yet: commit before scaler.unscale_ or after scaler.step")
-    if training.optimizers:
-        _refuse_left_out(training.optimizers, pager)
+    _refuse_left_out(training.optimizers, pager)
     pager.intent.refuse()
     pager.intent.refuse_half_updated()
     beside.refuse_forgotten(pager, "a commit")
@@ -419,10 +422,15 @@ def _refuse_left_out(optimizers: Sequence[Optimizer], pager: Pager) -> None:
     for other in pager.optimizers():
         left = [one for group in other.param_groups for one in group["params"] if id(one) not in theirs]
         if left and not any(other is one for one in optimizers):
+            which = f"a {type(other).__name__} that updates {_names(left[:1], pager)[0]!r}, has made steps of {pager.name!r}"
+            if not optimizers:
+                raise MisuseError(
+                    f"an optimizer, {which}, and its states would not be in the commit: give it to zero.commit and to "
+                    "zero.resume, optimizer="
+                )
             raise MisuseError(
-                f"another optimizer, a {type(other).__name__} that updates {_names(left[:1], pager)[0]!r}, has made steps of "
-                f"model {pager.name!r}, too: give all of them to zero.commit and to zero.resume, optimizer=[first, second]; "
-                "delete one that has served"
+                f"another optimizer, {which}, too: give all of them to zero.commit and to zero.resume, "
+                "optimizer=[first, second]; delete one that has served"
             )
 
 

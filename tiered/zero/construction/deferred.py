@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from tiered.errors import MisuseError
 from tiered.format.safetensors import CODES, WeightFiles
-from tiered.packing.quantised import Packing, cast_form, packing_of
+from tiered.packing.quantised import FORMS, Packing, cast_form
 from tiered.tensors.steps import written_by
 from tiered.zero.paging.units import ALL
 
@@ -329,8 +329,8 @@ class _Packed(_Values):
         if last is None or last[0] is not self:
             self.opened.last = None  # its memory first
             values = torch.empty(self.shape, dtype=self.dtype, device="cpu")
-            packing = packing_of(self.form, values.shape, values.stride())
-            assert packing is not None
+            packing = FORMS[self.form].of(*self.shape)
+            assert packing is not None, "an odd number of elements"
             packed = torch.empty(packing.nbytes, dtype=torch.uint8, device="cpu")
             self.pack(packing, packed, 0)
             packing.unpack(packed, values.view(-1))
@@ -418,6 +418,13 @@ class Deferred(torch.Tensor):
     ) -> Deferred:
         """Return a matrix that files have packed, ``part`` among them; see ``_Packed``."""
         return Deferred(_Packed(_files_of([part]), shape, dtype, form, pack))
+
+    def in_bytes(self) -> Deferred:
+        """Return the bytes of a tensor of a file, of shape (nbytes,)."""
+        values = self.contents
+        assert isinstance(values, _InFile)
+        nbytes = math.prod(values.shape) * values.dtype.itemsize
+        return Deferred(_InFile(values.opened, values.files, values.name, (nbytes,), torch.uint8))
 
     @property
     def form(self) -> str | None:

@@ -955,6 +955,11 @@ class Pager:
             raise
         # What cannot be compared stays behind; others must not take its error for that of a rollback that changed nothing.
         with suppress(TieredError):
+            if self.checkpoint.key not in self.store:
+                self.intent.behind = (
+                    f"the store went back to commit {generation}, which has no checkpoint of model {self.name!r} (zero.commit "
+                    "makes one): page it anew"
+                )
             if not self.follows and self.checkpoint.is_as_remembered():
                 self.intent.behind = None
                 self.checkpoint.forget()

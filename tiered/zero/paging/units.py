@@ -579,7 +579,7 @@ def divide(
     slicing = Slicing() if slicing is None else slicing
     quantize = policy.quantize
     packs = quantize is not None or bool(forms)
-    trained = _trained_over(model) if packs else set()
+    exact_ones = _exact(model) if packs else set()
     if packs and shares > 1:
         raise MisuseError("a quantised model is of one process: leave out quantize, or open it in each process by itself")
     experts = {} if shares > 1 else _experts(model, strides, slicing)
@@ -589,13 +589,13 @@ def divide(
     def make(name: str, named: list[tuple[str, nn.Parameter]]) -> None:
         kinds: dict[object, list[tuple[str, nn.Parameter]]] = {}
         for qualified, parameter in named:
-            kind = (parameter.dtype, parameter.requires_grad) if shares > 1 else parameter in trained
+            kind = (parameter.dtype, parameter.requires_grad) if shares > 1 else parameter in exact_ones
             kinds.setdefault(kind, []).append((qualified, parameter))
         for number, alike in enumerate(kinds.values()):
             for _, parameter in alike:
                 home[parameter] = len(plan.units)
             placements = [Placement(p, n, order[p], strides.get(p, p.stride()), policy.stored(p.dtype)) for n, p in alike]
-            plan.units.append(made(f"{name}#{number}" if number else name, placements, alike[0][1] in trained))
+            plan.units.append(made(f"{name}#{number}" if number else name, placements, alike[0][1] in exact_ones))
 
     def made(name: str, placements: list[Placement], exact: bool) -> UnitPlan:
         if not exact:
@@ -627,22 +627,32 @@ def divide(
     for prefix, alike in experts.items():
         found = [Sliced(parameter, name, policy.stored(parameter.dtype)) for name, parameter in alike]
         plan.sliced |= {one.parameter: one for one in found}
-        exact = any(parameter in trained for _, parameter in alike)
+        exact = any(parameter in exact_ones for _, parameter in alike)
         for placements in zip(*(one.placements(order[one.parameter]) for one in found), strict=True):
             plan.units.append(made(f"{prefix}[{placements[0].number}]".lstrip("."), list(placements), exact))
     for parameter, (name, rows) in large.items():
         most = 1 if largest_alone else None
         one = plan.sliced[parameter] = Sliced(parameter, name, policy.stored(parameter.dtype), rows, most)
-        exact = parameter in trained
+        exact = parameter in exact_ones
         plan.units += [made(placement.name, [placement], exact) for placement in one.placements(order[parameter])]
     _hold(model, home, limit, plan, absent)
     return plan
 
 
-def _trained_over(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters that stay exact in a model that is quantised, because they are to be trained over frozen ones."""
-    trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
-    return trained if any(not parameter.requires_grad for parameter in model.parameters()) else set()
+def _exact(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that stay exact in a model that is quantised: those of peft's adapters, whether they are trained or
+    not, and those that are to be trained over frozen ones."""
+    adapters: set[nn.Parameter] = set()
+    for module in model.modules():
+        for name in (*getattr(module, "adapter_layer_names", ()), "modules_to_save", "prompt_encoder"):
+            layers = getattr(module, name, None)
+            if isinstance(layers, nn.Module):
+                adapters.update(layers.parameters())
+            elif isinstance(layers, nn.ParameterDict):
+                adapters.update(layers.values())
+    others = [parameter for parameter in model.parameters() if parameter not in adapters]
+    trained = {parameter for parameter in others if parameter.requires_grad}
+    return adapters | trained if len(trained) < len(others) else adapters
 
 
 def experts_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -714,6 +724,7 @@ def _too_large(
             step = math.lcm(16 // math.gcd(columns, 16), FORMS[forms[name]].rows_together(columns) if name in forms else 1)
             fitting = limits.unit // (columns * parameter.dtype.itemsize)
             rows = known or (_blocks(fitting, parameter.shape[0]) if slicing.weights else max(step, fitting // step * step))
+            rows = rows if known else -(-rows // step) * step
             if rows < parameter.shape[0]:
                 found[parameter] = name, rows
     return found

@@ -88,6 +88,23 @@ def split_modules(model: nn.Module, plan: ModelPlan, parts: int = 1) -> dict[nn.
     return found
 
 
+def _tensors_in(value: Any, depth: int = 4) -> list[tuple[torch.Tensor, int]]:
+    """Return the tensors that an object refers to, a cache of keys and values, say, with their versions; none for a tensor and
+    for modules."""
+    if isinstance(value, torch.Tensor | nn.Module | type) or not depth:
+        return []
+    within = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else None
+    if within is None:
+        within = getattr(value, "__dict__", {}).values()
+    found: list[tuple[torch.Tensor, int]] = []
+    for one in within:
+        if isinstance(one, torch.Tensor):
+            found.append((one, -1 if one.is_inference() else one._version))
+        else:
+            found += _tensors_in(one, depth - 1)
+    return found
+
+
 def refuse_batch_dependent(module: nn.Module, name: str) -> None:
     """Raise MisuseError where ``module`` or one within it computes across the batch as it is now, or where the batch is not in
     the first dimension of what ``module`` is given."""
@@ -241,8 +258,17 @@ class Splitter:
             )
         sizes = [batch // parts + (part < batch % parts) for part in range(parts)]
         call = _Call(self, module, original, structure, leaves, split, sizes)
+        held = [_tensors_in(leaf) for leaf in leaves] if parts > 1 else []
         outputs = call.checkpointed(name) if trains else call.plain()
         self._refuse_changed(name, call.changed)
+        for leaf, then in zip(leaves, held, strict=False):
+            now = _tensors_in(leaf)
+            same = [one is other and version == before for (one, version), (other, before) in zip(now, then, strict=False)]
+            if len(now) != len(then) or not all(same):
+                raise MisuseError(
+                    f"micro_batch: {name!r} puts tensors into the {type(leaf).__name__} that it is given, as each part would: "
+                    "call the model without it (of a model of transformers: use_cache=False)"
+                )
         return outputs[0] if parts == 1 else _merge(outputs, sizes, name)
 
     def _run_again(
