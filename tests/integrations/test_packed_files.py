@@ -244,6 +244,18 @@ def test_other_models_have_the_values_of_bitsandbytes(tmp_path: Path) -> None:
             store.close()
 
 
+def test_what_would_cast_packed_weights_is_named(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    packed(tmp_path, torch.bfloat16, "nf4", True)
+    given: dict[str, Any] = {"prepare": peft.prepare_model_for_kbit_training, "existing": "overwrite"}
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        with pytest.raises(MisuseError, match=r"prepare= writes to packed weights of .*leave out what casts or freezes them"):
+            from_pretrained(AutoModelForCausalLM, tmp_path / "packed", store, **given)
+        model = from_pretrained(AutoModelForCausalLM, tmp_path / "packed", store, dtype=torch.float32, **given)
+        assert sum(one.packing is not None for one in pager_of(model).placements) == 14
+        store.close()
+
+
 def test_packed_weights_are_not_packed_again(tmp_path: Path) -> None:
     packed(tmp_path, torch.float32, "nf4", True)
     with TieredStore.open(tmp_path / "store", dram="1MiB") as store:

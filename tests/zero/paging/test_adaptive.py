@@ -260,7 +260,7 @@ def test_a_resumed_model_measures_anew(tmp_path: Path) -> None:
         model, step, _ = paged(store, activations="auto")
         for _ in range(4):
             step()
-        zero.commit(model, None)
+        zero.commit(model, pager_of(model).optimizers())
     with TieredStore.open(tmp_path / "s", dram=DRAM) as store:
         model = language()
         zero.page(model, store, activations="auto", existing="resume")

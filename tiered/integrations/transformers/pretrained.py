@@ -145,7 +145,10 @@ def _read(
         return
     _refuse_pickled(path, options)
 
+    preparing: list[bool] = []
+
     def load() -> Any:
+        preparing.clear()
         with reading_one_at_a_time(), zero.init(store):
             given = {"config": config, "dtype": dtype, "local_files_only": True, **options}
             if missing == "refuse":
@@ -159,7 +162,10 @@ def _read(
             if getattr(model, "hf_quantizer", None) is not None:
                 raise MisuseError(f"{path}: {REFUSED['quantization_config']}")
             files.at_once = True
-            return model if prepare is None else prepare(model)
+            if prepare is None:
+                return model
+            preparing.append(True)
+            return prepare(model)
 
     with Files() as files:
         drawn = torch.get_rng_state()
@@ -181,8 +187,16 @@ def _read(
         if model is None:  # a conversion, or ``prepare``, writes to tensors of the files
             torch.set_rng_state(drawn)
             if packed:
-                with _deferring(files, weights, at_once=True):
-                    model = load()
+                try:
+                    with _deferring(files, weights, at_once=True):
+                        model = load()
+                except MisuseError:
+                    if not preparing:
+                        raise
+                    raise MisuseError(
+                        f"prepare= writes to packed weights of {path} ({files.refused}): leave out what casts or freezes them "
+                        "(prepare_model_for_kbit_training), as they are frozen anyway; dtype=torch.float32 computes in it"
+                    ) from None
             else:
                 model = load()
         yield model, paging
@@ -225,7 +239,7 @@ def _transposed(cls: Any, path: Path, config: Any, dtype: torch.dtype | str, opt
 @contextmanager
 def _deferring(files: Files, weights: Mapping[str, Deferred] | None, *, at_once: bool = False) -> Iterator[None]:
     """Have ``transformers``, in this thread, find deferred tensors in safetensors files. ``weights``: by name, where they are
-    packed, in parts that may be in several files. ``at_once``: they are read when they are asked for."""
+    packed, in parts that may be in several files. ``at_once``: those that are not are read when they are asked for."""
     original = modeling_utils.safe_open
     deferring.set(files)
 
@@ -271,7 +285,8 @@ class _DeferredFile:
         return _DeferredSlice(self._tensors[name], self._at_once)
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        return self._tensors[name].whole() if self._at_once else self._tensors[name]
+        found = self._tensors[name]
+        return found.whole() if self._at_once and found.form is None else found
 
 
 class _DeferredSlice:
@@ -282,7 +297,7 @@ class _DeferredSlice:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         found: Any = self._tensor[index]
-        return found.whole() if self._at_once else found  # type: ignore[no-any-return]
+        return found.whole() if self._at_once and self._tensor.form is None else found  # type: ignore[no-any-return]
 
     def get_shape(self) -> list[int]:
         return list(self._tensor.shape)

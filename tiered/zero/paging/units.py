@@ -61,10 +61,9 @@ class Policy:
     ``quantize="int8"``, ``"int4"`` or ``"nf4"`` is inexact: matrices are packed into 8 or 4 bits an element (and scales) when
     they are paged, and unpacked to the type that they compute with whenever they are used, in backward too
     (``packing/quantised.py`` describes the forms; bitsandbytes packs nf4, and has to be installed then). Parameters of one
-    dimension, tiny ones and those that are not floats stay exact. Where some parameters of the model are frozen as it is paged,
-    as those of a base model are with an adapter (peft.get_peft_model), only these are packed, and the others are trained as
-    ever. Else nobody said what to train, and all are packed. What is packed, and what is frozen with it, cannot be trained or
-    written to.
+    dimension, tiny ones and those that are not floats stay exact. Adapters of peft stay exact, too, and are trained as ever;
+    and where most parameters (by elements) are frozen as the model is paged, so do those that are not. Else nobody said what to
+    train, and all are packed. What is packed, and what is frozen with it, cannot be trained or written to.
 
     Raises MisuseError for types other than bfloat16 or float16, and float32; for another ``quantize``.
     """
@@ -641,7 +640,8 @@ def divide(
 
 def _exact(model: nn.Module) -> set[nn.Parameter]:
     """Return the parameters that stay exact in a model that is quantised: those of peft's adapters, whether they are trained or
-    not, and those that are to be trained over frozen ones."""
+    not, and where most of the others are frozen, those that are to be trained over them. (A model may have some that are never
+    trained, such as positions.)"""
     adapters: set[nn.Parameter] = set()
     for module in model.modules():
         for name in (*getattr(module, "adapter_layer_names", ()), "modules_to_save", "prompt_encoder"):
@@ -652,7 +652,8 @@ def _exact(model: nn.Module) -> set[nn.Parameter]:
                 adapters.update(layers.values())
     others = [parameter for parameter in model.parameters() if parameter not in adapters]
     trained = {parameter for parameter in others if parameter.requires_grad}
-    return adapters | trained if len(trained) < len(others) else adapters
+    most_are_frozen = 2 * sum(parameter.numel() for parameter in trained) < sum(parameter.numel() for parameter in others)
+    return adapters | trained if most_are_frozen else adapters
 
 
 def experts_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
