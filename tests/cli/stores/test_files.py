@@ -126,6 +126,7 @@ def test_ls_of_pieces(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         store.close()
     assert main(["ls", str(model), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
+    assert found["models"][0]["step"] == 1, "of its optimizer, where the commit has no other"
     names = [one["name"] for one in found["tensors"]]
     states = sum(one["bytes"] for one in found["tensors"] if "#" in one["name"])
     assert 0 < found["models"][0]["state_bytes"] == states < found["models"][0]["bytes"]

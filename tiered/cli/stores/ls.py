@@ -86,7 +86,7 @@ def _models(
     from tiered.store.at_rest import StoreAtRest
     from tiered.zero.checkpoint.safetensors import parameters_of
 
-    counted: dict[str, int | None] = dict.fromkeys(names)
+    counted: dict[str, tuple[int | None, object]] = dict.fromkeys(names, (None, None))
     note = None
     try:
         with StoreAtRest(found.folder, paths=paths, generation=found.number) as store:
@@ -94,7 +94,11 @@ def _models(
                 counted[name] = parameters_of(store, name)
     except TieredError as error:
         note = str(error)
-    return [_model(found, name) | {"parameters": counted[name], "step": meta.get("step")} for name in names], note
+    models = []
+    for name in names:
+        numbers, steps = counted[name]
+        models.append(_model(found, name) | {"parameters": numbers, "step": meta.get("step", steps)})
+    return models, note
 
 
 def _model(found: StoreListing, name: str) -> dict[str, Any]:

@@ -296,6 +296,9 @@ def _run(session: _Session) -> int:
         if session.first:
             where = _whereabouts(store, session.losses, again)
             print(f"tiered: stopped at step {len(session.losses)}; {where}", file=sys.stderr)
+            for path in (options.json, options.report):
+                if path not in (None, "-"):
+                    print(f"tiered: {path} is written at the end of a training alone", file=sys.stderr)
         return stopped.exit_code
     if not session.first:
         return 0

@@ -258,9 +258,13 @@ def models_in(keys: Iterable[str]) -> list[str]:
     return sorted(key.removesuffix("/checkpoint") for key in keys if key.endswith("/checkpoint"))
 
 
-def parameters_of(store: StoreAtRest, name: str) -> int:
-    """Return how many numbers the parameters of model ``name`` have together. Raises as ``export_at_rest``."""
-    return sum(placement.numel for unit in plans(read_record(store, name))[0] for placement in unit.placements)
+def parameters_of(store: StoreAtRest, name: str) -> tuple[int, int | None]:
+    """Return how many numbers the parameters of model ``name`` have together, and how many steps its optimizer has made of the
+    parameter that has most (None: it has no optimizer). Raises as ``export_at_rest``."""
+    record = read_record(store, name)
+    numbers = sum(placement.numel for unit in plans(record)[0] for placement in unit.placements)
+    optimizer = record["optimizer"]
+    return numbers, None if optimizer is None else max(optimizer["steps"].values(), default=0)
 
 
 def export_at_rest(
