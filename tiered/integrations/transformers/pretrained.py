@@ -177,7 +177,8 @@ def _read(
                     raise MisuseError(f"{path} has no weight that is packed, and its {CONFIG} says that they are")
                 for last in _transposed(cls, path, config, dtype, options):
                     for name in [name for name in weights if f".{name}".endswith(f".{last}")]:
-                        weights[name] = weights[name].t()  # type: ignore[assignment]
+                        if weights[name].form is not None:
+                            weights[name] = weights[name].t()  # type: ignore[assignment]
             with _deferring(files, weights):
                 model = load()
         except Exception:
