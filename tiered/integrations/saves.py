@@ -18,7 +18,7 @@ from tiered import zero
 from tiered.errors import MisuseError
 from tiered.store import TieredStore
 from tiered.store.at_rest import listing
-from tiered.zero.checkpoint.checkpoint import extra_of
+from tiered.zero.checkpoint.checkpoint import Training, commit_with, extra_of
 from tiered.zero.paging.pager import pager_of, pager_of_parameter
 
 __all__ = ["MARK", "SavedCommit", "is_paged", "marks_of", "restore", "save", "store_of"]
@@ -79,10 +79,11 @@ def marks_of(store: TieredStore) -> dict[int, str]:
 
 
 def save(pairs: Sequence[Pair], mark: str) -> int:
-    """Commit all models of one store under ``mark``, and return the generation. Raises as ``zero.commit``."""
+    """Commit all models of one store under ``mark``, and return the generation. Where an optimizer is None, its library keeps
+    the steps and param groups in a file of its own. Raises as ``zero.commit``."""
     for model, optimizer in pairs:
         meta = {**store_of(model).meta, MARK: mark}
-        generation = zero.commit(model, optimizer, meta=meta, extra={MARK: mark})
+        generation = commit_with(model, Training(optimizer), {MARK: mark}, meta, keeps_all=False)
     return generation
 
 

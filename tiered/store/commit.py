@@ -449,8 +449,8 @@ class Commits(OnDisk):
                 for key in needs:
                     if key not in chosen.tensors:
                         raise MisuseError(
-                            f"generation {chosen.number} has no {key!r}, which zero.commit makes: nothing was rolled back; "
-                            "store.rollback goes back to it without, and the model is paged anew then"
+                            f"generation {chosen.number} has no {key!r}: nothing was rolled back (zero.commit makes "
+                            "checkpoints of models; store.rollback goes back without one, and the model is paged anew then)"
                         )
                 self._engine.wait(_Rollback(chosen, self, worker))
                 return chosen.number

@@ -138,16 +138,29 @@ def commit(
     are in memory, is not given: its ``state_dict()`` goes with ``extra``. Raises MisuseError for what cannot be written down,
     and what ``TieredStore.commit`` raises.
     """
+    return commit_with(model, Training(optimizer, scheduler, scaler, data), extra, meta, keeps_all=True)
+
+
+def commit_with(
+    model: nn.Module,
+    training: Training,
+    extra: Mapping[str, Any] | None,
+    meta: Mapping[str, object] | None,
+    *,
+    keeps_all: bool,
+) -> int:
+    """``commit``. Without ``keeps_all`` an optimizer may be left out: the caller keeps what it has beside its states."""
     pager = pager_of(model)
-    training = Training(optimizer, scheduler, scaler, data)
 
     def prepare() -> None:
         prepare_commit(model, training, extra)
         _include_others(pager)
 
-    others = ("optimizer=", training.optimizers or None), ("scheduler=", scheduler), ("scaler=", scaler)
+    others = ("optimizer=", training.optimizers or None), ("scheduler=", training.scheduler), ("scaler=", training.scaler)
     with pager.partition.agreeing("commit") as agree:
         agree((what, "None" if given is None else "given") for what, given in others)
+        if keeps_all:
+            _refuse_left_out(training.optimizers, pager)
         agree(beside.terms(model, pager))
         for one in training.optimizers:
             agree(one.terms(pager))
@@ -172,6 +185,7 @@ def commit_async(
     partition = pager.partition
     if partition.shares > 1:
         raise MisuseError("ranks acknowledge a commit together, which commit_async does not: call zero.commit")
+    _refuse_left_out(training.optimizers, pager)
     store = prepare_commit(model, training, extra)
     _include_others(pager)
     made = store.commit_async(partition.noted(store, meta))
@@ -309,7 +323,8 @@ def record_of(model: nn.Module, pager: Pager, training: Training, extra: Mapping
     stages = [states.get(id(one), {}).get("stage") for one in training.optimizers]
     if any(getattr(stage, "name", None) == "UNSCALED" for stage in stages):  # which torch's state_dict does not tell
         raise MisuseError("the gradients are unscaled and not used yet: commit before scaler.unscale_ or after scaler.step")
-    _refuse_left_out(training.optimizers, pager)
+    if training.optimizers:
+        _refuse_left_out(training.optimizers, pager)
     pager.intent.refuse()
     pager.intent.refuse_half_updated()
     beside.refuse_forgotten(pager, "a commit")
