@@ -120,7 +120,9 @@ def alone(rank: int, folder: Path) -> dict[str, str]:
         optimizer.step()
         zero.commit(model, optimizer)
         other = optimizer if rank == 0 else None
-        refused("commit", RankError, lambda: zero.commit(model, other))
+        refused("commit", MisuseError, lambda: zero.commit(model, other))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0) if rank == 0 else None
+        refused("scheduler", RankError, lambda: zero.commit(model, optimizer, scheduler=schedule))
         refused("resume", MisuseError, lambda: zero.resume(model, other))
         zero.resume(model, optimizer)
         if rank == 0:
@@ -197,11 +199,11 @@ def played(tmp_path_factory: pytest.TempPathFactory, out: Path) -> list[Any]:
 
 def test_what_one_rank_cannot_do_is_said_by_all(played: list[Any]) -> None:
     (_, first), (_, second) = played
-    for what in ("page", "optimizer", "resume"):
+    for what in ("page", "optimizer", "commit", "resume"):
         assert first[what].startswith("another rank could not "), what
         assert f"rank 1 says MisuseError: {second[what][:50]}" in first[what]
-    assert first["commit"] == second["commit"]
-    assert "optimizer= is given on rank 0, and None on rank 1" in first["commit"]
+    assert first["scheduler"] == second["scheduler"]
+    assert "scheduler= is given on rank 0, and None on rank 1" in first["scheduler"]
     for what, says in (
         ("added in another shape", r"'more.weight'.*\(4, 4\) on rank 0, and .*\(5, 4\)"),
         ("trained apart", "values of"),
