@@ -55,7 +55,7 @@ SECTIONS: list[tuple[str, str, list[str] | None, str]] = [
     ("Machines", "tiered.planning.machine", None, ""),
     ("Models by numbers", "tiered.planning.sources", ["Numbers", "Workload"], ""),
     ("Errors", "tiered.errors", None, ""),
-    ("Warnings", "tiered.errors", ["UncommittedWarning", "SharedMemoryWarning"], ""),
+    ("Warnings", "tiered.errors", ["UncommittedWarning", "SharedMemoryWarning", "QuantizedWarning"], ""),
     ("Training: tiered.zero", "tiered.zero", None, "zero."),
     ("Eviction", "tiered.engine.policy", ["LRU", "NextUse"], ""),
     ("Interfaces", "tiered.interfaces", None, ""),

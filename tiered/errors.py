@@ -24,8 +24,9 @@
      +- TorchFileError            a file of torch.save is damaged, or has what could run code
      +- InterruptedStep           an exception cut off a training step that cannot be resumed: says what to call
 
-``UncommittedWarning`` and ``SharedMemoryWarning`` are no errors: ``close`` warns with the former of changes that it drops, and
-the end of a ``with`` block of what its commit lacks of a model; ``zero.page`` with the latter of tensors that show parameters.
+Warnings are no errors: ``close`` warns with ``UncommittedWarning`` of changes that it drops, and the end of a ``with`` block of
+what its commit lacks of a model; ``zero.page`` with ``SharedMemoryWarning`` of tensors that show parameters, and with
+``QuantizedWarning`` of parameters that it packs though somebody may want to train them.
 """
 
 from __future__ import annotations
@@ -323,6 +324,11 @@ class UncommittedWarning(UserWarning):
 
 class SharedMemoryWarning(UserWarning):
     """Something outside of a model keeps tensors that show memory of its parameters, which ``zero.page`` takes away."""
+
+
+class QuantizedWarning(UserWarning):
+    """``zero.page`` packs and freezes parameters that need a gradient, although others were frozen before: too few for these to
+    be a base that something is trained over. The message says what to do."""
 
 
 class RankError(TieredError):

@@ -340,7 +340,7 @@ def test_other_sources_and_options_are_refused(folder: Path, tmp_path: Path, sou
         os.utime(shard, ns=(status.st_atime_ns, status.st_mtime_ns))
         for wrong, says in (
             ({"largest_unit": UNIT * 2}, r"begun with units of 64\.0 KiB, not units of 128\.0 KiB: .* to begin anew$"),
-            ({"largest_unit": UNIT, "quantize": "int4"}, "begun with policy"),
+            ({"largest_unit": UNIT, "quantize": "int4"}, "begun with weights as they are, not weights packed as int4: import"),
             ({"largest_unit": UNIT, "cls": LlamaForSequenceClassification}, "begun with cls AutoModelForCausalLM"),
         ):
             with pytest.raises(MisuseError, match=says):

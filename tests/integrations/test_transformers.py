@@ -261,9 +261,9 @@ def test_what_cannot_be_says_so(tmp_path: Path, store: TieredStore) -> None:
     model = paged(llama(), store)
     with pytest.raises(MisuseError, match=r"make tiered\.zero\.AdamW"):
         trainer(Trainer, model, tmp_path).train()
-    with pytest.raises(MisuseError, match="cannot be given"):
+    with pytest.raises(MisuseError, match="cannot change in the store while there are gradients"):
         model.resize_token_embeddings(80)
-    with pytest.raises(MisuseError, match="page a model that has them"):
+    with pytest.raises(MisuseError, match="cannot change in the store"):
         trainer(Trainer, model, tmp_path, bf16_full_eval=True).evaluate()
     with pytest.raises(MisuseError, match="bf16=True for autocast"):
         trainer(TieredTrainer, model, tmp_path, bf16_full_eval=True)

@@ -159,7 +159,8 @@ def test_experts_of_several_sequences() -> None:
     assert int8.weights == mixture.nbytes / 2
     assert int8.read == 0
     wide = plan_generation(replace(mixture, width=4), None, 60 * MIB, Sequences(), FORMS)
-    assert [one.weights for one in wide] == [mixture.nbytes, mixture.nbytes / 4, mixture.nbytes * 0.5625 / 4]
+    each = (4, 1, 0.5625, 0.5 + 1 / 64 + 1 / 4096)
+    assert [one.weights for one in wide] == [mixture.nbytes * nbytes / 4 for nbytes in each]
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -279,6 +279,8 @@ def test_rows_that_are_there_twice(store: TieredStore) -> None:
     table.update(ids, torch.arange(6.0)[:, None].expand(6, 8))
     assert table.look_up([5, 999, 0, 1])[:, 0].tolist() == [5, 4, 3, 0]
     table.accumulate(ids, torch.ones(6, 8), alpha=2)
+    with pytest.raises(MisuseError, match=r"table '.*': alpha is a number, not 'x'"):
+        table.accumulate(ids, torch.ones(6, 8), alpha="x")  # type: ignore[arg-type]
     assert table.look_up([5, 999, 0, 1])[:, 0].tolist() == [11, 8, 5, 0]
     same(table.look_up(ids), table[:][ids])
     nothing_is_held(store)

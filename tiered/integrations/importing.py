@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -70,6 +71,12 @@ class ImportSource(msgspec.Struct, frozen=True):
 
 def _worded(option: str, value: str | None) -> str:
     """Say a value that an import depends on as its users do."""
+    if option == "policy":
+        packed = re.search(r"quantize='(\w+)'", str(value))
+        stored = re.search(r"storage=torch\.(\w+)", str(value))
+        if packed:
+            return f"weights packed as {packed[1]}"
+        return f"weights stored as {stored[1]}" if stored else "weights as they are"
     if option != "largest_unit":
         return f"{option} {value}"
     return "units of the size that the model gives" if value in (None, "None") else f"units of {format_size(int(value))}"

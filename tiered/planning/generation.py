@@ -25,9 +25,10 @@ __all__ = ["FORMS", "PlannedTokens", "PlannedWeights", "Sequences", "plan_genera
 
 WINDOW = 2
 """Units by which read-ahead reads more than what is missing, because it takes memory, too."""
-FORMS = {"as it is": None, "int8": 1.0, "int4": 0.5625}
-"""Bytes of a weight in the forms of ``tiered import --quantize``; None: those of the type that it has."""
-POLICIES = {"as it is": Policy(), "int8": Policy(quantize="int8"), "int4": Policy(quantize="int4")}
+FORMS = {"as it is": None, "int8": 1.0, "int4": 0.5625, "nf4": 0.5 + 1 / 64 + 4 / (64 * 256)}
+"""Bytes of a weight in the forms of ``tiered import --quantize``; None: those of the type that it has. NF4 has a byte for 64
+weights, and 4 for 256 of these bytes."""
+POLICIES = {form: Policy() if nbytes is None else Policy(quantize=form) for form, nbytes in FORMS.items()}  # type: ignore[arg-type]
 """How each form is divided into units."""
 
 

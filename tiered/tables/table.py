@@ -147,6 +147,7 @@ class Table:
         errors as ``update``."""
         wanted, shape, _ = self._numbers(ids)
         given = self._values(values, shape)
+        expect_type(alpha, int | float, f"table {self.name!r}: alpha is a number")
         unique, inverse = torch.unique(wanted, return_inverse=True)
 
         def add(begin: int, end: int, rows: Sequence[torch.Tensor]) -> None:

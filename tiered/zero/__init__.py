@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from tiered.tuning.adaptive import AutoPlan, AutoPlanStatistics
+from tiered.zero.changing import unpage
 from tiered.zero.checkpoint.checkpoint import commit, commit_async, resume, rollback
 from tiered.zero.checkpoint.dcp import Committed, load_dcp
 from tiered.zero.checkpoint.safetensors import export
@@ -135,6 +136,7 @@ __all__ = [
     "resume",
     "rollback",
     "statistics",
+    "unpage",
 ]
 
 _DEEPSPEED = {

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from traceback import clear_frames
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -22,6 +24,7 @@ from torch.nn.parameter import is_lazy
 from tiered.errors import (
     CapacityError,
     MisuseError,
+    QuantizedWarning,
     TieredError,
     WriteError,
     expect_type,
@@ -37,6 +40,7 @@ from tiered.system import Trimmer, refuse_little_room, returned_at_once
 from tiered.telemetry import ActivationStatistics
 from tiered.tuning.adaptive import AutoPlan, AutoPlanStatistics
 from tiered.types import Access, Owner
+from tiered.zero.changing import change
 from tiered.zero.checkpoint import checkpoint
 from tiered.zero.checkpoint.ending import include_in_commits, record
 from tiered.zero.checkpoint.reshard import CheckpointSource, opened, reshard
@@ -65,8 +69,8 @@ from tiered.zero.paging.units import ALL, Limits, ModelPlan, Placement, Policy, 
 from tiered.zero.rank_stores import newest_set, number_of
 
 __all__ = [
-    *("Filling", "Moved", "PagingStatistics", "differing", "gathered", "no_sync", "offload", "onload", "page", "page_filling"),
-    *("Replacement", "smallest_pool", "statistics"),
+    *("Filling", "Moved", "PageOptions", "PagingStatistics", "Replacement", "differing", "gathered", "no_sync", "offload"),
+    *("onload", "page", "page_by", "page_filling", "smallest_pool", "statistics"),
 ]
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,8 @@ class PagingStatistics:
     the modules that divide the batch (``micro_batch=``), or whose inside backward computes again
     (``activations="recompute"``), or may (``"auto"``); ``computed_again``: how often forward came to one of these.
     ``activations``: what went into the store with ``activations="store"`` or "auto", else None. ``plan``: what "auto" chose,
-    else None.
+    else None. ``divided``: weights of linear layers that are used some rows at a time, because three of them are larger than
+    the memory budget: the gradient of such a layer's input may have other last bits than in memory.
     """
 
     units: int
@@ -89,6 +94,7 @@ class PagingStatistics:
     computed_again: int = 0
     activations: ActivationStatistics | None = None
     plan: AutoPlanStatistics | None = None
+    divided: tuple[str, ...] = ()
 
 
 def statistics(model: nn.Module) -> PagingStatistics:
@@ -104,6 +110,7 @@ def statistics(model: nn.Module) -> PagingStatistics:
         computed_again=pager.splitter.computed_again if pager.splitter is not None else 0,
         activations=None if pager.saved is None else pager.saved.statistics(),
         plan=None if pager.adaptive is None else pager.adaptive.chosen(),
+        divided=pager.divided_products(),
     )
 
 
@@ -332,12 +339,12 @@ def page(
     """
     expect_type(model, nn.Module, "what is paged is a torch.nn.Module")
     expect_type(store, TieredStore, "the store of a paged model is a TieredStore")
-    options = _Options(
+    options = PageOptions(
         name, existing, source, weights, param_init_fn, policy, micro_batch,
         AutoPlan() if activations == "auto" else activations, stage, timeout, paging,
     )  # fmt: skip
     with outside_inference():
-        paged = _page(model, store, options)
+        paged = page_by(model, store, options)
     store.refuse_refresh(f"a model is paged from {store}, and is of the commit that was opened: open the newest one anew")
     return paged
 
@@ -413,7 +420,7 @@ class Filling(Protocol):
 def page_filling(model: nn.Module, store: TieredStore, filling: Filling, **options: Any) -> nn.Module:
     """Do as ``page`` with these ``options``, and have ``filling`` follow it. Where it raises, units that are filled stay in the
     store, whatever ``existing`` says, and the model is not as before."""
-    return _page(model, store, _Options(filling=filling, **options))
+    return page_by(model, store, PageOptions(filling=filling, **options))
 
 
 def differing(unit: UnitPlan, memory: torch.Tensor, deferred: Mapping[nn.Parameter, Deferred]) -> str | None:
@@ -431,7 +438,7 @@ def differing(unit: UnitPlan, memory: torch.Tensor, deferred: Mapping[nn.Paramet
 
 
 @dataclass(frozen=True)
-class _Options:
+class PageOptions:
     """The arguments of ``page``, and what follows the filling."""
 
     name: str = "model"
@@ -446,6 +453,8 @@ class _Options:
     timeout: float | None = None
     paging: Paging = USUAL
     filling: Filling | None = None
+    values: Mapping[nn.Parameter, Deferred] | None = None
+    """Of parameters that have neither memory nor values elsewhere."""
 
     def __post_init__(self) -> None:
         """Raise MisuseError for values that there are not, or that do not go together."""
@@ -478,7 +487,7 @@ class _Options:
         if f"{self.name}/".startswith(PREFIX):
             raise MisuseError(f"names that begin with {PREFIX!r} belong to zero.init: give another name=")
 
-    def decided(self, store: TieredStore) -> _Options:
+    def decided(self, store: TieredStore) -> PageOptions:
         """Return these arguments with "resume" or "refuse" for "continue". Raises as ``start``."""
         if self.existing != "continue":
             return self
@@ -493,14 +502,15 @@ class _Options:
         return self.activations == "store" or isinstance(self.activations, AutoPlan)
 
 
-def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
+def page_by(model: nn.Module, store: TieredStore, options: PageOptions) -> nn.Module:
+    """Do as ``page``, whose arguments ``options`` are."""
     refuse_others()
     owner = model_named(options.name)
     partition = _partition(options.stage, options.timeout)
     with partition.agreeing("page this model") as agree:
         continues, options = options.existing == "continue", options.decided(store)
         window, held, staged = _found(model, store, options, owner)
-        shown = _shown(model, staged)
+        shown = _shown(model, staged.keys() | (options.values or {}).keys())
         if isinstance(options.activations, AutoPlan) and partition.shares > 1:
             raise MisuseError(
                 "activations='auto' is for one process: several ranks would have to choose alike; choose 'memory', 'recompute' "
@@ -509,6 +519,7 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
         agree(_asked(options, partition))
         agree(_described(model))
     strides = {parameter: found.stride for parameter, found in staged.items()}
+    strides |= {parameter: values.stride() for parameter, values in (options.values or {}).items()}
     pool = partition.all_min(min(tier.capacity for tier in store.statistics().tiers if tier.name != "nvme"))
     limits = Limits.of(pool, partition.shares)
     if options.existing == "resume":
@@ -524,6 +535,8 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
         if options.existing != "resume" and options.filling is None:
             _refuse_taken(tentative, store, owner)
         agree(_divided(tentative, model))
+    if options.policy.quantize is not None and options.existing != "resume" and options.filling is None:
+        _warn_of_packed(tentative, model)
     config = PagerConfig(options.name, pool, partition, options.micro_batch, options.activations, options.paging)
     if options.existing == "resume":
         checkpoint.refuse_other(store, options.name, tentative, partition, model)
@@ -542,7 +555,7 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
         pager.must_resume = continues
         pager.checkpoint.refuse = pager.refuse_unresumed
         pager.is_recorded()
-        include_in_commits(pager)
+        _follow(pager, options)
         return model
     if options.param_init_fn is None and options.weights is None:
         _refuse_without_reset(model)
@@ -554,6 +567,7 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
         strides |= {fresh: old.stride() for fresh, old in deferred.items()}
         if pretrained is not None:
             deferred = pretrained.values(meta)
+        deferred = {**deferred, **(options.values or {})}
         adoption = _Adoption(
             *(model, store, window, partition, staged, meta, deferred, options.param_init_fn), filling=options.filling
         )
@@ -581,6 +595,7 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
                 _place(buffers)
                 unguard(model, window)
         except BaseException as error:
+            clear_frames(error.__traceback__)  # which have the memory of the unit that was being filled
             if replacement is not None:
                 replacement.exchange_back()  # before the undoing, which reads units by the keys that they were filled under
             adoption.undo()
@@ -590,7 +605,7 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
     pager.replace_others()
     for show in shown:
         show()
-    include_in_commits(pager)
+    _follow(pager, options)
     if continues:
         record(pager)  # the next start finds it, whatever becomes of the model until then
     pager.checkpoint.begun = True
@@ -599,10 +614,38 @@ def _page(model: nn.Module, store: TieredStore, options: _Options) -> nn.Module:
     return model
 
 
-def _shown(model: nn.Module, staged: Mapping[nn.Parameter, Staged]) -> list[Callable[[], None]]:
+def _warn_of_packed(plan: ModelPlan, model: nn.Module) -> None:
+    """Warn where somebody has frozen some parameters, and others that he may want to train are packed."""
+    packed = {one.whole for unit in plan.units if unit.read_only for one in unit.placements}
+    trained = [name for name, one in model.named_parameters() if one in packed and one.requires_grad]
+    frozen = [one for one in model.parameters() if not one.requires_grad]
+    if trained and frozen:
+        share = sum(one.numel() for one in frozen) / max(1, sum(one.numel() for one in model.parameters()))
+        warnings.warn(
+            f"{len(trained)} parameters that need a gradient ({trained[0]!r} first) are packed, and frozen from here on: "
+            f"{100 * share:.0f} % of all elements are frozen, and others are trained over what is packed where most are. "
+            "Freeze more (parameter.requires_grad_(False)), leave quantize out, or, for a model that is not to be trained, "
+            "freeze all before zero.page",
+            QuantizedWarning,
+            stacklevel=4,
+        )
+
+
+def _follow(pager: Pager, options: PageOptions) -> None:
+    """Have a pager do what this package does for it: take part in commits, and give parameters other types and shapes."""
+    include_in_commits(pager)
+    anew = replace(options, existing="overwrite", source=None, weights=None, param_init_fn=None, filling=None)
+
+    def page_again(values: Mapping[nn.Parameter, Deferred]) -> nn.Module:
+        return page_by(pager.model, pager.store, replace(anew, values=values))
+
+    pager.change = partial(change, page_again, Replacement(pager.store, pager.name).exchange_back, pager)
+
+
+def _shown(model: nn.Module, elsewhere: Collection[nn.Parameter]) -> list[Callable[[], None]]:
     """Return what makes attributes of the model that show parameters views of these, once it is paged. Raises as
     ``ShownParameters.within``."""
-    parameters = [(name, one) for name, one in model.named_parameters() if one not in staged and _has_memory(one)]
+    parameters = [(name, one) for name, one in model.named_parameters() if one not in elsewhere and _has_memory(one)]
     tensors = [one for _, one in parameters] + [one for one in model.buffers() if _has_memory(one)]
     return ShownParameters(parameters, tensors).within(model)
 
@@ -613,7 +656,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _found(
-    model: nn.Module, store: TieredStore, options: _Options, owner: Owner
+    model: nn.Module, store: TieredStore, options: PageOptions, owner: Owner
 ) -> tuple[Window, list[str], dict[nn.Parameter, Staged]]:
     """Return the window that ``model`` may wait in, the keys that ``owner``, the model of its name, has in the store, and the
     parameters that wait. Raises MisuseError where the model cannot be paged into ``store``."""
@@ -643,7 +686,7 @@ def _found(
         )
     _refuse_kinds(model)
     staged = _staged(model, window)
-    _refuse_shared_memory(model, staged)
+    _refuse_shared_memory(model, staged.keys() | (options.values or {}).keys())
     return window, held, staged
 
 
@@ -739,10 +782,10 @@ def _end_graphs(model: nn.Module) -> None:
             torch.autograd.graph.increment_version(parameter)
 
 
-def _refuse_shared_memory(model: nn.Module, staged: Mapping[nn.Parameter, Staged]) -> None:
+def _refuse_shared_memory(model: nn.Module, elsewhere: Collection[nn.Parameter]) -> None:
     """Raise MisuseError where a parameter lies on memory of another one, or of a buffer: they would be apart in the store, and
-    a write to one would not be seen in the other."""
-    parameters = [("parameter", name, one) for name, one in model.named_parameters() if one not in staged]
+    a write to one would not be seen in the other. ``elsewhere``: parameters whose values are not in their memory."""
+    parameters = [("parameter", name, one) for name, one in model.named_parameters() if one not in elsewhere]
     found = []
     for _, name, parameter in parameters:
         steps = zip(parameter.shape, parameter.stride(), strict=True)
@@ -772,7 +815,7 @@ def _refuse_shared_memory(model: nn.Module, staged: Mapping[nn.Parameter, Staged
 def _ways(
     model: nn.Module,
     store: TieredStore,
-    options: _Options,
+    options: PageOptions,
     limits: Limits,
     strides: dict[nn.Parameter, tuple[int, ...]],
 ) -> tuple[Limits, Slicing, dict[str, str]]:
@@ -789,7 +832,7 @@ def _ways(
     return limits if largest is None else replace(limits, unit=min(limits.unit, largest)), slicing, forms
 
 
-def _asked(options: _Options, partition: Partition) -> Iterator[Term]:
+def _asked(options: PageOptions, partition: Partition) -> Iterator[Term]:
     """Yield what all ranks have to be asked alike."""
     yield "the stage", str(partition.share()["stage"])
     yield "name=", repr(options.name)
@@ -870,7 +913,7 @@ def _refuse_newer(source: str | os.PathLike[str], store: TieredStore, partition:
 
 
 def _take_over(
-    model: nn.Module, store: TieredStore, options: _Options, limits: Limits, partition: Partition, pool: int
+    model: nn.Module, store: TieredStore, options: PageOptions, limits: Limits, partition: Partition, pool: int
 ) -> None:
     """Have in ``store`` the checkpoint of ``options.source``, divided as the model is."""
     assert options.source is not None
@@ -974,7 +1017,7 @@ def smallest_pool(plan: ModelPlan, model: nn.Module, *, saves: bool = False, sha
 
 
 def _refuse_plan(
-    plan: ModelPlan, model: nn.Module, store: TieredStore, pool: int, options: _Options, shares: int
+    plan: ModelPlan, model: nn.Module, store: TieredStore, pool: int, options: PageOptions, shares: int
 ) -> None:
     """Raise CapacityError where there is too little memory for a model that is divided so, MisuseError where its modules cannot
     do what was asked."""
@@ -995,7 +1038,7 @@ def _refuse_plan(
 
 
 def _refuse_small_pool(
-    plan: ModelPlan, model: nn.Module, store: TieredStore, pool: int, options: _Options, shares: int
+    plan: ModelPlan, model: nn.Module, store: TieredStore, pool: int, options: PageOptions, shares: int
 ) -> None:
     """Raise CapacityError for a pool that is smaller than ``smallest_pool``."""
     saves = options.micro_batch > 1 or options.activations != "memory"
@@ -1209,7 +1252,7 @@ class _Adoption:
         values: dict[nn.Parameter, torch.Tensor] = {}
         wanted: dict[str, list[tuple[torch.Tensor, Placement]]] = {}
         for parameter, parts in self.stored.items() if self.filling is None else ():
-            if parameter in self.meta or self.partition.shares > 1:  # of which this store has a share only
+            if parameter in self.meta or parameter in self.deferred or self.partition.shares > 1:  # of which it has a share
                 continue
             _, first, device = parts[0]
             sliced = first.sliced

@@ -548,6 +548,9 @@ def test_hooks_of_a_weight_that_is_divided_are_refused(store: TieredStore, regis
         zero.page(model, store, **options)
     divided.remove()
     zero.page(model, store, **options)
+    assert zero.statistics(model).divided == ()  # of an embedding, which has the bits of memory
+    linear = zero.page(nn.Sequential(nn.Linear(64, 4000), nn.Linear(4000, 2)), store, name="linear", **options)
+    assert zero.statistics(linear).divided == ("0.weight",)
     model(torch.arange(3)).sum().backward()
     assert called == [1]
     whole.remove()

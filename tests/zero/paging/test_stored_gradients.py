@@ -1140,7 +1140,8 @@ def test_a_parameter_that_is_unfrozen_within_a_unit_in_use(store: TieredStore, h
     for module in reference, model:
         module.layers[3].requires_grad_(False)
         module(x).square().sum().backward()
-    assert all(state.taken for one, state in unit.gradients.states.items() if one.parameter is model.layers[3].weight)
+    states = {one.parameter: state for one, state in unit.gradients.states.items()}
+    assert states[model.layers[3].weight].taker is not None
     assert model.layers[3].weight in {one.parameter for one in unit.gradients.states if one.parameter.requires_grad}
     for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
         assert (mine.grad is None) == (other.grad is None)

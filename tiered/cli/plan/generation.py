@@ -79,7 +79,8 @@ def _described(
     notes = [f"note      the first token is that after a prompt of {of}, a whole --context; a shorter one takes less"]
     if machine is None:
         notes = []
-    notes += ["note      int8 and int4 are inexact (tiered import --quantize); unpacking takes computing that is not planned"]
+    packed = ", ".join([form for form in FORMS if FORMS[form] is not None])
+    notes += [f"note      {packed}: inexact (tiered import --quantize); unpacking takes computing that is not planned"]
     if weights.experts:
         notes.append("note      experts are taken to be chosen evenly; routers have favourites, so a token reads less")
     return "\n".join([*lines, "", table(rows, columns), *notes])

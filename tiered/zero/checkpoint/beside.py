@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from tiered.errors import MisuseError
+from tiered.tensors.digests import digest_of
 from tiered.zero.checkpoint.loaders import Loader
 from tiered.zero.collectives import Term
-from tiered.zero.digests import digest_of
 from tiered.zero.paging.pager import Pager, StateListing, pager_of_parameter
 from tiered.zero.paging.saved_tensors import without_grad
 

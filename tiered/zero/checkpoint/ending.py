@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tiered.errors import InterruptedStep, MisuseError, UncommittedWarning
+from tiered.tensors.digests import digest_of
 from tiered.zero.checkpoint.checkpoint import (
     TRAINING,
     Training,
@@ -25,7 +26,6 @@ from tiered.zero.checkpoint.checkpoint import (
     record_of,
     write_record,
 )
-from tiered.zero.digests import digest_of
 from tiered.zero.optimizers.optimizer import Optimizer
 from tiered.zero.paging.pager import Pager
 from tiered.zero.paging.storage import model_named

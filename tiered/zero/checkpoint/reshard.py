@@ -108,8 +108,8 @@ class CheckpointSource:
         self.units, self.limits = plans(self.records[0])
         if states and any(unit.packed for unit in self.units):
             raise MisuseError(
-                f"{name!r} in {stores[0]} is quantised, and cannot be divided anew: import the model into the other store, "
-                "too, or export it, which gives the values that it computes with"
+                f"{name!r} in {stores[0]} is quantised, which only the store that it is in and safetensors have a place for: "
+                "import the model into the other store, too, or export safetensors, with the values that it computes with"
             )
         of_all = [self.records[0]["layout"].get(part) for part in ("units", "limit", "chunk", "step")]
         shares = [record["layout"].get("share", {"rank": 0, "ranks": 1, "stage": "Alone"}) for record in self.records]

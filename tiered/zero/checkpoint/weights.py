@@ -16,7 +16,7 @@ from torch import nn
 
 from tiered.errors import MisuseError
 from tiered.store import TieredStore
-from tiered.zero.digests import digest_of
+from tiered.tensors.digests import digest_of
 from tiered.zero.paging.pager import Pager, placements_of
 from tiered.zero.paging.unit import Unit
 from tiered.zero.paging.units import Placement

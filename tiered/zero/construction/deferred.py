@@ -376,6 +376,23 @@ def expect(tensors: Iterable[tuple[Deferred, int | slice]]) -> None:
         reads[0][0].opened.expect(reads)
 
 
+class _ReadBy(_Values):
+    """Rows that a function reads."""
+
+    def __init__(self, read: Callable[[torch.Tensor, int, int], None], shape: Sequence[int], dtype: torch.dtype) -> None:
+        super().__init__(shape, dtype)
+        self._read = read
+
+    def write(self, target: torch.Tensor, region: Region) -> None:
+        if list(region[1:]) == list(_all(self.shape[1:])):
+            first, last = region[0] if region else (0, 1)
+            self._read(target, first, last)
+            return
+        rows = torch.empty([_sizes(region)[0], *self.shape[1:]], dtype=target.dtype, device="cpu")
+        self._read(rows, *region[0])
+        target.copy_(rows[(slice(None),) + tuple(slice(start, stop) for start, stop in region[1:])])  # noqa: RUF005
+
+
 class Deferred(torch.Tensor):
     """A tensor on the CPU, as far as shape, strides and type tell, whose values are computed by ``write_to``."""
 
@@ -419,6 +436,14 @@ class Deferred(torch.Tensor):
         """Return a matrix that files have packed, ``part`` among them; see ``_Packed``."""
         return Deferred(_Packed(_files_of([part]), shape, dtype, form, pack))
 
+    @staticmethod
+    def read_by(
+        read: Callable[[torch.Tensor, int, int], None], shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+    ) -> Deferred:
+        """Return a tensor of which ``read`` writes rows to a tensor, from one number to another."""
+        meta = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="meta")
+        return Deferred(_ReadBy(read, shape, dtype), meta)
+
     def in_bytes(self) -> Deferred:
         """Return the bytes of a tensor of a file, of shape (nbytes,)."""
         values = self.contents
@@ -449,7 +474,7 @@ class Deferred(torch.Tensor):
 
     def cast(self, dtype: torch.dtype) -> Deferred:
         """Return the values in that type."""
-        return self if dtype is self.contents.dtype else Deferred(_Cast(self.contents, dtype))
+        return self if dtype is self.contents.dtype else Deferred(_Cast(self.contents, dtype), self.meta.to(dtype))
 
     def whole(self) -> torch.Tensor:
         """Return the values, in memory, with the strides that this tensor shows: sums and products depend on them."""

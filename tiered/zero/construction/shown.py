@@ -19,9 +19,10 @@ from torch import nn
 
 from tiered.errors import MisuseError, SharedMemoryWarning
 from tiered.store.activations import users_of
+from tiered.zero.paging.tensors.stored import StoredTensor
 from tiered.zero.paging.units import is_dense
 
-__all__ = ["ShownParameters"]
+__all__ = ["ShownParameters", "shown_anew"]
 
 WITHIN = 4
 """Levels of lists, tuples and dicts in an attribute that are looked into."""
@@ -60,6 +61,18 @@ class _View(NamedTuple):
         if self.alone:
             return nn.Parameter(view, self.graded)
         return view.requires_grad_() if self.graded and not self.recorded else view
+
+
+class _Stored(NamedTuple):
+    """A view of a parameter that was in the store, and is an ordinary one when ``made`` is called."""
+
+    view: StoredTensor
+
+    def made(self) -> torch.Tensor:
+        made, needs = self.view.made(self.view.source.parameter), bool(self.view.requires_grad)
+        if isinstance(self.view, nn.Parameter):
+            return nn.Parameter(made, needs)
+        return made if made.requires_grad or not needs else made.requires_grad_()
 
 
 class ShownParameters:
@@ -139,6 +152,20 @@ class ShownParameters:
             )
 
 
+def shown_anew(model: nn.Module) -> list[Callable[[], None]]:
+    """Return what makes attributes of a model that is not paged any more, and that show parameters as they were in the store,
+    views of the parameters. May be called again."""
+    changes: list[Callable[[], None]] = []
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if name not in ("_parameters", "_buffers", "_modules"):
+                stored = [one for one in _tensors(value) if isinstance(one, StoredTensor) and one.step is not None]
+                views = {id(one): _Stored(one) for one in stored}
+                if views:
+                    changes.append(partial(_replace, module, name, value, views))
+    return changes
+
+
 def _places(parameters: Sequence[tuple[str, nn.Parameter]], tensors: Sequence[torch.Tensor]) -> dict[int, list[_Place]]:
     """Return where parameters lie, by the numbers of those storages that have more users than the tensors of the model."""
     on: dict[int, list[torch.Tensor]] = {}
@@ -168,7 +195,7 @@ def _tensors(value: Any, levels: int = WITHIN) -> Iterator[torch.Tensor]:
             yield from _tensors(one, levels - 1)
 
 
-def _replace(module: nn.Module, name: str, value: Any, views: Mapping[int, _View]) -> None:
+def _replace(module: nn.Module, name: str, value: Any, views: Mapping[int, _View | _Stored]) -> None:
     made: dict[int, torch.Tensor] = {}
 
     def shown(tensor: torch.Tensor) -> torch.Tensor:

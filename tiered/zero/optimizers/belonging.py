@@ -15,8 +15,8 @@ import torch
 
 from tiered.errors import ManifestError
 from tiered.store import TieredStore
+from tiered.tensors.digests import digest_of
 from tiered.types import Owner
-from tiered.zero.digests import digest_of
 from tiered.zero.optimizers.resident_shard import LocalShard
 
 __all__ = ["Belonging"]

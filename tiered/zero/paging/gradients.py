@@ -69,11 +69,11 @@ class GradientState:
     ``unscaled``: for a step, which a scaler may leave out: no commit keeps either. ``adding``: the stored gradient is not in
     ``parameter.grad`` now, or only half added to; an interruption leaves it so. ``defined``: so is what autograd accumulates
     now; else ``parameter.grad`` stays what it is. ``unreduced``: this rank's sum of it is in ``LocalGradients``, and the mean
-    over the ranks is not stored yet. ``taken``: the parameter has the hook that takes what autograd has accumulated.
-    ``announced``: what identifies the hook that counts on the autograd node which accumulates it, and is gone with the node.
-    ``node``: that node (None: only graphs have it, if any). ``assigned``: the tensor in memory that ``parameter.grad`` is, to
-    which autograd accumulates now. ``copied``: the one that the stored gradient is a copy of, and its version then.
-    ``taken_from``: the memory of the one that the mean over the ranks took the place of.
+    over the ranks is not stored yet. ``taker``: number of the parameter's hook that takes what autograd has
+    accumulated. ``announced``: what identifies the hook that counts on the autograd node which accumulates it, and is gone with
+    the node. ``node``: that node (None: only graphs have it, if any). ``assigned``: the tensor in memory that
+    ``parameter.grad`` is, to which autograd accumulates now. ``copied``: the one that the stored gradient is a copy of, and its
+    version then. ``taken_from``: the memory of the one that the mean over the ranks took the place of.
     """
 
     marker: StoredTensor | None = None
@@ -90,7 +90,7 @@ class GradientState:
     adding: bool = False
     defined: bool = False
     unreduced: bool = False
-    taken: bool = False
+    taker: int | None = None
     announced: weakref.ref[Announced] | None = None
     node: Any = None
     assigned: weakref.ref[torch.Tensor] | None = None
@@ -120,6 +120,7 @@ class UnitGradients:
         self.parts = {placement: part for placement, part in parts.items() if placement in self.states}
         self.opened: torch.Tensor | None = None  # while gradients arrive: leased
         self._lease = Opened()
+        self._placements = tuple(placements)
         self.unhooked: dict[Placement, None] = dict.fromkeys(placements)
         """Parameters whose gradient no hook takes yet, or whose node only graphs have."""
         self.arrived: set[Placement] = set()
@@ -148,6 +149,12 @@ class UnitGradients:
                 ):
                     self.unhooked[placement] = None  # first: an exception in between must not leave a node that nobody hooks
                     state.node = None
+
+    def hook_anew(self) -> None:
+        """Have the next hold hook the gradients, because the parameters lost their hooks meanwhile."""
+        self.unhooked = dict.fromkeys(self._placements)
+        for state in self.states.values():
+            state.node, state.taker, state.announced = None, None, None
 
     def end_pass(self) -> None:
         """Forget what arrived in the backward pass; the gradients stay as they are."""

@@ -75,14 +75,23 @@ from tiered.zero.paging.saved_tensors import (
 from tiered.zero.paging.sharding import Partition
 from tiered.zero.paging.step_trace import Prefetch, StepTrace
 from tiered.zero.paging.storage import CheckpointRecord, UpdateTier, in_update_tier, model_named
-from tiered.zero.paging.tensors.compiling import KEY, ForwardHooks, around, is_compiled, refuse_constants, traced, uncompiled
+from tiered.zero.paging.tensors.compiling import (
+    KEY,
+    ForwardHooks,
+    around,
+    is_compiled,
+    is_of_forward,
+    refuse_constants,
+    traced,
+    uncompiled,
+)
 from tiered.zero.paging.tensors.copies import CopiedParameter, CopiedValues
 from tiered.zero.paging.tensors.functions import OTHER
-from tiered.zero.paging.tensors.parameters import Whole
+from tiered.zero.paging.tensors.parameters import Whole, unpage
 from tiered.zero.paging.tensors.patches import in_force_for
 from tiered.zero.paging.tensors.sliced import Divided, slice_up
 from tiered.zero.paging.tensors.sources import UNITS_HELD
-from tiered.zero.paging.tensors.stored import no_copy
+from tiered.zero.paging.tensors.stored import StoredTensor, no_copy
 from tiered.zero.paging.unit import BackwardUpdates, Held, Unit
 from tiered.zero.paging.units import ModelPlan, Placement, Sliced, is_called
 
@@ -120,6 +129,8 @@ _excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 LAYERS = "torch.nn.modules."
 """Modules of Python with the layers of torch."""
+OURS = ("__reduce_ex__", "__prepare_scriptable__", "_apply")
+"""Attributes that paging gives to each module, in place of those of its class."""
 IN_ONE_THREAD = "another thread is computing with this model: use it in one thread at a time, or take a lock around it"
 LEAST_POOL = 1 << 20
 """Bytes of memory that are enough for a step, with three times the largest unit."""
@@ -304,6 +315,9 @@ class PagerConfig:
 class Pager:
     """Model whose parameters live in a store. Used by one thread at a time, as a module is."""
 
+    change: Callable[[Mapping[nn.Parameter, torch.dtype | torch.Tensor]], None] | None = None
+    """Gives parameters another type, or the shape and the values of a tensor; None while the model is not yet paged."""
+
     def __init__(self, model: nn.Module, store: TieredStore, plan: ModelPlan, config: PagerConfig) -> None:
         name, pool, partition = config.name, config.pool, config.partition
         self._pool = pool
@@ -351,8 +365,10 @@ class Pager:
         self._copied: dict[nn.Parameter, tuple[str, int, Callable[[], torch.Tensor | None]]] = {}
         self._hooks_of: dict[nn.Module, list[Any]] = {}
         """The handles of what was registered with each module."""
-        self._forwards = {module: [module.__dict__.get("forward")] for module in model.modules()}
-        """What each module has as ``forward`` of its own: before it was paged, and since."""
+        self._before = {module: module.__dict__.get("forward") for module in model.modules()}
+        """What each module had as ``forward`` of its own before it was paged."""
+        self._since: dict[nn.Module, Any] = {}
+        """And what it has since."""
         self._backward: Backward | None = None
         self._updates = BackwardUpdates()
         self.step_trace = StepTrace.of(store)
@@ -372,13 +388,11 @@ class Pager:
         self.splitter = (
             Splitter(model, store, name, plan, pool, config.micro_batch, self, self.adaptive) if computes_again else None
         )
-        for module in self.model.modules():
-            module.__dict__["__prepare_scriptable__"] = _refuse_scripting  # torch.jit.script calls it first
-            # Not __deepcopy__, which a module around this one that lends its attributes, as peft's, would have, too.
-            module.__dict__["__reduce_ex__"] = partial(self._reduce, module)
+        for module in self._before:
+            self._stand_in(module)
             if self._is_hooked(module):
                 module.forward = self._guarded(module, module.forward)  # of this one object
-            self._forwards[module].append(module.__dict__.get("forward"))
+            self._since[module] = module.__dict__.get("forward")
         _pagers.add(self)
         store.held_by(self)
         self.optimizer: object | None = None
@@ -444,18 +458,36 @@ class Pager:
             unit.release_parameters()
         for sliced in self.sliced.values():
             slice_up(sliced.parameter, SlicedHandle(self, sliced), self.store.device)
-        for module in self.model.modules():
+        for module in self._before:
             if module._parameters:
                 module._parameters = _Watched(module, self)
                 after = partial(self._after_state_dict)  # torch marks the hook, which a bound method does not allow
-                self._hooks_of[module] = [
-                    module.register_state_dict_post_hook(after),  # type: ignore[no-untyped-call]
-                    module.register_load_state_dict_pre_hook(self._before_load),  # type: ignore[no-untyped-call]
-                    module.register_load_state_dict_post_hook(self._after_load),  # type: ignore[no-untyped-call]
-                ]
+                handles = self._hooks_of[module] = []
+                handles.append(module.register_state_dict_post_hook(after))  # type: ignore[no-untyped-call]
+                handles.append(module.register_load_state_dict_pre_hook(self._before_load))  # type: ignore[no-untyped-call]
+                handles.append(module.register_load_state_dict_post_hook(self._after_load))  # type: ignore[no-untyped-call]
             if self._is_hooked(module):
                 held = self._held.get(module, ())
                 ForwardHooks(held, self._before_forward, self._after_forward).register(module)
+
+    def _stand_in(self, module: nn.Module) -> None:
+        """Give a module ``OURS``."""
+        module.__dict__["__prepare_scriptable__"] = _refuse_scripting  # torch.jit.script calls it first
+        # Not __deepcopy__, which a module around this one that lends its attributes, as peft's, would have, too.
+        module.__dict__["__reduce_ex__"] = partial(self._reduce, module)
+        module.__dict__["_apply"] = partial(self._apply, module)  # what .half(), .to() and the like call
+
+    def enter_again(self) -> None:
+        """Undo ``leaving``, after which nothing of the model has changed in the store."""
+        for unit in self.units:
+            unit.gradients.hook_anew()
+        self._watch()
+        for module, forward in self._since.items():
+            self._stand_in(module)
+            if forward is not None:
+                module.__dict__["forward"] = forward
+        _pagers.add(self)
+        self.intent.spoil(None)
 
     def _counted(self) -> dict[nn.Parameter, int]:
         """Return how many references there are to each parameter where nobody but this model has it."""
@@ -488,6 +520,11 @@ class Pager:
             embeddings = sum(isinstance(module, nn.Embedding) for module in users)
             if embeddings:
                 yield embeddings < len(users), [self._home[one][0].key for one in sliced.slices]
+
+    def divided_products(self) -> tuple[str, ...]:
+        """Return the names of weights of which a layer other than an embedding uses some rows at a time."""
+        others = {id(one) for m in self._before if not isinstance(m, nn.Embedding) for one in m._parameters.values()}
+        return tuple(one.name for whole, one in self.sliced.items() if one.rows is not None and id(whole) in others)
 
     def _is_hooked(self, module: nn.Module) -> bool:
         return module in self._held or (module is self.model and is_called(module))
@@ -1220,7 +1257,7 @@ class Pager:
             if not (parameter.requires_grad and parameter.is_leaf):  # one that was frozen may be the result of a write
                 continue
             state = gradients.states.get(placement)
-            if state is None or not state.taken:
+            if state is None or state.taker is None:
                 self._hook_taking(unit, placement, state)
                 state = gradients.states[placement]
             if state.node is None:
@@ -1238,7 +1275,7 @@ class Pager:
         hooks = parameter._post_accumulate_grad_hooks
         for theirs in [number for number in hooks if number != ours]:
             hooks[theirs] = hooks.pop(theirs)  # after ours, which gives ``parameter.grad`` its values
-        state.taken = True
+        state.taker = ours
 
     def _hook_node(self, parameter: nn.Parameter, state: GradientState) -> None:
         """Hook the node that accumulates, and keep it: a hook on the parameter would run for torch.autograd.grad, too. The
@@ -1320,22 +1357,106 @@ class Pager:
             raise no_copy()
         return make, given, self._unpaged(module, state), *rest
 
+    @property
+    def wholes(self) -> list[nn.Parameter]:
+        """The parameters of the model: those that are sliced, too, and not their slices."""
+        return [*self.sliced, *(one.parameter for one in self.placements if one.sliced is None)]
+
+    def parts(self, parameter: nn.Parameter) -> list[tuple[Unit, Placement]]:
+        """Return where the slices of a parameter are, in order; of one that is not sliced, where it is."""
+        return [self._home[one] for one in (self.sliced[parameter].slices if parameter in self.sliced else [parameter])]
+
     def _unpaged(self, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
         """Return the attributes of a module without what paging has added to them. Those of a deep copy have copies of the
         parameters; a shallow one has the parameters themselves."""
-        state = {name: value for name, value in state.items() if name not in ("__reduce_ex__", "__prepare_scriptable__")}
-        before, since = self._forwards[module]
-        if state.get("forward") is since:
-            state |= {"forward": before}
+        state = {name: value for name, value in state.items() if name not in OURS}
+        if state.get("forward") is self._since[module]:
+            state |= {"forward": self._before[module]}
         if state.get("forward", self) is None:
             del state["forward"]
-        ours = {KEY, *(handle.id for handle in self._hooks_of.get(module, ()))}
-        for name, hooks in state.items():
-            if name.startswith("_") and "hooks" in name and isinstance(hooks, dict):
-                state[name] = type(hooks)((number, hook) for number, hook in hooks.items() if number not in ours)
+        ours = self._numbers(module)
+        for name, hooks in _hooks_in(state):
+            state[name] = type(hooks)((number, hook) for number, hook in hooks.items() if number not in ours)
         named = state["_parameters"].items()
         deep = {n: _ToCopy(self, p) if p in self._home or p in self.sliced else p for n, p in named}
         return _Attributes(state, state | {"_parameters": deep})
+
+    def _numbers(self, module: nn.Module) -> set[int]:
+        """Return the numbers of the hooks that paging has registered with a module."""
+        there = [(number, hook) for _, hooks in _hooks_in(module.__dict__) for number, hook in hooks.items()]
+        of_forward = [number for number, hook in there if is_of_forward(hook)]
+        return {KEY, *of_forward, *(handle.id for handle in self._hooks_of.get(module, ()))}
+
+    # -- other types, and out of the store ---------------------------------------------------------------------------------
+
+    def _apply(self, module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        """Do as the method of ``nn.Module``. Parameters that ``function`` would give another type get that together, as the
+        store has them, and are left to it then as they are."""
+        within = {one for one in module.parameters(recurse) if one in self._home or one in self.sliced}
+        kinds = {dtype: _type_of(function, dtype, self.store.device) for dtype in {one.dtype for one in within}}
+        other = {one: kinds[one.dtype] for one in within if kinds[one.dtype] is not one.dtype}
+        if torch.__future__.get_swap_module_params_on_conversion():
+            other = {}  # what it calls refuses by name
+        if other and self.change is not None:
+            self.change(other)
+
+        def left(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor if tensor in within and tensor in other else function(tensor)
+
+        apply: Any = type(module)._apply
+        found: nn.Module = apply(module, left if other else function, recurse)
+        return found
+
+    def give(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
+        """Have a parameter be of the shape and the type of ``values``, and have these. Raises as ``zero.page``."""
+        assert self.change is not None, "it is set once a model is paged"
+        self.change({parameter: values})  # type: ignore[dict-item]
+
+
+    def refuse_wrapped(self) -> None:
+        """Raise MisuseError where somebody has put another forward around that of a module, which would call that of paging."""
+        for module, since in self._since.items():
+            if since is not None and module.__dict__.get("forward") is not since:
+                raise MisuseError(
+                    f"the forward of a {type(module).__name__} was replaced after zero.page, by something that may call that "
+                    "of before: undo that first (accelerate.hooks.remove_hook_from_module, say)"
+                )
+
+    def leaving(self, values: Mapping[nn.Parameter, torch.Tensor], call: str) -> Iterator[Callable[[], object]]:
+        """Yield what makes the model one that is not paged, step by step; each step may be done twice. ``values``: those of its
+        parameters from then on, whose gradients stay what they are. ``call``: what users have called."""
+        taken_over = partial(setattr, self, "in_commit", None), partial(self._before_commits, weakref.ref(self))
+        yield from (*taken_over, partial(_pagers.discard, self))
+        for parameter, value in values.items():
+            grad: Any = parameter.grad
+            placement = None if parameter in self.sliced else self._home[parameter][1]
+            state = None if placement is None else self._home[parameter][0].gradients.states.get(placement)
+            grad = grad.detach().clone() if isinstance(grad, StoredTensor) else grad
+            yield partial(_give_back, parameter, value, grad, state)
+        for module in reversed(self._before):  # inner ones first: the hooks of outer ones have this done, where it is cut off
+            yield partial(self._leave_module, module)
+        # Who used the model as this was interrupted, and had it done, has yet to find that it is another one now.
+        yield partial(self.intent.spoil, f"{call} was interrupted, and is complete now: do again what was done")
+
+    def leave_modules(self) -> None:
+        """Take away from the modules what paging has added to them, as far as it has."""
+        for module in reversed(self._before):
+            self._leave_module(module)
+
+    def _leave_module(self, module: nn.Module) -> None:
+        own, before = module.__dict__, self._before[module]
+        if isinstance(module._parameters, _Watched):
+            module._parameters = dict(module._parameters)
+        if own.get("forward") is self._since.get(module, own.get("forward")):
+            own["forward"] = before
+        if own.get("forward", self) is None:
+            del own["forward"]
+        numbers = self._numbers(module)
+        for _, hooks in _hooks_in(own):
+            for number in numbers & hooks.keys():  # in place: handles of others refer to these dicts
+                del hooks[number]
+        for name in OURS:
+            own.pop(name, None)
 
     # -- state_dict --------------------------------------------------------------------------------------------------------
 
@@ -1407,6 +1528,37 @@ class Pager:
         self._drop_all(self._loaded)
 
 
+def _type_of(function: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return which type ``function`` gives to tensors of type ``dtype``: that type itself, where it does anything else."""
+    if not dtype.is_floating_point:
+        return dtype
+    with torch.no_grad(), suppress(Exception):  # of tensors without elements, say: what it raises, it raises when it is called
+        value = torch.tensor([1 / 3, -2.7182818], dtype=dtype, device=device)
+        made = function(value)
+        if made.dtype.is_floating_point and made.device == value.device and torch.equal(made, value.to(made.dtype)):
+            return made.dtype
+    return dtype
+
+
+def _hooks_in(attributes: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return the dicts with hooks among the attributes of a module, by name."""
+    return [(n, v) for n, v in attributes.items() if n.startswith("_") and "hooks" in n and isinstance(v, dict)]
+
+
+def _give_back(parameter: Any, values: torch.Tensor, grad: torch.Tensor | None, state: GradientState | None) -> None:
+    """Make a parameter an ordinary one; ``state``: that of its gradient."""
+    unpage(parameter, values)
+    parameter.grad = grad
+    if state is not None:
+        (parameter._post_accumulate_grad_hooks or {}).pop(state.taker, None)
+        state.node = state.taker = None
+    handle = parameter.__dict__.get("_tiered")
+    if isinstance(handle, ParameterHandle):
+        handle.ended = True
+    for ours in ("_tiered", "_gradient"):
+        parameter.__dict__.pop(ours, None)
+
+
 class _Attributes(dict[str, Any]):
     """Attributes of a module, which a shallow copy takes as they are, and ``deep``, of which a deep copy takes copies."""
 
@@ -1447,6 +1599,8 @@ class ParameterHandle:
         self.views: MutableMapping[int, Any] = weakref.WeakValueDictionary()  # by number: tensors do not compare as keys
         self.name = placement.name
         """In its model, as errors say it."""
+        self.ended = False
+        """Whether the parameter is an ordinary one again; a graph may still have hooks on the node of its gradient."""
 
     def owner(self) -> Pager | None:
         """Return the pager, or None where the model is gone."""
@@ -1566,6 +1720,8 @@ def weak_hook(parameter: nn.Parameter, what: Callable[[Pager, Unit, Placement, A
 
     @uncompiled
     def hook(given: Any) -> None:
+        if handle.ended:
+            return
         found = handle.resolve()
         assert found is not None, "what computes a gradient still has the model"
         what(*found, given)

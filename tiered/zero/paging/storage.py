@@ -21,9 +21,9 @@ from tiered.errors import MisuseError, TieredError
 from tiered.store import TieredStore
 from tiered.store.activations import users_of
 from tiered.telemetry import Span
+from tiered.tensors.digests import digest_of
 from tiered.types import Access, Owner, TensorSpec
 from tiered.zero.collectives import Ranks, Under
-from tiered.zero.digests import digest_of
 from tiered.zero.leases import Leases, Opened
 from tiered.zero.paging.units import UnitPlan
 

@@ -32,9 +32,9 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 
 from tiered.errors import MisuseError
 from tiered.store import TieredStore
+from tiered.tensors.digests import digests
 from tiered.types import Access
 from tiered.zero.collectives import Term
-from tiered.zero.digests import digests
 from tiered.zero.intent import Intent, all_or_none
 from tiered.zero.paging.gradients import UnitGradients
 from tiered.zero.paging.saved_tensors import place_of, refuse_tracing, refuse_transforms
@@ -685,6 +685,7 @@ class Unit:
         placeholder = self._placeholders[placement]
         if placeholder.intact and _address(placement.parameter) == placeholder.address:
             return
+        self.intent.ready()  # zero.unpage, which was interrupted, may have given it its values
         self._placeholders[placement] = Placeholder.on(self.store.device, placement.shape, placement.dtype)
         self._release(placement)
         raise MisuseError(

@@ -26,6 +26,7 @@ __all__ = [
     "around",
     "break_graph",
     "is_compiled",
+    "is_of_forward",
     "keep_out",
     "passed",
     "refuse_constants",
@@ -196,6 +197,11 @@ class ForwardHooks:
             if not unit.in_hand:
                 return False
         return len(self.units) > 0
+
+
+def is_of_forward(hook: object) -> bool:
+    """Return whether ``hook`` is one of ``ForwardHooks``."""
+    return isinstance(getattr(hook, "__self__", None), ForwardHooks)
 
 
 def break_graph(caller: str) -> None:

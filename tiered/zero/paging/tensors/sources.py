@@ -88,6 +88,10 @@ class ParameterOwner(Protocol):
         """Raise MisuseError where ``parameter`` is for reading only."""
         ...
 
+    def give(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
+        """Have the parameter be of the shape and the type of ``values``, and have these."""
+        ...
+
 
 class Source:
     """Where the values of a ``StoredTensor`` are. Two of the same class and parameter are equal.

@@ -54,7 +54,16 @@ from tiered.zero.paging.tensors.functions import (
     name_of,
     written_by,
 )
-from tiered.zero.paging.tensors.sources import Call, Source, hold, is_too_much, parameter_owner, shares, without_us
+from tiered.zero.paging.tensors.sources import (
+    Call,
+    ParameterOwner,
+    Source,
+    hold,
+    is_too_much,
+    parameter_owner,
+    shares,
+    without_us,
+)
 
 __all__ = [
     "Kept",
@@ -727,6 +736,13 @@ def _set_data(target: StoredTensor, value: Any) -> None:
             f"{source.shown} computes on {target.device}, where the store's top tier is, and cannot be moved to "
             f"{value.device}: page the model into a store with hbm= and that device="
         )
+    if isinstance(value, torch.Tensor) and (value.shape, value.dtype) != (target.shape, target.dtype):
+        owner = None if target.step is not None else _owner_of(target)
+        if owner is not None:
+            values = value.values() if isinstance(value, StoredTensor) else value
+            keep(source)
+            owner.give(target, values)
+            return
     if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (target.shape, target.dtype):
         what = f"{tuple(value.shape)} of {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
         raise MisuseError(
@@ -747,6 +763,13 @@ def _set_data(target: StoredTensor, value: Any) -> None:
         keep(source)
     with torch.no_grad():
         target.detach().copy_(value)
+
+
+def _owner_of(parameter: StoredTensor) -> ParameterOwner | None:
+    """Return the paged model that ``parameter`` is one of; None for another tensor, and where the model is gone."""
+    handle: Any = parameter.__dict__.get("_tiered") if isinstance(parameter, nn.Parameter) else None
+    found: ParameterOwner | None = None if handle is None else handle.owner()
+    return found
 
 
 def _memory_format(tensor: torch.Tensor) -> str:
