@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from tiered.errors import TorchFileError, shown
 from tiered.format.foreign.pickled import MAX_PICKLE, Name, PickleMachine, sizes_of
 
-__all__ = ["FileTensor", "TorchFile"]
+__all__ = ["STORAGES", "FileTensor", "TorchFile"]
 
 READ_BYTES = 4 << 20
 
@@ -33,12 +33,13 @@ ELEMENTS = {
     "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1,
 }
 """Bytes of an element, by torch's names of types."""
-_STORAGES = {
+STORAGES = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
     "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
     "ByteStorage": "uint8", "BoolStorage": "bool", "UntypedStorage": "uint8",
     "ComplexFloatStorage": "complex64", "ComplexDoubleStorage": "complex128",
 }
+"""Torch's names of types, by its names of storages."""
 
 
 @dataclass(frozen=True)
@@ -283,7 +284,7 @@ class _Tensors(PickleMachine):
         if not isinstance(reference, tuple) or len(reference) < 5 or reference[0] != "storage":
             raise ValueError("a reference is to no storage")
         _, kind, key, _, numel = reference[:5]
-        dtype = _STORAGES.get(kind.text.rpartition(".")[2]) if isinstance(kind, Name) else None
+        dtype = STORAGES.get(kind.text.rpartition(".")[2]) if isinstance(kind, Name) else None
         if dtype is None or type(numel) is not int or numel < 0:
             raise ValueError("a storage is of no known type")
         key = self.text(key)

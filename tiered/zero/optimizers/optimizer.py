@@ -282,18 +282,24 @@ class Optimizer(TorchOptimizer):
 
         bf16 and fp16 parameters also have their fp32 ``master``. Those of a DTensor are DTensors with its placements.
         """
+        packed, states = self.state_in_turn()
+        return {**packed, "state": dict(states)}
+
+    def state_in_turn(self) -> tuple[dict[str, Any], Iterator[tuple[int, dict[str, Any]]]]:
+        """Return ``state_dict()`` without a state, and the states with their numbers, of which each is read when the iterator
+        comes to it."""
         packed = super().state_dict()  # reads no states
-        state = {}
+        for group in packed["param_groups"]:  # so that torch's takes the same kernel
+            self._as_torch(group)
+        return packed, self._states_in_turn()
+
+    def _states_in_turn(self) -> Iterator[tuple[int, dict[str, Any]]]:
         rules = [rule for rule, group in zip(self._rules, self.param_groups, strict=True) for _ in group["params"]]
         for index, (rule, (step, kept)) in enumerate(zip(rules, self._updates.kept(), strict=True)):
             if step:
                 found = {**scalars_of(rule, step), **{torch_name(rule, name): value for name, value in kept.items()}}
                 if found:
-                    state[index] = found
-        packed["state"] = state
-        for group in packed["param_groups"]:  # so that torch's takes the same kernel
-            self._as_torch(group)
-        return packed
+                    yield index, found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what ``state_dict`` gave, here or from torch's class. Pending updates are applied first.
