@@ -31,7 +31,8 @@ from tiered.zero.rank_stores import shared_json
 from tiered.zero.record import in_memory, plans, type_named
 
 __all__ = [
-    *("Pretrained", "Progress", "export", "export_at_rest", "export_of_ranks", "models_in", "parameters_of", "refuse_older"),
+    *("Pretrained", "Progress", "export", "export_at_rest", "export_of_ranks", "models_in", "parameters_of", "pieces_of"),
+    "refuse_older",
 ]
 
 
@@ -243,11 +244,11 @@ def _of_paged(
             assert unit.base is not None
             for placement in placements:
                 if placement.sliced is not None or placement.parameter in wanted:
-                    yield from _pieces(placement.view(unit.base), _goal(placement.dtype, dtype))
+                    yield from pieces_of(placement.view(unit.base), _goal(placement.dtype, dtype))
         finally:
             unit.drop()
     for buffer in buffers:
-        yield from _pieces(buffer, _goal(buffer.dtype, dtype))
+        yield from pieces_of(buffer, _goal(buffer.dtype, dtype))
 
 
 # At rest
@@ -358,7 +359,7 @@ def _of_tensors(store: StoreAtRest, keys: Sequence[str], dtype: torch.dtype | No
         spec = store.spec(key)
         stored = type_named(spec.dtype)
         for piece in store.read(key, 0, spec.nbytes):
-            yield from _pieces(piece.view(stored), _goal(stored, dtype))
+            yield from pieces_of(piece.view(stored), _goal(stored, dtype))
 
 
 def _of_checkpoint(source: CheckpointSource, dtype: torch.dtype | None) -> tuple[list[SafetensorsEntry], Iterator[memoryview]]:
@@ -377,9 +378,9 @@ def _of_checkpoint(source: CheckpointSource, dtype: torch.dtype | None) -> tuple
                 assert whole is not None, "each parameter has values"
                 pieces = iter((whole,))
             for piece in pieces:
-                yield from _pieces(piece.to(held), _goal(held, dtype))
+                yield from pieces_of(piece.to(held), _goal(held, dtype))
         for buffer in buffers.values():
-            yield from _pieces(buffer, _goal(buffer.dtype, dtype))
+            yield from pieces_of(buffer, _goal(buffer.dtype, dtype))
 
     return entries, contents()
 
@@ -396,7 +397,7 @@ def _entry(name: str, shape: Iterable[int], dtype: torch.dtype) -> SafetensorsEn
 
 
 @torch.no_grad()
-def _pieces(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
+def pieces_of(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
     """Yield the bytes of ``tensor`` as ``dtype``, row-major, about CONVERTED_AT_ONCE of them at a time."""
     if not tensor.numel():
         return
