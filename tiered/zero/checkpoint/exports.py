@@ -31,7 +31,7 @@ from tiered.zero.record import in_memory, states_used
 from tiered.zero.rules.exact import AdamRule, AdamWRule
 from tiered.zero.rules.known import class_in, name_in
 
-__all__ = ["Exported", "export_dcp", "export_universal"]
+__all__ = ["Exported", "export_dcp", "export_universal", "sync_all"]
 
 VERSION = "0.19.8"
 """The version of DeepSpeed whose universal checkpoints these are."""
@@ -311,9 +311,7 @@ def _made(folder: str | os.PathLike[str]) -> Iterator[Path]:
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         yield part
-        for where, _, names in os.walk(part):
-            for name in (*names, "."):
-                _sync(Path(where) / name)
+        sync_all(part)
         with suppress(FileNotFoundError):
             goal.rmdir()
         part.rename(goal)
@@ -324,6 +322,13 @@ def _made(folder: str | os.PathLike[str]) -> Iterator[Path]:
         raise TieredError(f"cannot write {error.filename or goal}: {error.strerror}; name another folder") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def sync_all(folder: Path) -> None:
+    """Have all files and folders below ``folder`` on the disk. Raises OSError."""
+    for where, _, names in os.walk(folder):
+        for name in (*names, "."):
+            _sync(Path(where) / name)
 
 
 def _sync(path: Path) -> None:
