@@ -5,6 +5,7 @@
     tiered_store: store/          # a folder on a fast drive
     tiered_dram: 8GiB
     tiered_existing: overwrite    # a model that the store has; "resume" continues from its last commit, "refuse" raises
+    tiered_checkpoints: whole     # "commits" (the default), "model", "whole": as of CommitCheckpoints
 
 axolotl makes the model as always, within ``zero.init``: it is never whole in memory, adapters and resized embeddings included.
 Then it is paged. Whatever trainer axolotl makes for it gets ``zero.AdamW`` and checkpoints that are commits.
@@ -41,6 +42,7 @@ class TieredArgs(BaseModel):
     tiered_store: str
     tiered_dram: str | int | None = None
     tiered_existing: Literal["refuse", "overwrite", "resume"] = "refuse"
+    tiered_checkpoints: Literal["commits", "model", "whole"] = "commits"
     tiered_open: dict[str, Any] | None = None
     tiered_page: dict[str, Any] | None = None
 
@@ -76,7 +78,7 @@ class TieredPlugin(BasePlugin):
         zero.page(model, self._store, existing=cfg.tiered_existing or "refuse", **options)
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        CommitCheckpoints.adopt(trainer)
+        CommitCheckpoints.adopt(trainer, checkpoints=cfg.tiered_checkpoints or "commits")
 
     def post_train_unload(self, cfg: Any) -> None:
         if self._store is not None:

@@ -4,8 +4,8 @@ An unmodified ``Trainer`` trains a paged model with ``zero.AdamW`` bit for bit a
 ``optim="adamw_torch_fused"``. What this file adds saves memory and time:
 
 - ``TieredTrainer`` commits the store where ``Trainer`` writes a checkpoint, which would copy the state. A commit has all that
-  the next step depends on, and the trainer's state in ``extra``. The folder ``checkpoint-N`` only names the generation.
-  ``CommitCheckpoints`` does so for other classes that derive from ``Trainer``.
+  the next step depends on, and the trainer's state in ``extra``. The folder ``checkpoint-N`` names the generation; when asked,
+  it also has what ``Trainer`` writes. ``CommitCheckpoints`` does so for other classes that derive from ``Trainer``.
 - ``TieredCallback`` commits every so many steps of any ``Trainer``, and writes a report of it.
 """
 
@@ -16,9 +16,9 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 from uuid import uuid4
 
 import psutil
@@ -27,7 +27,7 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from tiered import zero
-from tiered.errors import MisuseError, expect_type, shown, whole_number
+from tiered.errors import MisuseError, expect_type, one_of, shown, whole_number
 from tiered.format.foreign.documents import json_of
 from tiered.integrations.saves import MARK, marks_of
 from tiered.reporting.page import page, refuse_foreign, write_page
@@ -35,7 +35,9 @@ from tiered.reporting.record import RunRecord
 from tiered.store import TieredStore
 from tiered.types import VERSION, Owner
 from tiered.zero.checkpoint.checkpoint import extra_of
+from tiered.zero.checkpoint.exports import sync_all
 from tiered.zero.checkpoint.loaders import of_random, random_states
+from tiered.zero.checkpoint.torch_writer import save_optimizer
 from tiered.zero.paging.pager import Pager, StateListing, pager_of
 from tiered.zero.rules.known import OPTIMIZERS
 
@@ -44,7 +46,12 @@ __all__ = ["CommitCheckpoints", "TieredCallback", "TieredTrainer"]
 # -- commits -------------------------------------------------------------------------------------------------------------------
 
 OURS, STATE = "tiered.json", "trainer_state.json"
-"""Files of a checkpoint's folder: which generation it is, and Trainer's state."""
+"""Files of a checkpoint's folder: which generation it is, and Trainer's state, which is written once the others are there."""
+OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
+WITH_VALUES = (".safetensors", ".pt", ".pth")
+"""Ends of the names of Trainer's files that have values of a training."""
+Checkpoints = Literal["commits", "model", "whole"]
+"""What a checkpoint's folder has beside the number of a generation: nothing, the model, or all that Trainer writes."""
 OF_TORCH = ("sgd", "adagrad", "rmsprop")
 """Of Trainer's ``optim``: classes of torch's of which ``tiered.zero`` has one of the same name."""
 ADAM_LIKE: dict[str, type[zero.Optimizer]] = {
@@ -190,32 +197,43 @@ class CommitCheckpoints:
     - ``checkpoint-N`` in the output folder has Trainer's state and the number of a generation of the store. As many stay as
       ``save_total_limit`` says; without it, as many as the store was opened with (``keep=``). The best one stays, too. Commits
       that others make in the store stay as long as they ask for.
+    - Such a folder is of use only beside its store. With ``checkpoints="whole"`` it has, beside the commit, the files that
+      ``Trainer`` writes: it can be copied alone, and ``Trainer`` resumes from it in memory, as this class does in a store that
+      does not have the commit. With ``checkpoints="model"`` it has the model without the optimizer, which nothing resumes from.
+      Weights are written a unit at a time, states of the optimizer a parameter at a time. A folder with files stays when its
+      generation is dropped, until ``save_total_limit`` ends it. ``trainer_state.json`` is the last of the files: a folder
+      without it is half written.
     - ``train(resume_from_checkpoint=True)`` goes on from the newest commit, and a folder from its generation, bit for bit.
       Page the model with ``existing="resume"`` in a new process. Ordinary checkpoints can be resumed from, too.
     - ``load_best_model_at_end`` goes back to the best commit, with optimizer and scheduler.
     - ``save_model`` writes safetensors files with ``zero.export``, of an adapter only its own parameters.
       ``save_only_model=True`` does so in each checkpoint, in place of commits.
 
-    Raises MisuseError for a model that is not paged as a whole, for options that would convert it, and for several processes.
+    Raises MisuseError for a model that is not paged as a whole, for options that would convert it, for several processes, and
+    where what is resumed from is not whole, or only names a commit that the store does not have.
     """
 
-    def __init__(self, *given: Any, **options: Any) -> None:
+    def __init__(self, *given: Any, checkpoints: Checkpoints = "commits", **options: Any) -> None:
         model = options.get("model", given[0] if given else None)
         expect_type(model, nn.Module | None, "the model of a trainer is a torch.nn.Module")
         super().__init__(*given, **options)
-        self._begin()
+        self._begin(checkpoints)
 
     @classmethod
-    def adopt(cls, trainer: Any) -> None:
+    def adopt(cls, trainer: Any, *, checkpoints: Checkpoints = "commits") -> None:
         """Make the checkpoints of a trainer commits that another program has made, of whatever class."""
         expect_type(trainer, Trainer, "what is adopted is a transformers.Trainer")
         kind = type(trainer)
         trainer.__class__ = type(kind.__name__, (cls, kind), {})
-        trainer._begin()
+        trainer._begin(checkpoints)
 
-    def _begin(self) -> None:
+    def _begin(self, checkpoints: Checkpoints) -> None:
         """Refuse what cannot be."""
         this: Any = self
+        one_of("checkpoints", checkpoints, get_args(Checkpoints))
+        if this.args.save_only_model and checkpoints != "commits":
+            raise MisuseError("save_only_model=True has the model in place of commits: leave it out, or checkpoints=")
+        self._checkpoints = checkpoints
         self._random: dict[str, Any] | None = None
         _pager(this.model)
         if this.args.world_size > 1:
@@ -258,7 +276,7 @@ class CommitCheckpoints:
         """Write the model to ``output_dir`` as safetensors files, with one unit in memory at a time."""
         this: Any = self
         folder = this.args.output_dir if output_dir is None else output_dir
-        if _internal_call and not this.args.save_only_model:
+        if _internal_call and not this.args.save_only_model and self._checkpoints == "commits":
             os.makedirs(folder, exist_ok=True)  # of a checkpoint, which is a commit
             return
         super().save_model(folder, _internal_call)  # type: ignore[misc]
@@ -278,18 +296,25 @@ class CommitCheckpoints:
             model.config.save_pretrained(folder)
             if model.can_generate():
                 model.generation_config.save_pretrained(folder)
-        if this.processing_class is not None:
-            this.processing_class.save_pretrained(folder)
+        processing = this.processing_class or getattr(this.data_collator, "tokenizer", None)
+        if processing is not None:
+            processing.save_pretrained(folder)
         torch.save(this.args, os.path.join(folder, "training_args.bin"))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         this: Any = self
         run, store = Path(this._get_output_dir(trial=trial)), pager_of(this.model).store
-        before = _generations(run, store)
-        super()._save_checkpoint(model, trial)  # type: ignore[misc]  # the folder, with Trainer's state; drops older ones
+        before, folder = _generations(run, store), run / f"checkpoint-{this.state.global_step}"
+        _remove(folder)  # of an earlier training: its files are not those of this one
+        try:
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]  # the folder, with Trainer's state; drops older ones
+        except BaseException:
+            if not (folder / STATE).exists():
+                _remove(folder)
+            raise
         if this.args.save_only_model:
             return
-        folder, best = run / f"checkpoint-{this.state.global_step}", this.state.best_model_checkpoint
+        best = this.state.best_model_checkpoint
         there = {older: number for older, number in _generations(run, store).items() if older != folder}
         if this.args.save_total_limit:
             wanted = set(there.values())
@@ -304,17 +329,26 @@ class CommitCheckpoints:
         if this.args.save_total_limit or best == str(folder):
             store.retain(owner=owner, also=[*wanted, number])  # whoever commits next
         for older, generation in there.items():
-            if generation not in store.generations:
-                shutil.rmtree(older, ignore_errors=True)
+            if generation not in store.generations and not _files(older):
+                _remove(older)
+
+    # What the commit has; in files only when asked.
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Do nothing: the commit has them."""
+        this: Any = self
+        if self._checkpoints == "whole":
+            save_optimizer(_ours(this.optimizer), os.path.join(output_dir, OPTIMIZER))
+            torch.save(this.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))
 
     def _save_scaler(self, output_dir: str) -> None:
-        """Do nothing: the commit has it."""
+        if self._checkpoints == "whole":
+            super()._save_scaler(output_dir)  # type: ignore[misc]
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Do nothing: the commit has it."""
+        """Called before Trainer's state is written."""
+        if self._checkpoints == "whole":
+            super()._save_rng_state(output_dir)  # type: ignore[misc]
+        sync_all(Path(output_dir))
 
     # -- loading -----------------------------------------------------------------------------------------------------------
 
@@ -333,54 +367,94 @@ class CommitCheckpoints:
             if found is None:
                 raise MisuseError(f"the last commit of {pager.store} is not one of TieredTrainer: use zero.resume")
             folder, number = run / f"checkpoint-{found['step']}", pager.store.generation
+            if not (folder / STATE).exists():
+                _remove(folder)  # half written
+            elif _files(folder) and (folder / STATE).read_text() != found["state"]:
+                raise MisuseError(
+                    f"{folder} is a checkpoint of another training than the last commit of {pager.store}: name another "
+                    "output_dir, or the folder of a checkpoint to resume from"
+                )
             folder.mkdir(parents=True, exist_ok=True)
             (folder / STATE).write_text(found["state"])
             _write(folder, pager.store, number, str(pager.store.meta.get(MARK, "")))
             return str(folder)
         there = {number: folder for folder, number in _generations(run, pager.store).items()}
+        if not there:  # the newest that is not half written
+            whole = {path.parent.name.removeprefix("checkpoint-"): path.parent for path in run.glob(f"checkpoint-*/{STATE}")}
+            there = {int(step): folder for step, folder in whole.items() if step.isdecimal()}
         return str(there[max(there)]) if there else True
 
+    def _commit_of(self, checkpoint: str | None) -> int | None:
+        """Return which generation of the model's store a checkpoint's folder is. None: its files are to be read, which are
+        whole. Raises MisuseError where it can be neither."""
+        this: Any = self
+        named = None if checkpoint is None else _named(checkpoint)
+        if checkpoint is None or named is None:
+            return None
+        store = pager_of(this.model).store
+        kept = marks_of(store)
+        if kept.get(named.generation) == named.mark:
+            return named.generation
+        lacking = [name for name, nbytes in named.files.items() if _size(Path(checkpoint, name)) != nbytes]
+        if lacking:
+            raise MisuseError(f"{checkpoint} is not whole: {', '.join(lacking)} is not there as it was written: copy it again")
+        if named.files:
+            return None
+        why = (
+            f"generation {named.generation} is not there any more: of {store}, {list(kept)} are"
+            if named.generation not in kept
+            else f"generation {named.generation} of {store} is of another training than this checkpoint"
+        )
+        raise MisuseError(
+            f"{why}. {checkpoint} only names that commit, of the store {named.store}: copy and open that store, too, or write "
+            "checkpoints that can be copied alone, with checkpoints='whole' for the trainer"
+        )
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *given: Any, **options: Any) -> None:
-        if _named(resume_from_checkpoint) is None:
-            super()._load_from_checkpoint(resume_from_checkpoint, *given, **options)  # type: ignore[misc]
+        if self._commit_of(resume_from_checkpoint) is not None:
+            return
+        folder = Path(resume_from_checkpoint)
+        lacking = [name for name in (STATE, OPTIMIZER, SCHEDULER) if not (folder / name).exists()]
+        if lacking and _files(folder):  # Trainer would go on with new states of the optimizer
+            raise MisuseError(
+                f"{folder} has no {lacking[0]}, so training cannot go on from it: it is half written, or has only the model "
+                "(checkpoints='model', save_only_model=True): begin a training with its model, or resume from one that was "
+                "written with checkpoints='whole'"
+            )
+        super()._load_from_checkpoint(resume_from_checkpoint, *given, **options)  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        named = _named(checkpoint)
-        if named is None:
-            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
-        else:
-            self._random = self._go_back(*named)
+        this: Any = self
+        number = self._commit_of(checkpoint)
+        if number is not None:
+            self._random = self._go_back(number)
+        elif checkpoint is not None:
+            states = torch.load(os.path.join(checkpoint, OPTIMIZER), map_location="cpu", mmap=True, weights_only=True)
+            _ours(this.optimizer).load_state_dict(states)
+            this.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True))
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        if _named(checkpoint) is None:
+        if self._commit_of(checkpoint) is None:
             super()._load_scaler(checkpoint)  # type: ignore[misc]
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Called once the data of the steps that are done was skipped, which draws random numbers."""
-        if _named(checkpoint) is None:
+        if self._commit_of(checkpoint) is None:
             super()._load_rng_state(checkpoint)  # type: ignore[misc]
         elif self._random is not None:
             of_random(self._random).load()
 
     def _load_best_model(self) -> None:
         this: Any = self
-        named = _named(this.state.best_model_checkpoint)
-        if named is None:
+        number = self._commit_of(this.state.best_model_checkpoint)
+        if number is None:
             super()._load_best_model()  # type: ignore[misc]
         else:
-            self._go_back(*named)
+            self._go_back(number)
 
-    def _go_back(self, number: int, mark: str) -> dict[str, Any]:
+    def _go_back(self, number: int) -> dict[str, Any]:
         """Restore a generation, but for the random generators, whose states are returned."""
         this: Any = self
-        store = pager_of(this.model).store
-        kept = marks_of(store)
-        if kept.get(number) != mark:
-            raise MisuseError(
-                f"generation {number} is not there any more: of {store}, {list(kept)} are"
-                if number not in kept
-                else f"generation {number} of {store} is of another training than this checkpoint: open the store that it is of"
-            )
         before = random_states()
         zero.rollback(
             this.model, _ours(this.optimizer), scheduler=this.lr_scheduler, scaler=this.accelerator.scaler, generation=number
@@ -395,21 +469,51 @@ class TieredTrainer(CommitCheckpoints, Trainer):
     ``CommitCheckpoints``."""
 
 
+@dataclass(frozen=True)
+class _Named:
+    """The commit that a checkpoint's folder names, and the bytes of its files with values, by name."""
+
+    store: str
+    generation: int
+    mark: str
+    files: dict[str, int]
+
+
 def _write(folder: Path, store: TieredStore, number: int, mark: str) -> None:
-    """Write which commit a checkpoint's folder is."""
-    (folder / OURS).write_text(json.dumps({"store": store.folder, "generation": number, "mark": mark}))
+    """Write which commit a checkpoint's folder is, and which files it has."""
+    part = folder / f"{OURS}.tmp"
+    part.write_text(json.dumps(asdict(_Named(store.folder, number, mark, _files(folder)))))
+    part.replace(folder / OURS)
 
 
-def _named(folder: str | os.PathLike[str] | None) -> tuple[int, str] | None:
-    """Return the generation that a checkpoint's folder names, and its mark, which is empty in those of older versions; None
-    where it is an ordinary one."""
-    path = Path(folder or "", OURS)
-    if folder is None or not path.exists():
+def _named(folder: str | os.PathLike[str]) -> _Named | None:
+    """Return which commit a checkpoint's folder names; the mark is empty in those of older versions. None where it is an
+    ordinary one."""
+    path = Path(folder, OURS)
+    if not path.exists():
         return None
     found = json_of(path)
-    if not isinstance(found, dict) or type(found.get("generation")) is not int:
+    files = found.get("files", {}) if isinstance(found, dict) else None
+    if not isinstance(found, dict) or type(found.get("generation")) is not int or not isinstance(files, dict):
         raise MisuseError(f"{shown(str(path), 1000)} is damaged: it does not say which commit it is")
-    return found["generation"], str(found.get("mark", ""))
+    return _Named(str(found.get("store")), found["generation"], str(found.get("mark", "")), files)
+
+
+def _files(folder: Path) -> dict[str, int]:
+    """Return the bytes of the files in a checkpoint's folder that have values, by name."""
+    there = sorted(path for path in folder.rglob("*") if path.suffix in WITH_VALUES and not path.name.startswith("."))
+    return {str(path.relative_to(folder)): path.stat().st_size for path in there}
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None
+
+
+def _remove(folder: Path) -> None:
+    """Delete a checkpoint's folder: first what makes it one, so that a part of it is none."""
+    for name in (STATE, OURS):
+        (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _generations(run: Path, store: TieredStore) -> dict[Path, int]:
@@ -417,7 +521,11 @@ def _generations(run: Path, store: TieredStore) -> dict[Path, int]:
     another store, and of another training in this one, are left out: they may have the same numbers."""
     named = {folder: _named(folder) for folder in run.glob("checkpoint-*")}
     kept = marks_of(store)
-    return {folder: found[0] for folder, found in named.items() if found is not None and kept.get(found[0]) == found[1]}
+    return {
+        folder: found.generation
+        for folder, found in named.items()
+        if found is not None and kept.get(found.generation) == found.mark
+    }
 
 
 class _Values(Mapping[str, Any]):
