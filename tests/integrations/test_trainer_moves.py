@@ -135,10 +135,14 @@ def test_a_folder_with_the_model_alone_is_loaded_and_not_resumed_from(tmp_path: 
     folder = moved(tmp_path / "a" / "checkpoint-5", tmp_path / "elsewhere")
     loaded = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     assert all(torch.equal(loaded[name], value) for name, value in expected.items())
+    (tmp_path / "pickled").mkdir()
+    (tmp_path / "pickled" / "trainer_state.json").write_bytes(Path(folder, "trainer_state.json").read_bytes())
+    torch.save(loaded, tmp_path / "pickled" / "pytorch_model.bin")  # as of a Trainer with save_only_model=True
     with TieredStore.open(tmp_path / "new", dram="1MiB") as store:
         model = paged(llama(), store)
-        with pytest.raises(MisuseError, match=r"has no optimizer\.pt.*checkpoints='whole'"):
-            trainer(TieredTrainer, model, tmp_path / "b", **SAVING).train(resume_from_checkpoint=folder)
+        for there in (folder, str(tmp_path / "pickled")):
+            with pytest.raises(MisuseError, match=r"has no optimizer\.pt.*checkpoints='whole'"):
+                trainer(TieredTrainer, model, tmp_path / "b", **SAVING).train(resume_from_checkpoint=there)
         assert same(model, llama())
         with pytest.raises(MisuseError, match="checkpoints is 'commits', 'model' or 'whole', not 'all'"):
             trainer(TieredTrainer, model, tmp_path / "b", {"checkpoints": "all"})

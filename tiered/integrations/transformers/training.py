@@ -48,7 +48,7 @@ __all__ = ["CommitCheckpoints", "TieredCallback", "TieredTrainer"]
 OURS, STATE = "tiered.json", "trainer_state.json"
 """Files of a checkpoint's folder: which generation it is, and Trainer's state, which is written once the others are there."""
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
-WITH_VALUES = (".safetensors", ".pt", ".pth")
+WITH_VALUES = (".safetensors", ".pt", ".pth", ".bin")
 """Ends of the names of Trainer's files that have values of a training."""
 Checkpoints = Literal["commits", "model", "whole"]
 """What a checkpoint's folder has beside the number of a generation: nothing, the model, or all that Trainer writes."""
