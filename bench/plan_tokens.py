@@ -4,6 +4,7 @@ docs/plan.md.
     .venv/bin/python -m bench.plan_tokens                    prints the table, and the processor's seconds of the slowest plan
     .venv/bin/python -m bench.plan_tokens --out shapes       keeps the configurations and machine files, and the commands
     .venv/bin/python -m bench.plan_tokens --training --model Llama-3-8B
+    .venv/bin/python -m bench.plan_tokens --lora             adapters, in a quarter of the bytes that the weights have
 
 The models are their published configurations, without weights. The machines are numbers by hand, and none was measured.
 """
@@ -17,11 +18,13 @@ import json
 import shlex
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tiered.cli.main import main as tiered
+from tiered.planning.generation import FORMS
 from tiered.types import format_size
 
 __all__ = ["MACHINES", "main", "write_shapes"]
@@ -47,6 +50,10 @@ MACHINES: dict[str, tuple[dict[str, Any], str]] = {
 writes 28 bytes, so the memory's bytes a second bound how many are updated."""
 
 
+QUARTERS = {"Llama-3-8B": "4GiB", "Llama-3-70B": "33GiB"}
+"""Budgets of a quarter of the bytes that the weights have in bf16."""
+
+
 def write_shapes(folder: Path) -> list[str]:
     """Write a folder with a config.json for each model. Returns their names."""
     from transformers import DeepseekV3Config, LlamaConfig, Qwen3MoeConfig
@@ -69,14 +76,17 @@ def write_shapes(folder: Path) -> list[str]:
     return list(made)
 
 
-def _plans(folder: Path, wanted: list[str] | None, asked: list[str]) -> Iterator[tuple[str, str, float, dict[str, Any]]]:
-    """Yield model, machine, the processor's seconds, and what ``tiered plan`` says."""
+def _plans(
+    folder: Path, wanted: list[str] | None, asked: list[str], budgets: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[tuple[str, str, float, dict[str, Any]]]:
+    """Yield model, machine, the processor's seconds, and what ``tiered plan`` says; ``budgets``: other ones, by model."""
     names = write_shapes(folder)
     for machine, (numbers, _) in MACHINES.items():
         (folder / f"{machine}.json").write_text(json.dumps(numbers | {"name": machine}, indent=1))
     for name in wanted or names:
         for machine, (_, dram) in MACHINES.items():
-            words = ["plan", str(folder / name), *asked, "--dram", dram, "--machine", str(folder / f"{machine}.json"), "--json"]
+            budget = ["--dram", budgets.get(name, dram), "--machine", str(folder / f"{machine}.json")]
+            words = ["plan", str(folder / name), *asked, *budget, "--json"]
             began = time.process_time()
             with contextlib.redirect_stdout(io.StringIO()) as told:
                 code = tiered(words)
@@ -85,8 +95,8 @@ def _plans(folder: Path, wanted: list[str] | None, asked: list[str]) -> Iterator
 
 
 def _tokens(folder: Path, wanted: list[str] | None) -> Iterator[str]:
-    yield "| model | machine | bf16 | int8 | int4 | first token, bf16 |"
-    yield "|---|---|---:|---:|---:|---:|"
+    yield f"| model | machine | bf16 | {' | '.join(list(FORMS)[1:])} | first token, bf16 |"
+    yield f"|---|---|{'---:|' * len(FORMS)}---:|"
     slowest = 0.0
     for name, machine, took, plan in _plans(folder, wanted, ["--generate"]):
         slowest, forms = max(slowest, took), plan["forms"]
@@ -109,6 +119,19 @@ def _training(folder: Path, wanted: list[str] | None) -> Iterator[str]:
         yield f"| {name}, {machine} | {chosen} | {' | '.join(cells)} | {took:.0f} |"
 
 
+def _lora(folder: Path, wanted: list[str] | None) -> Iterator[str]:
+    yield "| model, machine | weights | s a step | waiting | GiB read | GiB process | s of plan |"
+    yield "|---|---|---:|---:|---:|---:|---:|"
+    for form in ("bf16", "nf4"):
+        asked = ["--lora", "16", "--context", "512", "--batch", "1", *([] if form == "bf16" else ["--quantize", form])]
+        for name, machine, took, plan in _plans(folder, wanted or list(QUARTERS), asked, QUARTERS):
+            one = plan["chosen"]
+            assert one is not None, plan["refused"]
+            cells = [_two(one["seconds"]), _two(one["waiting"]), f"{one['read'] / 2**30:.1f}"]
+            cells.append(f"{one['memory']['process'] / 2**30:.1f}")
+            yield f"| {name}, {machine} | {form} | {' | '.join(cells)} | {took:.0f} |"
+
+
 def _two(number: float) -> str:
     """Format a number with two digits."""
     return f"{number:.2g}" if number < 99.5 else f"{float(f'{number:.2g}'):,.0f}"
@@ -118,12 +141,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", metavar="FOLDER", type=Path, help="keep configurations and machine files there")
     parser.add_argument("--training", action="store_true", help="a step of training, of one sequence of 1,024 tokens")
+    parser.add_argument("--lora", action="store_true", help="a step of training of adapters, of one sequence of 512 tokens")
     parser.add_argument("--model", action="append", metavar="NAME", help="this model, instead of all")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = given.out or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        for line in (_training if given.training else _tokens)(folder, given.model):
+        for line in (_training if given.training else _lora if given.lora else _tokens)(folder, given.model):
             print(line, flush=True)
 
 

@@ -129,6 +129,16 @@ class Tall(nn.Module):
 MODELS = {"tied": Tied, "checkpointed": lambda: Tied(again=True), "frozen": Frozen, "wide": Wide, "vocabulary": Vocabulary}
 
 
+class Adapted(Tied):
+    """Most of it is frozen, and small layers beside it are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        for block in self.blocks:
+            block.up = nn.Sequential(block.up, nn.Linear(4 * WIDTH, 4), nn.Linear(4, 4 * WIDTH))
+
+
 def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
@@ -204,6 +214,15 @@ def test_the_touches_of_accumulation_and_of_converted_parameters(tmp_path: Path,
     keys, uses, _ = uses_of(planned(Tied(), "on_fetch", passes, policy))
     found = real(tmp_path / "store", Tied(), "on_fetch", passes, policy)
     assert list(zip(keys, uses, strict=True)) == [(touch.key, touch.use) for touch in found]
+
+
+@pytest.mark.parametrize(("update", "quantize"), [("on_fetch", "int4"), ("in_backward", "int8")])
+def test_the_touches_of_adapters_over_packed_weights(tmp_path: Path, update: Update, quantize: Any) -> None:
+    policy = Policy(quantize=quantize)
+    keys, uses, sizes = uses_of(planned(Adapted(), update, 1, policy))
+    found = real(tmp_path / "store", Adapted(), update, 1, policy)
+    assert list(zip(keys, uses, strict=True)) == [(touch.key, touch.use) for touch in found]
+    assert sizes == [-(-touch.nbytes // 4096) * 4096 for touch in found]
 
 
 @pytest.mark.parametrize("name", quick(OPTIMIZERS, ["adafactor", "adamw_bf16", "radam"]))

@@ -17,6 +17,7 @@ from torch import nn
 
 from tiered.engine.retention import bytes_moved, plan_retention
 from tiered.errors import CapacityError, MisuseError, expect_type, listed, one_of, whole_number
+from tiered.packing.quantised import QUANTIZE, Quantize
 from tiered.planning.dry_run import Activations, Repeats, TrainingSetup, Update
 from tiered.planning.machine import Machine
 from tiered.planning.notes import CreateNote, LeaseNote, StepNotes, WorkNote, in_groups, slices_in_groups, slices_of
@@ -647,6 +648,7 @@ def plan(
     activations: Activations | None = None,
     micro_batch: int | Sequence[int] | None = None,
     storage: torch.dtype | None = None,
+    quantize: Quantize | None = None,
     measure: bool = False,
     sweep: Sweep = NOTHING,
     optimum: bool = False,
@@ -664,8 +666,10 @@ def plan(
     ``update``, ``activations``: "on_fetch" or "in_backward", "memory", "recompute" or "store" (None: the fastest that fits is
     chosen). ``micro_batch``: into how many parts the batch is divided inside units; of several numbers the fastest that fits is
     chosen (None: 1).
-    ``storage``: as in ``zero.Policy``. ``measure``: time the operations of the model on this machine's CPU, some seconds,
-    instead of computing with the machine's rates. ``sweep``: other budgets, and numbers of ranks, to predict as well.
+    ``storage``, ``quantize``: as in ``zero.Policy``: with the latter what of the model is frozen is packed, as the base of an
+    adapter (``peft.get_peft_model`` of a model on the meta device makes one to plan). ``measure``: time the operations of the
+    model on this machine's CPU, some seconds, instead of computing with the machine's rates. ``sweep``: other budgets, and
+    numbers of ranks, to predict as well.
     ``optimum``: also say how few bytes any way to serve a step could move (``Prediction.optimum``); it needs scipy, and seconds
     to minutes. ``progress``: called with what is played next, and the share of all that was; it may raise, to stop.
 
@@ -675,6 +679,7 @@ def plan(
     one_of("optimizer", optimizer, CHOICES)
     one_of("update", update, (*get_args(Update), None))
     one_of("activations", activations, (*get_args(Activations), None))
+    one_of("quantize", quantize, (*QUANTIZE, None))
     expect_type(workload, Workload, "workload is a tiered.Workload")
     expect_type(sweep, Sweep, "sweep is a tiered.Sweep")
     expect_type(measure, bool, "measure is True or False")
@@ -687,8 +692,9 @@ def plan(
     if sweep.ranks and found is None:
         raise MisuseError("ranks need machine=, with its network")
     subject = subject_of(model, workload)
+    _refuse_packed(subject, quantize)
     rule = CHOICES[optimizer].usual
-    planner = Planner(subject, found, rule, Policy(storage=storage), accumulate, measure, progress=progress)
+    planner = Planner(subject, found, rule, Policy(storage=storage, quantize=quantize), accumulate, measure, progress=progress)
     budget = parse_size(dram) if dram is not None else _half(found)
     tokens = _tokens(subject) * accumulate
     divided: Sequence[Activations] = [activations or "memory"]  # which compute again anyway
@@ -727,6 +733,17 @@ def plan(
         smallest=planner.smallest(chosen.choice), enough=enough, chosen=chosen, others=others,
         curve=curve, ranks=rows, refused=refused, changes=changes, notes=tuple(planner.notes),
     )
+
+
+def _refuse_packed(subject: Subject, quantize: Quantize | None) -> None:
+    """Raise MisuseError where all of a model would be packed, so that nothing is trained."""
+    if quantize is not None:
+        units = divide(subject.model, Limits.of(1 << 40), {}, Policy(quantize=quantize)).units
+        if all(unit.read_only for unit in units):
+            raise MisuseError(
+                f"quantize={quantize!r} packs what is frozen, and {subject.name} has nothing, or too little, that is: plan a "
+                "model with an adapter (peft.get_peft_model), or leave quantize out"
+            )
 
 
 def _refused(planner: Planner, chosen: Prediction) -> str | None:

@@ -31,6 +31,7 @@ examples:
   tiered plan --layers 24 --width 1024 --heads 16 --batch 8 --plot plan.svg
   tiered plan my-llama --context 2048 --dram 16GiB --machine server.json
   tiered plan meta-llama/Llama-3.1-8B --dtype bfloat16           of the hub: its config.json alone is fetched
+  tiered plan my-llama --lora 16 --quantize nf4 --batch 1 --context 512 --machine laptop.json
   tiered plan Qwen/Qwen3-30B-A3B --generate --dram 12GiB --machine laptop.json
   tiered plan --layers 80 --width 8192 --heads 64 --vocabulary 128256 --machine server.json --ranks 1,8,64,1024
 """
@@ -88,6 +89,10 @@ def add_parser(commands: Commands) -> None:
     how = parser.add_argument_group("training")
     how.add_argument("--dram", type=size, metavar="SIZE", help="budget of host memory (default: half of the machine's)")
     how.add_argument("--optimizer", choices=OPTIMIZERS, help="default: adamw")
+    how.add_argument(
+        "--lora", type=count, metavar="RANK", help="train adapters of peft of this rank, on all linear layers, and nothing else"
+    )
+    how.add_argument("--quantize", choices=("int8", "int4", "nf4"), help="with --lora: pack the weights that adapters are for")
     how.add_argument("--update", choices=UPDATES, help="when units are updated (default: the faster one)")
     how.add_argument(
         "--update-tier", choices=("dram", "hbm"),

@@ -20,6 +20,7 @@ from tiered.cli.plan.plot import plot
 from tiered.cli.stop import Stopped, StopRequest
 from tiered.cli.train.model import Shape, build
 from tiered.cli.train.options import default_of
+from tiered.errors import MisuseError
 from tiered.measuring.meters import environment
 from tiered.measuring.probes import measured_machine
 from tiered.planning.machine import Machine
@@ -43,6 +44,10 @@ def planned(parsed: argparse.Namespace) -> int:
         budget_of("a DRAM", parsed.dram, SMALLEST_DRAM)
     if parsed.generate:
         _refuse_options_of_training(parsed, parser)
+    if parsed.lora is not None and parsed.model is None:
+        parser.error("--lora is of a model of transformers: name MODEL, a folder with its config.json, or org/name")
+    if parsed.quantize is not None and parsed.lora is None and not parsed.generate:
+        parser.error("--quantize packs what adapters are trained for: give --lora RANK (--generate plans each form)")
     model = _model(parsed, parser)
     if parsed.hbm and parsed.machine is None:
         parser.error("--hbm needs --machine FILE, which has the device's rates and those of its link")
@@ -77,7 +82,7 @@ def planned(parsed: argparse.Namespace) -> int:
 def _refuse_options_of_training(parsed: argparse.Namespace, parser: Parser) -> None:
     if parsed.model is None:
         parser.error("--generate is of a model of transformers: name MODEL, a folder with its config.json, or org/name")
-    how = "optimizer", "update", "activations", "micro_batch", "accumulate"
+    how = "optimizer", "update", "activations", "micro_batch", "accumulate", "lora", "quantize"
     outcome = "ranks", "rated_life", "network", "optimum", "plot"
     given = [f"--{name.replace('_', '-')}" for name in (*how, *outcome) if getattr(parsed, name)]
     if given:
@@ -91,7 +96,7 @@ def _planned(parsed: argparse.Namespace, model: nn.Module | Numbers, told: Told)
     asked: dict[str, Any] = {
         "workload": tiered.Workload(batch, context, accumulate=parsed.accumulate or 1), "machine": machine, "dram": parsed.dram,
         "optimizer": parsed.optimizer or "adamw", "update": parsed.update, "activations": parsed.activations,
-        "micro_batch": parsed.micro_batch, "measure": here, "progress": told,
+        "micro_batch": parsed.micro_batch, "quantize": parsed.quantize, "measure": here, "progress": told,
     }
     plan = tiered.plan(model, **asked, sweep=tiered.Sweep(ranks=parsed.ranks), optimum=parsed.optimum)
     if parsed.plot is not None and plan.chosen is not None:
@@ -113,13 +118,26 @@ def _model(parsed: argparse.Namespace, parser: Parser) -> nn.Module | Numbers:
         if given:
             parser.error(f"{', '.join(given)}: the config.json of MODEL says that")
         model = model_of_folder(parsed.model)
-        return model if parsed.dtype is None else model.to(getattr(torch, parsed.dtype))
+        if parsed.dtype is not None:
+            model = model.to(getattr(torch, parsed.dtype))
+        return model if parsed.lora is None else _with_adapters(model, parsed.lora)
     shape = {name: numbers[name] or default_of(name) for name in ("layers", "width", "heads")}
     if shape["width"] % shape["heads"]:
         parser.error(f"--width {shape['width']} is not a multiple of --heads {shape['heads']}")
     if numbers["vocabulary"] is not None or parsed.dtype is not None:
         return Numbers(**shape, vocabulary=numbers["vocabulary"] or 256, dtype=parsed.dtype or "float32")
     return build(Shape(**shape, context=parsed.context or default_of("context")))
+
+
+def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
+    try:
+        import peft
+    except ImportError as error:
+        raise MisuseError(f"--lora needs peft ({error}): pip install peft") from error
+    config = peft.LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    with torch.device("meta"):
+        adapted: nn.Module = peft.get_peft_model(model, config)
+    return adapted
 
 
 def _machine(parsed: argparse.Namespace, told: Told) -> Machine | None:
