@@ -36,7 +36,7 @@ __all__ = [
 
 PACKAGE = str(Path(tiered.__file__).parent)
 ZERO = str(Path(PACKAGE) / "zero")
-KINDS = ["plain", "checkpoint", "reentrant", "in backward", "micro batch", "stored as bf16", "scaled"]
+KINDS = ["plain", "checkpoint", "reentrant", "in backward", "micro batch", "stored as bf16", "scaled", "averaged"]
 TIGHT = ["tight", "tight checkpoint", "tight reentrant"]
 """With the smallest memory that a store takes, into which the model does not fit."""
 
@@ -111,6 +111,7 @@ class Trainer:
         update = "in_backward" if kind == "in backward" else "on_fetch"
         self.optimizer = zero.AdamW(parameter_groups(self.model), lr=1e-3, update=update)
         self.scaler = zero.GradScaler(init_scale=2.0**8, growth_interval=3) if kind == "scaled" else None
+        self.ema = zero.EMA(self.model, 0.9, use_buffers=True) if kind == "averaged" else None
 
     def reopen(self) -> None:
         """As a store that is condemned tells to."""
@@ -145,11 +146,18 @@ class Trainer:
             self.scaler.update()
         else:
             self.optimizer.step()
+        if self.ema is not None:
+            self.ema.update()
+            with self.ema.applied():
+                seen.append(self.loss(number).item())
         return seen
 
     def two_steps(self) -> Result:
         losses = self.step(self.WARM) + self.step(self.WARM + 1)
         values = {name: value.clone() for name, value in self.model.state_dict().items()}
+        if self.ema is not None:
+            with self.ema.applied():
+                values |= {f"average of {name}": value.clone() for name, value in self.model.state_dict().items()}
         state = self.optimizer.state_dict()["state"]
         moments = [state[number][name] for number in sorted(state) for name in ("exp_avg", "exp_avg_sq")]
         return Result(losses, values, moments)

@@ -14,6 +14,7 @@ from tiered.zero.checkpoint.checkpoint import commit, commit_async, resume, roll
 from tiered.zero.checkpoint.dcp import Committed, load_dcp
 from tiered.zero.checkpoint.safetensors import export
 from tiered.zero.construction.construct import Construction, ConstructionStatistics, init
+from tiered.zero.optimizers.average import EMA
 from tiered.zero.optimizers.elementwise import Elementwise
 from tiered.zero.optimizers.named import (
     SGD,
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from tiered.integrations.deepspeed.schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 __all__ = [
+    "EMA",
     "SGD",
     "Adafactor",
     "AdafactorRule",

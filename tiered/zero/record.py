@@ -292,6 +292,8 @@ class _Unit(_Struct):
     pending: _Pending | None
     states: dict[str, dict[str, str]] | msgspec.UnsetType = msgspec.UNSET
     """By name of each parameter that has other states than ``m`` and ``v``, the forms of its states by their names."""
+    averaged: _Step | msgspec.UnsetType = msgspec.UNSET
+    """How many updates are in the average of its parameters, where there is a tensor of it."""
 
 
 class _Optimizer(_Struct):
@@ -306,6 +308,14 @@ class _Random(_Struct):
     numpy: tuple[Any, ...] | None
     torch: Tensor
     cuda: list[Tensor] | None
+
+
+class _Average(_Struct):
+    """The average of a model's weights: how many updates it had, and of the last ones up to which number each decay holds."""
+
+    updates: _Step
+    decays: list[tuple[_Step, Annotated[float, msgspec.Meta(ge=0, le=1)]]]
+    buffers: dict[str, Tensor]
 
 
 class _ModelRecord(_Struct):
@@ -330,6 +340,7 @@ class _ModelRecord(_Struct):
     """Paged parameters that the model did not have any more."""
     transient: dict[str, Tensor] | msgspec.UnsetType = msgspec.UNSET
     """Buffers that were added after paging, and that ``state_dict`` did not have."""
+    average: _Average | msgspec.UnsetType = msgspec.UNSET
 
 
 def checked(record: object, what: str) -> dict[str, Any]:
@@ -392,9 +403,21 @@ def _problems(found: _ModelRecord) -> Iterator[str]:
         named += names
     yield from _twice("parameter of the optimizer", named)
     yield from _unknown("the optimizer has", named, everything)
+    yield from _wrong_average(found)
     persistent = () if isinstance(found.persistent, msgspec.UnsetType) else found.persistent
     yield from _unknown("a state_dict has the buffer", persistent, found.buffers)
     yield from _unknown("the model lacks", () if isinstance(found.gone, msgspec.UnsetType) else found.gone, everything)
+
+
+def _wrong_average(found: _ModelRecord) -> Iterator[str]:
+    averaged = [unit.averaged for unit in found.units if not isinstance(unit.averaged, msgspec.UnsetType)]
+    if isinstance(found.average, msgspec.UnsetType):
+        if averaged:
+            yield "a unit has an average, and the model none"
+        return
+    ends = [last for last, _ in found.average.decays]
+    if sorted(set(ends)) != ends or ends[-1:] != [found.average.updates] or max(averaged, default=0) > found.average.updates:
+        yield f"an average of {found.average.updates} updates has had other ones"
 
 
 def _wrong_parameter(name: str, shape: list[int], dtype: str, stored: str, stride: list[int]) -> Iterator[str]:
@@ -581,6 +604,8 @@ def refuse_other_tensors(
     for unit, found in zip(units, record["units"], strict=True):
         key, parts = f"{name}/param/{unit.name}", {p.name: part for p, part in unit.parts(share["rank"]).items()}
         _expect(store, key, "uint8", unit.share_nbytes if share["stage"] == "Stage3" else unit.stored_nbytes)
+        if found.get("averaged"):
+            _expect(store, f"{key}/average", "uint8", unit.nbytes // unit.shares)
         pending = found["pending"] or {"updates": {}}
         needing = {p for p, update in pending["updates"].items() if update.get("graded", True)}
         graded = [part for p, part in parts.items() if p in needing or found["gradients"].get(p, {}).get("there")]

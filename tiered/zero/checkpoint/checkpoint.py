@@ -18,6 +18,7 @@ from tiered.store.at_rest import StoreAtRest
 from tiered.types import TensorSpec
 from tiered.zero.checkpoint import beside, loaders
 from tiered.zero.checkpoint.loaders import Loader, Stateful, random_states
+from tiered.zero.optimizers.average import recall_average
 from tiered.zero.optimizers.optimizer import Optimizer, ours_for
 from tiered.zero.paging.pager import Pager, buffer_places, name_of, pager_of, pager_of_parameter, pagers_in
 from tiered.zero.paging.saved_tensors import without_grad
@@ -318,6 +319,7 @@ def record_of(model: nn.Module, pager: Pager, training: Training, extra: Mapping
     """Return what a commit needs of a model beside its tensors. Raises MisuseError and InterruptedStep where there
     can be no such commit."""
     pager.refuse_unresumed()
+    pager.refuse_averaged("a commit")
     expect_type(extra, Mapping | None, "extra is a dict of JSON values, tuples and tensors, by name")
     states = getattr(training.scaler, "_per_optimizer_states", {})
     stages = [states.get(id(one), {}).get("stage") for one in training.optimizers]
@@ -337,10 +339,13 @@ def record_of(model: nn.Module, pager: Pager, training: Training, extra: Mapping
         if unit.held:
             raise MisuseError(f"the parameters of {unit.plan.shown} are in use: commit outside forward and backward")
         unit.gradients.close()
+    units = [of_unit(unit) for unit in pager.units]
+    averaged = None if pager.average is None else pager.average.record()
     return {
         "version": VERSION,
         "layout": layout_of([unit.plan for unit in pager.units], pager.limits, pager.partition),
-        "units": [of_unit(unit) for unit in pager.units],
+        "units": units,
+        **({} if averaged is None else {"average": averaged}),
         "buffers": pager.buffers(),
         "persistent": persistent(pager.buffer_places),
         **{name: found for name, found in zip(("beside", "gone", "transient"), here, strict=True) if found},
@@ -373,11 +378,15 @@ def write_record(store: TieredStore, name: str, record: Mapping[str, Any]) -> No
 
 
 def of_unit(unit: Unit) -> dict[str, Any]:
+    average = unit.average
+    if average is not None and average.halfway:  # an exception struck in it
+        unit.apply_update()
     return {
         "gradients": unit.gradients.record(),
         "stale_masters": sorted(placement.name for placement in unit.states.stale_masters),
         "pending": None if unit.pending is None else _of_pending(unit.pending),
         **({"states": states_shown(unit.states)} if unit.states.used else {}),
+        **({"averaged": average.made} if average is not None and average.made else {}),
     }
 
 
@@ -514,6 +523,7 @@ def recall(pager: Pager) -> None:
     changed."""
     plan = [unit.plan for unit in pager.units]
     record = _fitting(pager.store, pager.name, plan, pager.limits, pager.partition, pager.buffer_places)
+    recall_average(pager, record)
     for unit, found in zip(pager.units, record["units"], strict=True):
         named = {part.name: part for part in unit.parts.values()}
         unit.states.stale_masters = {named[name] for name in found["stale_masters"]}

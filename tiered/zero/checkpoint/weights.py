@@ -110,12 +110,12 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, _Weighed]]:
         one = _Weighed(name, tensor)
         marks: list[str | None] = []
         for pager, unit, _ in one.placements:
-            if unit.pending is not None or pager.partition.shares > 1:
+            if unit.upcoming_keys() != [unit.used_key] or pager.partition.shares > 1:
                 marks.append(None)  # the values are others than the store's, or all ranks have to read them together
                 continue
-            where = pager.store, unit.key
+            where = pager.store, unit.used_key
             if where not in said:
-                said[where] = pager.store.committed([unit.key]).get(unit.key)
+                said[where] = pager.store.committed([unit.used_key]).get(unit.used_key)
             marks.append(said[where])
         if marks and None not in marks:
             one.committed = " ".join(dict.fromkeys(mark for mark in marks if mark))

@@ -131,6 +131,7 @@ class PagedUpdates(Updates):
     def step(self) -> Sequence[int]:
         for pager in self.pagers():
             pager.refuse_unresumed()
+            pager.refuse_averaged("optimizer.step")
             pager.reset()
             pager.gradient_sync.synchronise()
             pager.gradient_sync.refresh()

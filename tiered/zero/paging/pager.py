@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial, wraps
 from types import SimpleNamespace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import nn
@@ -218,6 +218,27 @@ class Backward:
         return self.end() is not None
 
 
+class Averaging(Protocol):
+    """The average of a model's weights."""
+
+    @property
+    def applied(self) -> bool:
+        """Whether the model computes with it now."""
+        ...
+
+    def refuse_applied(self, what: str) -> None:
+        """Raise MisuseError where the model computes with it, and ``what`` is of the model that is trained."""
+        ...
+
+    def settle(self) -> None:
+        """Have all be as before, where the block that computed with it has ended."""
+        ...
+
+    def record(self) -> dict[str, Any] | None:
+        """Return what a commit has of it; None where there is nothing."""
+        ...
+
+
 class Gathering:
     """Units that a block of ``zero.gathered`` holds. The block alone keeps this object, and a weak reference tells whether it
     is still running."""
@@ -399,6 +420,8 @@ class Pager:
         """The optimizer that made the last step of the model, or was given states since."""
         self.made: Callable[[], object | None] = lambda: None
         """Returns the optimizer that was made for parameters of the model last, while it lives."""
+        self.average: Averaging | None = None
+        """The average of the weights, if there is one."""
         self.in_commit: Callable[[bool], str | None] | None = None
         """Puts what makes a commit a checkpoint of the model into the store, for one that was not called for it: at the end of
         the store's ``with`` block (True), or for another model in it. Returns why the former must not be."""
@@ -447,6 +470,15 @@ class Pager:
                 "yet: call zero.resume(model, optimizer) before the first step, with all that zero.commit was given (with a "
                 "Trainer: resume_from_checkpoint=True), or begin anew with existing='overwrite'"
             )
+
+    def refuse_averaged(self, what: str) -> None:
+        """Raise MisuseError where the model computes with the average of its weights, and ``what`` is of these."""
+        if self.average is not None:
+            self.average.refuse_applied(what)
+
+    def _settle(self) -> None:
+        if self.average is not None:
+            self.average.settle()
 
     # -- installing --------------------------------------------------------------------------------------------------------
 
@@ -759,8 +791,10 @@ class Pager:
         """Return a number that changes when the values of ``parameter`` do."""
         sliced = self.sliced.get(parameter)  # type: ignore[call-overload]
         if sliced is not None:
-            return sum(self._home[one][0].version for one in sliced.slices)
-        return self._home[parameter][0].version  # type: ignore[index]
+            found = sum(self._home[one][0].version for one in sliced.slices)
+        else:
+            found = self._home[parameter][0].version  # type: ignore[index]
+        return found if self.average is None or not self.average.applied else ~found
 
     def recomputes(self) -> bool:
         """Return whether a part of forward is being computed again within backward."""
@@ -836,13 +870,13 @@ class Pager:
         left = self.room if any(unit.plan.converted for unit in self.units_of(parameters)) else self._pool // HELD
         for parameter in parameters:
             unit = self.units_of([parameter])[0]
-            if unit.key in keys:
+            if unit.used_key in keys:
                 continue
             size = max(unit.plan.nbytes, unit.plan.stored_nbytes)
-            if not unit.held and unit.pending is None and size <= left:
+            if not unit.held and unit.upcoming_keys() == [unit.used_key] and size <= left:
                 left -= size
                 chosen.append(parameter)
-                keys.append(unit.key)
+                keys.append(unit.used_key)
         if not chosen:
             yield
             return
@@ -856,7 +890,7 @@ class Pager:
 
     def coming(self, parameters: Collection[torch.Tensor]) -> None:
         """Have the store read the units of ``parameters`` at once that are used next, one after the other."""
-        keys = [unit.key for unit in self.units_of(parameters) if not unit.held]
+        keys = [unit.used_key for unit in self.units_of(parameters) if not unit.held]
         if keys and self._prefetch == "on":
             self.store.prefetch(keys)
 
@@ -923,12 +957,14 @@ class Pager:
     def start(self) -> None:
         """Reset what an interruption left, because somebody uses the model outside of forward and backward. Raises as
         ``reset``."""
+        self._settle()
         if self.phase is not Phase.IDLE and not self.computing:
             self.reset()
         self.intent.ready()
 
     def start_anew(self) -> None:
         """Do as ``start``, and reset also where a unit is held, which nobody may do outside of forward and backward."""
+        self._settle()
         if not self.computing:  # asked first: a model with many experts has thousands of units
             gathered = self._gathered()
             held = any(unit.state is not Held.BY_STORE and unit not in gathered for unit in self.units)
@@ -943,6 +979,7 @@ class Pager:
         while it could only be read, or another thread computes.
         """
         self._refuse_another_thread()
+        self._settle()
         if self._gathered():
             gc.collect()  # a block that an exception left may be in a cycle with it
         if self._gathered():
@@ -1084,6 +1121,7 @@ class Pager:
         """
         if not torch.is_grad_enabled():
             return None
+        self.refuse_averaged("what autograd records (torch.enable_grad)")
         below = hooks_active()
         if _owner(below) is self:
             return None
@@ -1193,6 +1231,7 @@ class Pager:
         if backward is not None and backward.goes_on:
             return backward
         self.refuse_unresumed()  # before a gradient is in the store
+        self.refuse_averaged("backward")
         if backward is not None or (self._frames and not is_called_within({f.module for f in self._frames})):
             self.reset()  # what was before was interrupted
         self.intent.ready()
@@ -1330,7 +1369,10 @@ class Pager:
         """Return the units in the order of their modules: none where parts are gathered from other ranks."""
         if self.gradient_sync.several:
             return []
-        return [Touch(unit.key, nbytes=unit.plan.stored_nbytes) for unit in self.units]
+        return [Touch(unit.used_key, nbytes=self._used_nbytes(unit)) for unit in self.units]
+
+    def _used_nbytes(self, unit: Unit) -> int:
+        return unit.plan.stored_nbytes if unit.used_key == unit.key else unit.plan.nbytes
 
     def _look_ahead(self, unit: Unit) -> None:
         """Ask the store for all that this unit will need, while no order is known yet."""

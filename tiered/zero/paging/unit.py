@@ -117,6 +117,49 @@ Stepper = Callable[[Placement], tuple[Update, Callable[[], None]]]
 now, and what counts it when it is called, once or twice."""
 
 
+class Average(Protocol):
+    """The average of a unit's parameters, a tensor of the store."""
+
+    key: str
+
+    @property
+    def made(self) -> int:
+        """How many updates are in the average."""
+        ...
+
+    @property
+    def due(self) -> bool:
+        """Whether values that the parameters have now are still to be taken into the average."""
+        ...
+
+    @property
+    def halfway(self) -> bool:
+        """Whether an exception struck while they were taken into it."""
+        ...
+
+    @property
+    def applied(self) -> bool:
+        """Whether the model computes with the average in place of its parameters."""
+        ...
+
+    @property
+    def storage(self) -> ParameterStorage:
+        """Where the average comes from, as long as it is ``applied``."""
+        ...
+
+    def is_idle(self, storage: ParameterStorage, updates_made: int) -> bool:
+        """Return whether it stays as it is because the parameters have not changed; what is due is taken into it then."""
+        ...
+
+    def bring(self, storage: ParameterStorage, updates_made: int) -> None:
+        """Take into it what is due."""
+        ...
+
+    def refuse_writing(self) -> None:
+        """Raise MisuseError where it is ``applied``, because somebody would write to a parameter."""
+        ...
+
+
 class SavedReference(Protocol):
     """What a graph saved of the parameter at ``placement``: ``version`` of the unit, ``saved``: of the tensor."""
 
@@ -203,6 +246,8 @@ class Unit:
         self.updates_made = 0
         self.intent = intent
         self.pending: Pending | None = None
+        self.average: Average | None = None
+        """The average of the parameters, which follows each update that is due before it."""
         self.base: torch.Tensor | None = None
         self.memory: dict[Placement, torch.Tensor] = {}
         """While the unit is held: the bytes of each parameter, a storage of its own on the memory of ``base``."""
@@ -213,6 +258,8 @@ class Unit:
         self.parts = plan.parts(partition.rank)
         storage = partition.stored(store, update_store, self.key, plan, checkpoint)
         self.storage: ParameterStorage = Cast(storage, store, checkpoint.owner, self.key, plan) if plan.converted else storage
+        self._source = self.storage
+        """Where the values are from that the unit is held with, or was last: the average's, while that is applied."""
         self.gradients = UnitGradients(
             update_store, f"{self.key}/grad", plan.placements, self.parts, checkpoint, self.apply_update
         )
@@ -263,6 +310,20 @@ class Unit:
         return self._kinds[placement]
 
     # -- parameters --------------------------------------------------------------------------------------------------------
+
+    @property
+    def used(self) -> ParameterStorage:
+        """Where the values are from that the next ``hold`` gives: the parameters, or their average while that is applied."""
+        return self.average.storage if self.average is not None and self.average.applied else self.storage
+
+    @property
+    def used_key(self) -> str:
+        """The key of these values."""
+        return self.average.key if self.average is not None and self.average.applied else self.key
+
+    @property
+    def _source_key(self) -> str:
+        return self.key if self._source is self.storage or self.average is None else self.average.key
 
     @property
     @traced
@@ -332,9 +393,12 @@ class Unit:
             return
         if self.state is not Held.BY_STORE:  # an interruption left it so
             self.let_go()
+        if self.average is not None and state is Held.FOR_WRITING:
+            self.average.refuse_writing()
         for placement in self.plan.placements:
             self.refuse_written(placement)
         self.apply_update()
+        self._source = self.used
         self.state, self.aside = state, dict.fromkeys(aside)
         try:
             self._open()
@@ -354,17 +418,18 @@ class Unit:
                 self._open()
             return
         access = Access.WRITE if self.state is Held.FOR_WRITING else Access.READ
-        known = self._digests if self._digested == self.version else {}
+        averaged = self._source is not self.storage
+        known = self._digests if self._digested == self.version and not averaged else {}
         if access is Access.WRITE:  # what follows writes, whatever becomes of it
             kept = [p for p, part in self.parts.items() if part not in self.states.stale_masters and p.packing is None]
             self._told = [p for p in kept if p.stored in NARROW]
             self.states.stale_masters.update(self.parts.values())
             self.version += 1
         self._digested, self._digests = -1, {}
-        self.base = self.storage.materialize(access)
+        self.base = self._source.materialize(access)
         if access is Access.READ:
-            lands = not self.plan.read_only and self.storage.unsaved
-            self._told, self._saving = self._narrow if lands else self.plan.placements, self.storage.saving
+            lands = not self.plan.read_only and not averaged and self._source.unsaved
+            self._told, self._saving = self._narrow if lands else self.plan.placements, self._source.saving
         own = _storage_of_its_own if self._apart else torch.Tensor.detach
         self.memory = {placement: own(self.base[begin:end]) for placement, begin, end in self._extents}
         address = _address(self.base)
@@ -375,7 +440,7 @@ class Unit:
         self._versions = self._versions_now()
         missing = [placement for placement in self._told if placement not in known and placement not in self.aside]
         self._digests = {p: known[p] for p in self._told if p in known} | self._digests_of(missing)
-        if access is Access.READ:
+        if access is Access.READ and not averaged:
             self._digested = self.version
 
     def _versions_now(self) -> list[int]:
@@ -488,6 +553,8 @@ class Unit:
         if not written:
             self.give_up()
             return
+        if self._source is not self.storage:
+            self._refuse_for_average(next(iter(written)))
         if self.plan.read_only or self.store.access is Access.READ:
             self.give_up()
             self._refuse_for_reading(next(iter(written)))
@@ -504,6 +571,22 @@ class Unit:
                 "save it, so that commit may have values of before or after the write; the store has those of now: wait for "
                 "the future of commit_async before such a forward, and commit again"
             )
+
+    def _refuse_for_average(self, written: Placement) -> NoReturn:
+        """Raise MisuseError for a parameter that was written to while it had the values of its average, which are read anew
+        when they are used next. What no tier below has is lost."""
+        lost, key = self._source.unsaved, self._source_key
+        self.give_up()
+        if lost:
+            self.intent.spoil(
+                f"the average of {written.name!r} was written to while the model computed with it; call zero.rollback"
+            )
+        else:
+            self.store.offload([key])
+        raise MisuseError(
+            f"parameter {written.name!r} was written to while the model computed with the average of its weights "
+            f"(EMA.applied){'' if lost else ', and the average is as before'}: write to parameters outside of that block"
+        )
 
     def _refuse_for_reading(self, written: Placement) -> None:
         """Raise MisuseError for a parameter of a model for reading only, and have the unit read anew when it is used next."""
@@ -642,7 +725,7 @@ class Unit:
             self.base = None
             self.memory, self.places = {}, {}
             self.aside = {}
-            self.storage.close()
+            self._source.close()
             if not self._kept_memories():
                 self._left = None  # nobody kept anything: no write to the memory can come
             if lent or self._witnesses:
@@ -656,7 +739,7 @@ class Unit:
         written |= self.held > 0 and self._saved_meanwhile()
         self.give_up()
         if written:
-            self.store.offload([self.key])  # the store takes it for what it was
+            self.store.offload([self._source_key])  # the store takes it for what it was
 
     def release_parameters(self) -> None:
         for placement in self._placeholders:
@@ -766,6 +849,8 @@ class Unit:
 
     def misses(self, placement: Placement, step: int) -> bool:
         """Return whether ``defer_missed`` can have step number ``step`` follow what is pending."""
+        if self.average is not None and self.average.due:
+            return False
         if self.pending is None:
             return True
         before = self.pending.updates.get(self.parts[placement])
@@ -791,19 +876,35 @@ class Unit:
 
     def upcoming_keys(self) -> list[str]:
         """Return what the next ``hold`` will lease, in order."""
-        if self.pending is None:
-            return [self.key]
-        chunks = self.states.plan(self.pending.updates)[self.pending.chunks_done :]
-        gradients = [self.gradients.key] if self.pending.graded else []
-        return [self.key, *gradients, *(key for chunk in chunks for key in chunk.keys)]
+        average, pending = self.average, self.pending
+        applied = average is not None and average.applied
+        after = [average.key] if average is not None and (average.due or applied) else []
+        if pending is None:
+            return after if applied and not average.due else [self.key, *after]  # type: ignore[union-attr]
+        chunks = self.states.plan(pending.updates)[pending.chunks_done :]
+        gradients = [self.gradients.key] if pending.graded else []
+        return [self.key, *gradients, *(key for chunk in chunks for key in chunk.keys), *after]
 
     def apply_update(self) -> None:
-        """Apply the pending update, chunk by chunk. An error leaves what is not yet updated pending."""
-        pending = self.pending
-        if pending is None:
-            return
-        if self.held:
+        """Apply the pending update, chunk by chunk, and take the result into the average where that is due. An error leaves
+        what is not yet updated pending."""
+        pending, average = self.pending, self.average
+        reads = self.store.access is Access.READ
+        due = average is not None and average.due and (not reads or average.applied)
+        if self.held and (due or pending is not None):
             raise MisuseError(f"the parameters of {self.plan.name!r} are in use: their update has to wait for the end of it")
+        if pending is not None:
+            self._apply(pending)
+        if due and reads:
+            raise MisuseError(
+                f"the commit has an average of {self.plan.name!r} that an update is still due in, and the store is open for "
+                "reading: open it without access='read', or call optimizer.flush() before the commit"
+            )
+        if average is not None and due and not average.is_idle(self.storage, self.updates_made):
+            with self._checkpoint.applying():
+                average.bring(self.storage, self.updates_made)
+
+    def _apply(self, pending: Pending) -> None:
         with ExitStack() as leases:
             leases.enter_context(self._checkpoint.applying())
             gradient = self.gradients.opened  # from within backward: so it stays in memory until it is deleted
