@@ -197,9 +197,33 @@ def copied(store: TieredStore, paged: Callable[..., Any]) -> Found:
     return {"seen": dict(enumerate(seen)), **looks(model, optimizer)}
 
 
+def averaged(store: TieredStore, paged: Callable[..., Any]) -> Found:
+    """The average of the weights, within a rollback and beside parameters that are stored in fewer bits."""
+    found: Found = {}
+    for policy in (zero.Policy(), zero.Policy(storage=torch.bfloat16)):
+        model = paged(Tied(layers=2), name=f"of {policy.storage}", policy=policy)
+        optimizer, ema = zero.AdamW(model.parameters(), lr=1e-2), zero.EMA(model, 0.9)
+        for step in range(5):
+            optimizer.zero_grad()
+            model.loss(step).backward()
+            optimizer.step()
+            ema.update()
+            if step == 2:
+                zero.commit(model, optimizer)
+            elif step == 3:
+                with ema.applied():
+                    found[str(policy), "before"] = model.loss(9).item()
+                zero.rollback(model, optimizer)
+                assert ema.updates == 3
+        with ema.applied():
+            found[str(policy)] = looks(model, optimizer)
+        found[str(policy), "weights"] = looks(model, optimizer)
+    return found
+
+
 FEATURES = {
     made.__name__: made
-    for made in (converted, half, split, true_bf16, scaled, looked_at, loaded, in_place, written, clipped, copied)
+    for made in (converted, half, split, true_bf16, scaled, looked_at, loaded, in_place, written, clipped, copied, averaged)
 }
 
 

@@ -25,12 +25,12 @@ from tiered.types import Access, TensorSpec
 from tiered.zero.digests import digests
 from tiered.zero.paging.pager import Pager, pager_of
 from tiered.zero.paging.saved_tensors import without_grad
-from tiered.zero.paging.storage import Local, ParameterStorage, TensorStore
+from tiered.zero.paging.storage import ParameterStorage, TensorStore
 from tiered.zero.paging.unit import Unit
 from tiered.zero.paging.units import Placement, UnitPlan
 from tiered.zero.paging.update import UPDATED_AT_ONCE
 
-__all__ = ["EMA", "ModelAverage", "Runs", "UnitAverage", "average_nbytes", "recall_average", "runs_of", "take_into"]
+__all__ = ["EMA", "ModelAverage", "Runs", "UnitAverage", "average_nbytes", "recall_average", "runs_of", "take_all"]
 
 LOGGED = 256
 """After so many updates with other decays they are made of units that nobody has held meanwhile, too."""
@@ -93,11 +93,7 @@ class UnitAverage:
     ) -> None:
         self.key, self.storage = key, storage
         self._of, self._store, self._nbytes = of, store, nbytes
-        self._pieces = [
-            (part, start, min(start + UPDATED_AT_ONCE, part.numel))
-            for part in parts
-            for start in range(0, part.numel, UPDATED_AT_ONCE)
-        ]
+        self._pieces = _pieces(parts)
         self._at, self._updates = _At(), -1
         self._still: _Still | None = None
 
@@ -143,8 +139,8 @@ class UnitAverage:
         if self.key not in self._store:
             self._store.create(self.key, TensorSpec("uint8", (self._nbytes,), 1))
         unchanged, self._updates = self._updates == updates_made, updates_made
-        with storage.shard_beside(self.key) as (average, values):
-            moved = take_into(self, average, values)
+        with storage.beside(self.key) as (average, values):
+            moved = _take_into(self, average, values)
             still = unchanged and not moved and average.device.type == "cpu"
             found = digests([values])[0] if still else 0
             del average, values
@@ -159,31 +155,49 @@ class UnitAverage:
             decays = self._of.runs.after(self._at.made)[: goal - self._at.made]
             for number in range(self._at.pieces, len(self._pieces)):
                 part, start, stop = self._pieces[number]
-                target = part.flat(average, start, stop)
                 made, moved = self._at.landing, True
                 if made is None:
-                    present = part.stored_flat(values, start, stop).to(part.dtype)
-                    made, moved = _averaged(target, present, decays, first=self._at.made == 0)
+                    made, moved = _averaged(part, start, stop, average, values, decays, first=self._at.made == 0)
                     self._at = self._at._replace(goal=goal, landing=made)
-                target.copy_(made)
+                part.flat(average, start, stop).copy_(made)
                 self._at = _At(self._at.made, goal, number + 1)
-                del target
                 yield moved
             self._at = _At(goal, goal)
 
 
-def take_into(average: UnitAverage, memory: torch.Tensor, values: torch.Tensor) -> bool:
+def _take_into(average: UnitAverage, memory: torch.Tensor, values: torch.Tensor) -> bool:
     """Do all ``steps`` of an average; return whether one moved it."""
     with without_grad():
         return any(list(average.steps(memory, values)))
 
 
+def take_all(parts: Sequence[Placement], average: torch.Tensor, values: torch.Tensor, runs: Runs, made: int) -> None:
+    """Take what is due into ``average``, which has ``made`` of the updates ``runs``; ``values``: the unit as it is in the store
+    (both uint8, of a store that is not open)."""
+    for part, start, stop in _pieces(parts):
+        found, _ = _averaged(part, start, stop, average, values, runs.after(made), first=made == 0)
+        part.flat(average, start, stop).copy_(found)
+
+
+def _pieces(parts: Sequence[Placement]) -> list[tuple[Placement, int, int]]:
+    step = UPDATED_AT_ONCE
+    return [(part, start, min(start + step, part.numel)) for part in parts for start in range(0, part.numel, step)]
+
+
 def _averaged(
-    average: torch.Tensor, present: torch.Tensor, decays: Sequence[float], *, first: bool
+    part: Placement,
+    start: int,
+    stop: int,
+    average: torch.Tensor,
+    values: torch.Tensor,
+    decays: Sequence[float],
+    *,
+    first: bool,
 ) -> tuple[torch.Tensor, bool]:
-    """Return flat values of an average after updates with these decays, as a new tensor, and whether the last one changed bits
-    of them. The first of all updates copies."""
-    made = before = average
+    """Return elements of an average after updates with these decays, as a new tensor, and whether the last one changed bits of
+    them. The first of all updates copies."""
+    present = part.stored_flat(values, start, stop).to(part.dtype)
+    made = before = part.flat(average, start, stop)
     for number, decay in enumerate(decays):
         before, made = made, present.clone() if first and number == 0 else _once(made, present, decay)
     return made, not torch.equal(made.view(torch.uint8), before.view(torch.uint8))
@@ -340,7 +354,7 @@ def runs_of(found: Mapping[str, Any]) -> Runs:
 
 def _of_unit(unit: Unit, model: ModelAverage, pager: Pager) -> UnitAverage:
     key, parts = f"{unit.key}/average", list(unit.parts.values())
-    storage = Local(pager.store, key, pager.checkpoint, unit.states.store)
+    storage = pager.partition.averaged(pager.store, unit.states.store, key, unit.plan, pager.checkpoint)
     return UnitAverage(key, parts, average_nbytes(unit.plan), model, unit.states.store, storage)
 
 
@@ -372,18 +386,17 @@ class EMA:
     along, also in a process that makes no ``EMA``. One that is made for a model whose commit has an average goes on with it. A
     model has one average.
 
-    Raises MisuseError for a model that is not paged, or only in part, one that is divided among ranks, one whose average
-    another ``EMA`` updates, parameters of a type that torch cannot average, and another decay.
+    Several ranks make it together, and call its methods together; each has its share of the average. Within ``applied`` their
+    forwards use the same units, in one order, with each stage.
+
+    Raises MisuseError for a model that is not paged, or only in part, one whose average another ``EMA`` updates, parameters of
+    a type that torch cannot average, and another decay.
     """
 
     def __init__(self, model: nn.Module, decay: Decay, *, use_buffers: bool = False) -> None:
         pager = pager_of(model)
         expect_type(use_buffers, bool, "use_buffers is True or False")
         _refuse_other_parameters(model, pager)
-        if pager.partition.shares > 1:
-            raise MisuseError(
-                f"zero.EMA is for one process, and model {pager.name!r} is divided among {pager.partition.shares} ranks"
-            )
         self._pager, self._use_buffers = pager, use_buffers
         self.decay = decay
         average = ModelAverage.of(pager)
@@ -425,11 +438,13 @@ class EMA:
         pager.reset()
         pager.intent.refuse_half_updated()
         count = average.runs.total
-        decay = self._decay(count) if callable(self._decay) else self._decay
-        _refuse_decay(f"decay({count}) returned what is no decay:", decay)
         kept = [unit for unit in pager.units if unit.is_kept]
-        for unit in kept:
-            unit.refuse_hidden()
+        with pager.partition.agreeing("update the average") as agree:
+            decay = self._decay(count) if callable(self._decay) else self._decay
+            _refuse_decay(f"decay({count}) returned what is no decay:", decay)
+            for unit in kept:
+                unit.refuse_hidden()
+            agree([("updates of the average before", str(count)), ("its decay", str(float(decay)))])
         pager.checkpoint.resumed()
         pager.checkpoint.note()
         average.advance(pager.buffers(), float(decay), averages=self._use_buffers)
@@ -452,9 +467,11 @@ class EMA:
         if pager.computing:
             raise MisuseError("the model is computing: enter EMA.applied between steps")
         pager.reset()
-        if not average.runs.total:
-            raise MisuseError("there is no average yet: call EMA.update first, after a step")
-        for unit in pager.units:
+        with pager.partition.agreeing("compute with the average") as agree:
+            agree([("updates of the average", str(average.runs.total))])
+            if not average.runs.total:
+                raise MisuseError("there is no average yet: call EMA.update first, after a step")
+        for unit in pager.units if pager.partition.shares == 1 else ():
             if unit.is_kept:  # what was written to a tensor that somebody kept is the parameter's, and not the average's
                 unit.hold()
                 unit.drop()

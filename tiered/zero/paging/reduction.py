@@ -192,13 +192,14 @@ class ReduceScatter:
         if follows is not None and not follows.held:
             follows.apply_update()
             self._tell_progress()
-            follows.storage.prefetch()
             self._ahead = follows
+            follows.used.prefetch()
 
     def _give_up_ahead(self, unit: Unit | None) -> None:
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead is not unit:
-            ahead.storage.give_up()
+            for storage in ahead.storages:
+                storage.give_up()
 
     def refresh(self) -> None:
         self._give_up_ahead(None)

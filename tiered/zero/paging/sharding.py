@@ -123,6 +123,12 @@ class Partition(Protocol):
         """Make the storage of one unit's parameters. ``updates``: the store, where updates are computed."""
         ...
 
+    def averaged(
+        self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, checkpoint: CheckpointRecord
+    ) -> ParameterStorage:
+        """Make the storage of the average of one unit's parameters: of each process its share, as the unit is in use."""
+        ...
+
     def arriving(
         self, store: TieredStore, owner: Owner, key: str, plan: UnitPlan, gradients: UnitGradients
     ) -> ArrivingGradients:
@@ -197,6 +203,8 @@ class Unsharded:
     ) -> ParameterStorage:
         return Local(store, key, checkpoint, updates)
 
+    averaged = stored
+
     def arriving(
         self, store: TieredStore, owner: Owner, key: str, plan: UnitPlan, gradients: UnitGradients
     ) -> ArrivingGradients:
@@ -270,6 +278,11 @@ class Sharded:
     ) -> ParameterStorage:
         kind = Replicated if self.replicated else AllGathered
         return kind(store, key, checkpoint, updates, plan, self.ranks)
+
+    def averaged(
+        self, store: TieredStore, updates: TensorStore, key: str, plan: UnitPlan, checkpoint: CheckpointRecord
+    ) -> ParameterStorage:
+        return AllGathered(store, key, checkpoint, updates, plan.as_used(), self.ranks)
 
     def arriving(
         self, store: TieredStore, owner: Owner, key: str, plan: UnitPlan, gradients: UnitGradients

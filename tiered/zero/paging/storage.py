@@ -329,6 +329,10 @@ class ParameterStorage(Protocol):
         after the other, the first could lie where neither side of it has room for the second."""
         ...
 
+    def beside(self, key: str) -> AbstractContextManager[tuple[torch.Tensor, torch.Tensor]]:
+        """Lease, at once, the tensor of that key, to write to it, and what ``shard`` leases, to read it."""
+        ...
+
 
 class Local:
     """Parameters that are in the store as they are used: materializing them is a lease without a copy. ``updates``: the store,
@@ -373,7 +377,10 @@ class Local:
 
     def shard_beside(self, gradient: str) -> AbstractContextManager[tuple[torch.Tensor, torch.Tensor]]:
         self._checkpoint.invalidate()
-        return pair(self._updates, gradient, self._key)
+        return self.beside(gradient)
+
+    def beside(self, key: str) -> AbstractContextManager[tuple[torch.Tensor, torch.Tensor]]:
+        return pair(self._updates, key, self._key)
 
     def _leased(self, store: TensorStore, access: Access) -> AbstractContextManager[torch.Tensor]:
         if access is Access.WRITE:
@@ -421,6 +428,12 @@ class Replicated(Local):
     def shard_beside(self, gradient: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         with super().shard_beside(gradient) as both:
             self._stale = True
+            yield both
+            del both
+
+    @contextmanager
+    def beside(self, key: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        with super().beside(key) as both:
             found = both[0], both[1][self._share]
             del both
             yield found
@@ -519,7 +532,10 @@ class AllGathered:
 
     def shard_beside(self, gradient: str) -> AbstractContextManager[tuple[torch.Tensor, torch.Tensor]]:
         self._checkpoint.invalidate()
-        return pair(self._updates, gradient, self._key)
+        return self.beside(gradient)
+
+    def beside(self, key: str) -> AbstractContextManager[tuple[torch.Tensor, torch.Tensor]]:
+        return pair(self._updates, key, self._key)
 
     @contextmanager
     def room(self) -> Iterator[torch.Tensor]:
@@ -659,3 +675,6 @@ class Cast:
     def shard_beside(self, gradient: str) -> AbstractContextManager[tuple[torch.Tensor, torch.Tensor]]:
         self._plan.refuse_writing()
         return self._source.shard_beside(gradient)
+
+    def beside(self, key: str) -> AbstractContextManager[tuple[torch.Tensor, torch.Tensor]]:
+        return self._source.beside(key)

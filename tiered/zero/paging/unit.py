@@ -317,6 +317,11 @@ class Unit:
         return self.average.storage if self.average is not None and self.average.applied else self.storage
 
     @property
+    def storages(self) -> list[ParameterStorage]:
+        """Where values of the unit are from: the parameters, and their average where there is one."""
+        return [self.storage] if self.average is None else [self.storage, self.average.storage]
+
+    @property
     def used_key(self) -> str:
         """The key of these values."""
         return self.average.key if self.average is not None and self.average.applied else self.key

@@ -19,6 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple, NoReturn
@@ -474,6 +475,12 @@ class UnitPlan:
     @property
     def share_nbytes(self) -> int:
         return self.stored_nbytes // self.shares
+
+    def as_used(self) -> UnitPlan:
+        """Return the plan of a unit that is in the store as this one is in use."""
+        made = copy(self)
+        made.stored_nbytes = self.nbytes
+        return made
 
     def parts(self, rank: int) -> dict[Placement, Placement]:
         """Return by parameter the part of it in one share; parameters without an element in the share are left out."""
