@@ -52,6 +52,7 @@ def begin(store: TieredStore, stage: str, rank: int, **options: Any) -> tuple[An
         options["stage"] = STAGES[stage]
     zero.page(model, store, **options)
     optimizer = zero.AdamW(model.parameters(), lr=LR)
+    model.__dict__["ema"] = zero.EMA(model, 0.5)
     return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 
 
@@ -62,12 +63,15 @@ def step(model: Any, optimizer: zero.AdamW, scheduler: Any, rank: int, number: i
     optimizer.clip_grad_norm_(0.5)
     optimizer.step()
     scheduler.step()
+    model.ema.update()
     return float(loss.item())
 
 
 def state(model: Any, optimizer: zero.AdamW) -> dict[str, Any]:
     model_state = {key: value.clone() for key, value in model.state_dict().items()}
-    return {"model": model_state, "optimizer": optimizer.state_dict()["state"]}
+    with model.ema.applied():
+        average = {key: value.clone() for key, value in model.state_dict().items()}
+    return {"model": model_state, "average": average, "optimizer": optimizer.state_dict()["state"]}
 
 
 def train(rank: int, folder: Path, where: Path, stage: str, steps: list[int], between: bool = False) -> dict[str, Any]:
@@ -146,6 +150,7 @@ def commits(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[tu
 def test_a_commit_of_ranks_is_gone_on_with_bit_for_bit(commits: Any, stage: str, between: bool, run: str) -> None:
     for one, other in ((cut[stage, between], whole[stage]) for cut, whole in commits(run)):
         assert same(one["model"], other["model"])
+        assert same(one["average"], other["average"])
         assert same(one["optimizer"], other["optimizer"])
         assert one["losses"] == other["losses"][2:]
         assert one["note"] == "ours"
@@ -169,6 +174,7 @@ def test_other_ranks_go_on_with_the_same_state(
     has = on_ranks(after, take_over, tmp_path / "b", tmp_path / "old", tmp_path / "new", then, between)
     for found in has:
         assert same(found["model"], had[0]["model"])
+        assert same(found["average"], had[0]["average"])
         assert same(found["optimizer"], had[0]["optimizer"])
         assert same(found.get("gradients"), had[0].get("gradients"))
 
@@ -210,11 +216,12 @@ def test_a_commit_that_fails_on_one_rank_counts_on_none(tmp_path: Path) -> None:
 
 
 def export_together(rank: int, folder: Path, where: Path, out: Path, stage: str) -> list[str]:
-    """By all ranks, with updates that are pending."""
+    """By all ranks, with updates that are pending, and the average with them."""
     with zero.open_store(where, dram="2MiB") as store:
         model, optimizer, scheduler = begin(store, stage, rank)
-        step(model, optimizer, scheduler, rank, 0)
-        zero.commit(model, optimizer, scheduler=scheduler, extra={"done": 1})
+        for number in range(2):
+            step(model, optimizer, scheduler, rank, number)
+        zero.commit(model, optimizer, scheduler=scheduler, extra={"done": 2})
 
         def stop(done: int, total: int) -> None:  # rank 0 alone writes
             raise OSError(errno.ENOSPC, "no room")
@@ -222,6 +229,8 @@ def export_together(rank: int, folder: Path, where: Path, out: Path, stage: str)
         with pytest.raises((CapacityError, MisuseError), match="rank 0 could not export" if rank else "no room for"):
             zero.export(model, out, progress=stop)
         files = zero.export(model, out)
+        with model.ema.applied():
+            zero.export(model, out.with_name("our average"))
         refused = ""
         try:
             zero.export(model, out)
@@ -241,6 +250,10 @@ def test_ranks_and_one_process_export_the_same(tmp_path: Path, stage: str, capsy
     ours, alone = (load_file(tmp_path / where / "model.safetensors") for where in ("ours", "alone"))
     assert same(ours, alone)
     assert len(ours) > 20
+    assert main(["export", str(tmp_path / "state"), "--average", "--out", str(tmp_path / "average")]) == 0
+    averages = [load_file(tmp_path / where / "model.safetensors") for where in ("our average", "average")]
+    assert same(*averages)
+    assert not same(averages[0], ours)
     if stage == "3":
         with StoreAtRest(tmp_path / "state" / "rank-0-of-2") as rest, pytest.raises(MisuseError, match="has one rank's share"):
             export_at_rest(rest, tmp_path / "one")

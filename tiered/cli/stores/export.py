@@ -51,6 +51,7 @@ def add_parser(commands: Commands) -> None:
         default="safetensors",
         help="of the files (default: safetensors)",
     )
+    parser.add_argument("--average", action="store_true", help="write the average of the weights that zero.EMA has kept")
     parser.add_argument("--dtype", choices=DTYPES, help="type of all floating-point tensors (default: the stored type)")
     parser.add_argument("--shard", metavar="SIZE", type=size, default="5GB", help="largest size of a file (default: 5GB)")
     parser.add_argument(
@@ -93,6 +94,7 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
                 "dtype": None if parsed.dtype is None else getattr(torch, parsed.dtype),
                 "existing": parsed.existing,
                 "progress": advanced,
+                "values": "average" if parsed.average else "param",
             }
             if sets_in(parsed.folder) and parsed.generation is None and parsed.paths is None:
                 names, of = export_of_ranks(parsed.folder, parsed.out, **wanted), "the last commit of all ranks"
@@ -172,6 +174,8 @@ def _whole(parsed: argparse.Namespace) -> int:
     from tiered.types import parse_size
     from tiered.zero.checkpoint.exports import export_dcp, export_universal
 
+    if parsed.average:
+        parsed.parser.error(f"--average is for safetensors, not for --format {parsed.format}")
     if parsed.dtype is not None or parsed.shard != parse_size("5GB") or parsed.existing != "refuse" or parsed.paths is not None:
         parsed.parser.error(f"--dtype, --shard, --existing and --paths are for safetensors, not for --format {parsed.format}")
     export = export_dcp if parsed.format == "torch-dcp" else export_universal

@@ -111,6 +111,7 @@ def _model(found: StoreListing, name: str) -> dict[str, Any]:
         "parameters": None,
         "units": sum("/" not in piece for piece in pieces),
         "bytes": sum(one.spec.nbytes for one in found.tensors if one.key.startswith(f"{name}/")),
+        "average_bytes": sum(nbytes for piece, nbytes in pieces.items() if piece.endswith("/average")),
         "state_bytes": sum(nbytes for piece, nbytes in pieces.items() if "#" in piece.rpartition("/")[2] and "/" in piece),
         "step": None,
     }
@@ -152,11 +153,12 @@ def _described(
 
     lines = []
     if models:
-        rows = [("model", "parameters", "units", "states", "size", "step")]
+        averages = any(model["average_bytes"] for model in models)
+        rows = [("model", "parameters", "units", "states", *(["average"] if averages else []), "size", "step")]
         for model in models:
             count = "?" if model["parameters"] is None else f"{model['parameters']:,}"
             step = "" if model["step"] is None else str(model["step"])
-            sizes = format_size(model["state_bytes"]), format_size(model["bytes"])
+            sizes = [format_size(model[of]) for of in ("state_bytes", *(["average_bytes"] if averages else []), "bytes")]
             rows.append((model["name"], count, str(model["units"]), *sizes, step))
         lines += [table(rows), *([f"parameters were not counted: {shown(note, LINE)}"] if note else []), ""]
     for name in unfinished:

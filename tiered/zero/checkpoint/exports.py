@@ -51,7 +51,7 @@ class Exported:
             several = f"several models ({', '.join(there)}): name one"
             has = several if there else "no checkpoint of a model: zero.commit makes one"
             raise MisuseError(f"{stores[0]} has {has}")
-        self._source = CheckpointSource(stores, model if model is not None else there[0])
+        self._source = CheckpointSource(stores, model if model is not None else there[0], average=False)
         if len(stores) == 1:
             refuse_older(stores[0], self._source.name, self._source.units)
         self.record = self._source.records[0]

@@ -22,6 +22,7 @@ from tiered.store import TieredStore
 from tiered.store.at_rest import StoreAtRest
 from tiered.types import Access, TensorSpec
 from tiered.zero.checkpoint.checkpoint import Readable, layout_of, pending_of, read_record, write_record
+from tiered.zero.optimizers.average import average_nbytes, runs_of, take_all
 from tiered.zero.paging.sharding import Partition
 from tiered.zero.paging.storage import in_top_tier, model_named
 from tiered.zero.paging.units import Limits, ModelPlan, Placement, UnitPlan, even_chunks
@@ -98,11 +99,13 @@ class CheckpointSource:
     Its elements are read by the names of parameters, and in the order of their memory, which ``stride`` tells.
     """
 
-    def __init__(self, stores: Sequence[StoreAtRest], name: str, *, states: bool = True) -> None:
+    def __init__(self, stores: Sequence[StoreAtRest], name: str, *, states: bool = True, average: bool | None = None) -> None:
         """Read the records. ``states``: whether optimizer states are asked for, too, and the checkpoint to be divided anew;
-        without them one store is enough where it has whole parameters. Raises MisuseError where the stores are not those of one
-        commit, and as ``read_record``."""
+        without them one store is enough where it has whole parameters. ``average``: whether the average of the weights is asked
+        for (None: where states are). Raises MisuseError where the stores are not those of one commit, and as ``read_record``.
+        """
         self._stores, self.name, self._states = stores, name, states
+        self._average = states if average is None else average
         self.records = [read_record(store, name) for store in stores]
         self.ranks = len(stores)
         self.units, self.limits = plans(self.records[0])
@@ -327,16 +330,31 @@ class CheckpointSource:
         gradient = store.get(f"{key}/grad") if f"{key}/grad" in store else None
         if record["pending"] is not None:
             states.apply(pending_of(record["pending"], parts), memory, gradient)
+        averaged = self._averaged(index, rank, list(parts.values()), memory)
         share: Share = {}
         for name, part in parts.items():
             param = part.stored_flat(memory, 0, part.numel)
             values = {"param": param}
+            if averaged is not None:
+                values["average"] = part.flat(averaged, 0, part.numel)
             if self._states and states.known(part):
                 values |= {kind: copy.reshape(-1) for kind, copy in states.flat_copies(part, param).items()}
             if gradient is not None and record["gradients"].get(name, {}).get("there"):
                 values["grad"] = part.flat(gradient, 0, part.numel)
             share[name] = values
         return share
+
+
+    def _averaged(self, index: int, rank: int, parts: Sequence[Placement], memory: torch.Tensor) -> torch.Tensor | None:
+        """Return the average of a rank's share of a unit, after what is due; ``memory``: the share, after what was pending.
+        None where there is none, or nobody asks."""
+        unit, record = self.units[index], self.records[rank]
+        if not self._average or "average" not in record or unit.packed:
+            return None
+        made, key = record["units"][index].get("averaged", 0), f"{self.name}/param/{unit.name}/average"
+        found = self._stores[rank].get(key) if made else torch.empty(average_nbytes(unit), dtype=torch.uint8, device="cpu")
+        take_all(parts, found, memory, runs_of(record["average"]), made)
+        return found
 
 
 class Elements(Protocol):
@@ -485,6 +503,17 @@ def _reshard_unit(
                 if values is not None:
                     part.flat(gradient, 0, part.numel).copy_(values)
             del gradient
+    averages = source.records[0].get("average")
+    if averages is not None:
+        store.create(f"{key}/average", TensorSpec("uint8", (average_nbytes(unit),), 1))
+        with store.lease(f"{key}/average", access=Access.WRITE) as average:
+            average.zero_()
+            for part in parts.values():
+                values = read(part, "average")
+                if values is not None:
+                    part.flat(average, 0, part.numel).copy_(values)
+            del average
     stale = sorted(part.name for part in states.stale_masters)
     shown = {"states": states_shown(states)} if states.used else {}
-    return {"gradients": gradients, "stale_masters": stale, "pending": None, **shown}
+    averaged = {} if averages is None else {"averaged": averages["updates"]}
+    return {"gradients": gradients, "stale_masters": stale, "pending": None, **shown, **averaged}

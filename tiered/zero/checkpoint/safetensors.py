@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import nn
@@ -111,6 +112,8 @@ def _aliases(model: nn.Module) -> dict[nn.Parameter, list[str]]:
         names.setdefault(parameter, []).append(name)
     return names
 
+
+Values = Literal["param", "average"]
 
 CONVERTED_AT_ONCE = 4 << 20
 """Bytes of a parameter that are converted at a time."""
@@ -277,14 +280,18 @@ def export_at_rest(
     dtype: torch.dtype | None = None,
     existing: Existing = "refuse",
     progress: Progress | None = None,
+    values: Values = "param",
 ) -> list[str]:
     """Export, without the model, the checkpoint of the one that is named ``model``, or of the only one in ``store``.
 
     A store without a model gives its tensors, under their keys. Updates that are pending are applied to copies: of one unit and
-    its gradient, and a chunk of its states at a time. Raises MisuseError (no or several such models, no checkpoint, one that is
-    older than its parameters), and what ``export`` and ``store`` raise.
+    its gradient, and a chunk of its states at a time. ``values``: of parameters, or of their average. Raises MisuseError (no or
+    several such models, no checkpoint, one that is older than its parameters, no average), and what ``export`` and ``store``
+    raise.
     """
     name = _chosen(store, model)
+    if name is None and values == "average":
+        raise MisuseError(f"{store} has no model, and so no average of its weights")
     if name is None:
         keys = list(store)
         entries = [_entry(key, store.spec(key).shape, _goal(type_named(store.spec(key).dtype), dtype)) for key in keys]
@@ -292,10 +299,12 @@ def export_at_rest(
     else:
         record = read_record(store, name)
         stage = record["layout"].get("share", {}).get("stage")
-        if stage == "Stage3" or (stage is not None and any(found["pending"] for found in record["units"])):
+        parts = values == "average" or any(found["pending"] for found in record["units"])
+        if stage == "Stage3" or (stage is not None and parts):
             raise MisuseError(f"{store} has one rank's share of {name!r}: name the folder above the stores of all ranks")
         refuse_older(store, name, plans(record)[0])
-        entries, contents = _of_checkpoint(CheckpointSource([store], name, states=False), dtype)
+        source = CheckpointSource([store], name, states=False, average=values == "average")
+        entries, contents = _of_checkpoint(source, dtype, values)
     shards = _shards(folder, entries, shard, existing)
     shards.write(contents, progress)
     return shards.files
@@ -310,6 +319,7 @@ def export_of_ranks(
     dtype: torch.dtype | None = None,
     existing: Existing = "refuse",
     progress: Progress | None = None,
+    values: Values = "param",
 ) -> list[str]:
     """Export, by one process, the last commit of all ranks whose stores are below ``path`` (``zero.open_store``). In memory are
     the shares of two ranks of a unit, and one parameter. Raises as ``export_at_rest`` and ``reshard.opened``."""
@@ -317,7 +327,8 @@ def export_of_ranks(
         stores = opened(path, stack)
         name = _chosen(stores[0], model)
         assert name is not None, "a commit of ranks has a checkpoint"
-        entries, contents = _of_checkpoint(CheckpointSource(stores, name, states=False), dtype)
+        source = CheckpointSource(stores, name, states=False, average=values == "average")
+        entries, contents = _of_checkpoint(source, dtype, values)
         shards = _shards(folder, entries, shard, existing)
         shards.write(contents, progress)
         return shards.files
@@ -362,16 +373,26 @@ def _of_tensors(store: StoreAtRest, keys: Sequence[str], dtype: torch.dtype | No
             yield from pieces_of(piece.view(stored), _goal(stored, dtype))
 
 
-def _of_checkpoint(source: CheckpointSource, dtype: torch.dtype | None) -> tuple[list[SafetensorsEntry], Iterator[memoryview]]:
-    """Return the parameters and buffers of a checkpoint, and their bytes."""
+def _of_checkpoint(
+    source: CheckpointSource, dtype: torch.dtype | None, values: Values
+) -> tuple[list[SafetensorsEntry], Iterator[memoryview]]:
+    """Return the parameters and buffers of a checkpoint, or the average of both, and their bytes."""
     buffers = in_memory(source.records[0])
+    if values == "average":
+        averages = source.records[0].get("average")
+        if averages is None:
+            raise MisuseError(f"the checkpoint of {source.name!r} has no average of its weights, which zero.EMA makes")
+        buffers = {name: averages["buffers"].get(name, buffer) for name, buffer in buffers.items()}
     described = {name: source.described(name) for name in source.order}
     entries = [_entry(name, shape, _goal(held, dtype)) for name, (shape, held, _) in described.items()]
     entries += [_entry(name, buffer.shape, _goal(buffer.dtype, dtype)) for name, buffer in buffers.items()]
 
     def contents() -> Iterator[memoryview]:
         for name, (shape, held, _) in described.items():
-            if torch.empty_strided(shape, source.stride(name), dtype=held, device="meta").is_contiguous():
+            averaged = source.whole(name, "average") if values == "average" else None  # nothing that is quantised has one
+            if averaged is not None:
+                pieces = iter((averaged,))
+            elif torch.empty_strided(shape, source.stride(name), dtype=held, device="meta").is_contiguous():
                 pieces = source.stream(name)
             else:
                 whole = source.whole(name, "param")
