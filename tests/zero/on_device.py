@@ -7,6 +7,7 @@ other last bits, and is compared within a tolerance; all else is compared bit by
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import DefaultDeviceType
 
 from tests import fake_device
@@ -614,4 +616,33 @@ def test_values_of_state_dict_are_in_host_memory_and_say_so(tmp_path: Path, devi
         state["0.weight"].mul_(2)
         assert torch.equal(model[0].weight.detach().cpu(), state["0.weight"])
         model.load_state_dict(state)
+        store.close()
+
+
+@pytest.mark.parametrize("tier", ["dram", "hbm"])
+def test_an_average_of_the_weights(tmp_path: Path, device: torch.device, tier: UpdateTier) -> None:
+    """Which is computed where updates are, and computes on the device; buffers are there anyway."""
+    torch.manual_seed(0)
+    made = mixed()
+    averaged = AveragedModel(made, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True).to(device)
+    model, plain = copy.deepcopy(made), made.to(device)
+    with open_store(tmp_path / "store", hbm="1MiB", dram="1MiB") as store:
+        zero.page(model, store, paging=zero.Paging(update_tier=tier))
+        ema = zero.EMA(model, 0.9, use_buffers=True)
+        pairs = [
+            (plain, torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True)),
+            (model, zero.AdamW(model.parameters(), lr=1e-3)),
+        ]
+        for step in range(STEPS):
+            for one, optimizer in pairs:
+                optimizer.zero_grad()
+                loss_of(one, step, device).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+            ema.update()
+            averaged.update_parameters(plain)
+        same(model, plain)
+        with ema.applied():
+            same(model, averaged.module)
+            agree([loss_of(model.eval(), 9, device)], [loss_of(averaged.module.eval(), 9, device)])
+        zero.commit(model, pairs[1][1])  # type: ignore[arg-type]
         store.close()

@@ -24,7 +24,7 @@ from tiered.errors import MisuseError, expect_type, quoted
 from tiered.types import Access, TensorSpec
 from tiered.zero.digests import digests
 from tiered.zero.paging.pager import Pager, pager_of
-from tiered.zero.paging.saved_tensors import without_grad
+from tiered.zero.paging.saved_tensors import outside_inference, without_grad
 from tiered.zero.paging.storage import ParameterStorage, TensorStore
 from tiered.zero.paging.unit import Unit
 from tiered.zero.paging.units import Placement, UnitPlan
@@ -270,7 +270,7 @@ class ModelAverage:
         runs, before = self._now
         needed = min((average.made for average in self._averages()), default=runs.total)
         made: dict[str, torch.Tensor] = {}
-        with without_grad():
+        with outside_inference(), without_grad():
             for name, buffer in buffers.items():
                 kept = before.get(name)
                 if not averages or kept is None:
@@ -316,6 +316,7 @@ class ModelAverage:
         for module, last, name, _ in buffers:
             module._buffers[last] = self._now.buffers[name]
         torch._C._set_grad_enabled(False)  # as torch.no_grad, which a signal may strike as it ends
+        torch.clear_autocast_cache()  # of the same parameters, which have other values now
 
     def end(self) -> None:
         """Have the model compute with its weights. What a forward has made of the average's buffers stays with the average."""
@@ -333,6 +334,7 @@ class ModelAverage:
         for module, last, _, own in aside:
             module._buffers[last] = own
         torch._C._set_grad_enabled(recorded)
+        torch.clear_autocast_cache()
         self._aside = None
 
     # -- commits -------------------------------------------------------------------------------------------------------------
@@ -432,6 +434,8 @@ class EMA:
         """
         average, pager = self._average(), self._pager
         average.refuse_applied("EMA.update")
+        if pager.store.access is Access.READ:
+            raise MisuseError(f"{pager.store} is open for reading: open it without access='read' to update an average in it")
         pager.refuse_unresumed()
         if pager.computing:
             raise MisuseError("the model is computing: call EMA.update after optimizer.step()")
