@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
+import re
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,13 +20,16 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
+from tests import programs
 from tests.quick import quick
 from tests.zero.models import Mixed, Tied
 from tests.zero.paging.test_experts import Mixture
 from tests.zero.striking import Struck, described, shuffled, struck_at
-from tiered import InterruptedStep, MisuseError, TieredStore, zero
+from tiered import InterruptedStep, ManifestError, MisuseError, TieredStore, zero
 from tiered.cli.main import main
+from tiered.zero.checkpoint.checkpoint import read_record, write_record
 from tiered.zero.optimizers.average import UnitAverage
+from tiered.zero.paging.storage import model_named
 
 DECAY, STEPS = 0.9, 12
 
@@ -146,10 +153,11 @@ class Paged:
     """The same in a store."""
 
     def __init__(
-        self, folder: Path, decay: float, averages: bool, update: str, policy: zero.Policy = zero.Policy()  # noqa: B008
+        self, folder: Path, decay: float, averages: bool, update: str, policy: Any = None, existing: str = "overwrite"
     ) -> None:
-        self.folder, self.decay, self.averages, self.update, self.policy = folder, decay, averages, update, policy
-        self.open("overwrite")
+        self.folder, self.decay, self.averages, self.update = folder, decay, averages, update
+        self.policy = policy or zero.Policy()
+        self.open(existing)
 
     def open(self, existing: str) -> None:
         torch.manual_seed(1)
@@ -711,3 +719,64 @@ def test_an_average_that_is_due_in_a_store_for_reading_is_refused(paged: Paged) 
         assert same(model.state_dict(), own)
         with zero.EMA(model, DECAY).applied(), pytest.raises(MisuseError, match=r"optimizer\.flush\(\) before the commit"):
             model(batch(0))
+
+
+def train_on(paged: Paged, steps: range, killed_in: int | None = None) -> None:
+    for number in steps:
+        step(paged, number)
+        paged.ema.update()
+        if number == killed_in:  # within a forward that takes values into the average
+            paged.model.norm.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            forward(paged, number)
+        zero.commit(paged.model, paged.optimizer)
+
+
+def be_killed(folder: str) -> None:
+    train_on(Paged(Path(folder), DECAY, True, "on_fetch"), range(6), killed_in=3)
+
+
+def test_a_process_that_is_killed_is_gone_on_with(tmp_path: Path) -> None:
+    program = f"from tests.zero import test_ema; test_ema.be_killed({str(tmp_path / 'killed')!r})"
+    assert programs.run([sys.executable, "-c", program], cwd=programs.ROOT).returncode == -signal.SIGKILL
+    whole = Paged(tmp_path / "whole", DECAY, True, "on_fetch")
+    train_on(whole, range(6))
+    killed = Paged(tmp_path / "killed", DECAY, True, "on_fetch", existing="resume")
+    assert killed.ema.updates == 3
+    train_on(killed, range(3, 6))
+    assert same(average_of(killed), average_of(whole))
+    assert same(killed.model.state_dict(), whole.model.state_dict())
+    for one in (whole, killed):
+        one.store.close()
+
+
+def test_a_name_that_the_average_of_another_module_needs_is_refused(store: TieredStore) -> None:
+    layers = nn.ModuleDict({"first": nn.Linear(2, 2), "first/average": nn.Linear(2, 2)})
+    zero.page(layers, store)
+    with pytest.raises(MisuseError, match="'first/average' has the key that the average of 'first' would have"):
+        zero.EMA(layers, DECAY)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda record: record["average"].update(updates=0), "updates"),
+        (lambda record: record["average"].update(decays=[[1, 0.5]]), "an average of 2 updates has had other ones"),
+        (lambda record: record["average"].update(decays=[[2, 0.5], [1, 0.5]]), "an average of 2 updates has had other ones"),
+        (lambda record: record["average"].update(decays=[[2, 1.5]]), "decays"),
+        (lambda record: record["units"][0].update(averaged=3), "an average of 2 updates has had other ones"),
+        (lambda record: record.pop("average"), "a unit has an average, and the model none"),
+        (lambda record: None, "lacks 'model/param/first/average'"),
+    ],
+)
+def test_a_record_of_an_average_that_cannot_be(paged: Paged, change: Callable[[Any], object], says: str) -> None:
+    paged.optimizer.flush()
+    zero.commit(paged.model, paged.optimizer)
+    record = read_record(paged.store, "model")
+    change(record)
+    if says.startswith("lacks"):
+        paged.store.delete("model/param/first/average", owner=model_named("model"))
+    write_record(paged.store, "model", record)
+    paged.store.commit()
+    paged.store.close()
+    with TieredStore.open(paged.folder, dram="1MiB") as store, pytest.raises(ManifestError, match=re.escape(says)):
+        zero.page(Small(), store, existing="resume", paging=zero.Paging(largest_unit=600))

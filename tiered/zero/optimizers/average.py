@@ -140,6 +140,8 @@ class UnitAverage:
             self._store.create(self.key, TensorSpec("uint8", (self._nbytes,), 1))
         unchanged, self._updates = self._updates == updates_made, updates_made
         with storage.beside(self.key) as (average, values):
+            if self._at == _At():
+                average.zero_()  # what is between parameters, too
             moved = _take_into(self, average, values)
             still = unchanged and not moved and average.device.type == "cpu"
             found = digests([values])[0] if still else 0
@@ -516,6 +518,7 @@ def _refuse_other_parameters(model: nn.Module, pager: Pager) -> None:
     """Raise MisuseError unless the parameters of ``model`` are those that ``pager`` pages, of types that can be averaged."""
     paged = {id(placement.whole): placement for placement in pager.placements}
     there: set[int] = set()
+    types: dict[torch.dtype, str] = {}
     for name, parameter in model.named_parameters():
         if id(parameter) not in paged:
             raise MisuseError(
@@ -523,7 +526,13 @@ def _refuse_other_parameters(model: nn.Module, pager: Pager) -> None:
                 "zero.page, or average it in memory (torch.optim.swa_utils.AveragedModel)"
             )
         there.add(id(parameter))
-        _refuse_type(name, parameter.dtype)
+        types.setdefault(parameter.dtype, name)
+    for dtype, name in types.items():
+        _refuse_type(name, dtype)
+    units = {unit.plan.name for unit in pager.units}
+    taken = next((name for name in units if f"{name}/average" in units), None)
+    if taken is not None:
+        raise MisuseError(f"{taken + '/average'!r} has the key that the average of {taken!r} would have: give it another name")
     left = next((placement for one, placement in paged.items() if one not in there), None)
     if left is not None:
         raise MisuseError(
