@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -780,3 +781,34 @@ def test_a_record_of_an_average_that_cannot_be(paged: Paged, change: Callable[[A
     paged.store.close()
     with TieredStore.open(paged.folder, dram="1MiB") as store, pytest.raises(ManifestError, match=re.escape(says)):
         zero.page(Small(), store, existing="resume", paging=zero.Paging(largest_unit=600))
+
+
+@pytest.mark.parametrize("how", ["asynchronously", "at the end of the block"])
+def test_other_commits_have_the_average(tmp_path: Path, how: str) -> None:
+    expected: dict[str, torch.Tensor] = {}
+    memory = Memory(DECAY, False)
+    for begun in (False, True):
+        with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+            torch.manual_seed(1)
+            model = zero.page(Small(), store, existing="continue", paging=zero.Paging(largest_unit=600))
+            optimizer = zero.AdamW(model.parameters(), lr=1e-2)
+            ema = zero.EMA(model, DECAY)
+            zero.resume(model, optimizer)
+            if begun:
+                assert ema.updates == 3
+                with ema.applied():
+                    assert same(model.state_dict(), expected)
+                return
+            for number in range(3):
+                for one in (memory, SimpleNamespace(model=model, optimizer=optimizer)):
+                    step(one, number)
+                ema.update()
+                memory.averaged.update_parameters(memory.model)
+            expected = memory.averaged.module.state_dict()
+            if how == "asynchronously":
+                made = zero.commit_async(model, optimizer)
+                step(SimpleNamespace(model=model, optimizer=optimizer), 4)  # while the commit is written
+                ema.update()
+                forward(SimpleNamespace(model=model), 4)
+                store.rollback(made.result())
+                store.close()
