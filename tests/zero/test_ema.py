@@ -574,6 +574,7 @@ def test_moments_and_the_average_move_out_of_memory_together(paged: Paged) -> No
     assert same(average_of(paged), average)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # callbacks are struck, too
 @pytest.mark.parametrize("count", [8, pytest.param(10_000, marks=pytest.mark.soak)])
 def test_an_update_that_is_struck_is_made_or_not(paged: Paged, count: int) -> None:
     """And nothing of it twice, whichever line is struck, also where a piece has just been copied: the next use goes on, or says
@@ -584,6 +585,7 @@ def test_an_update_that_is_struck_is_made_or_not(paged: Paged, count: int) -> No
     def work() -> None:
         paged.ema.update()
         with paged.ema.applied():
+            paged.model.norm.running_mean.add_(1)
             paged.model(batch(0))
 
     def begin() -> None:
@@ -595,6 +597,7 @@ def test_an_update_that_is_struck_is_made_or_not(paged: Paged, count: int) -> No
     expected = {}
     for updates in (2, 3):
         expected[updates] = average_of(paged)
+        del expected[updates]["norm.running_mean"]
         paged.ema.update()
     begin()
     with struck_at(None) as lines:
@@ -610,14 +613,16 @@ def test_an_update_that_is_struck_is_made_or_not(paged: Paged, count: int) -> No
         begin()
         with struck_at(place):
             work()
+        assert torch.equal(paged.model.norm.running_mean, own["norm.running_mean"]), described(place, Struck)
         try:
             found = average_of(paged)
         except InterruptedStep as error:
             said.append(str(error))
             continue
-        assert torch.is_grad_enabled()
-        assert same(found, expected[paged.ema.updates]), described(place, Struck)
+        assert torch.is_grad_enabled(), described(place, Struck)
         assert same(paged.model.state_dict(), own), described(place, Struck)
+        del found["norm.running_mean"]  # which the block writes to
+        assert same(found, expected[paged.ema.updates]), described(place, Struck)
         made.append(paged.ema.updates)
     print(f"{made.count(2)} not made, {made.count(3)} made, {len(said)} raised")
     assert all("zero.rollback" in one for one in said)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -234,6 +235,13 @@ class _Aside(NamedTuple):
     recorded: bool
 
 
+def _settle(average: weakref.ref[ModelAverage], _: object) -> None:
+    """End a block that nobody keeps any more, because an exception struck its end."""
+    found = average()
+    if found is not None:
+        found.settle()
+
+
 class ModelAverage:
     """What a paged model knows of the average of its weights. The model keeps it, whoever else refers to it; ``handle`` is the
     ``EMA`` that updates it."""
@@ -242,6 +250,8 @@ class ModelAverage:
         self._pager = weakref.ref(pager)
         self._now = _Now()
         self._block: weakref.ref[_Block] | None = None
+        self._ended = False
+        """Whether the block has ended, which somebody may keep yet."""
         self._aside: _Aside | None = None
         self.handle: weakref.ref[EMA] | None = None
 
@@ -291,7 +301,7 @@ class ModelAverage:
     @property
     def applied(self) -> bool:
         """Whether the model computes with the average now."""
-        return self._block is not None and self._block() is not None
+        return not self._ended and self._block is not None and self._block() is not None
 
     def refuse_applied(self, what: str) -> None:
         """Raise MisuseError where the model computes with the average, and ``what`` is of the model that is trained."""
@@ -314,7 +324,8 @@ class ModelAverage:
             if buffer is not None and names.get(id(buffer)) in self._now.buffers
         ]
         self._aside = _Aside(buffers, torch.is_grad_enabled())
-        self._block = weakref.ref(block)
+        self._ended = False
+        self._block = weakref.ref(block, partial(_settle, weakref.ref(self)))
         for module, last, name, _ in buffers:
             module._buffers[last] = self._now.buffers[name]
         torch._C._set_grad_enabled(False)  # as torch.no_grad, which a signal may strike as it ends
@@ -322,7 +333,7 @@ class ModelAverage:
 
     def end(self) -> None:
         """Have the model compute with its weights. What a forward has made of the average's buffers stays with the average."""
-        self._block = None
+        self._ended = True
         self.settle()
 
     def settle(self) -> None:
