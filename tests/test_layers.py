@@ -130,7 +130,7 @@ USES: dict[str, tuple[str, ...]] = {
         "reporting",
     ),
     "planning": (
-        *("errors", "interfaces", "types", "system", "allocator", "format.foreign", "engine", "tensors", "store"),
+        *("errors", "interfaces", "types", "system", "allocator", "format.foreign", "engine", "tensors", "store", "packing"),
         *("zero", "integrations"),
     ),
     "measuring": ("", "format", "io", "tiers", "store", "zero", "planning"),
@@ -264,7 +264,8 @@ CLASSES_TWICE = {"Engine": ["engine.engine", "integrations.deepspeed.engine"]}
 # + 1,050: ranks average their shares, and an average is divided anew and exported with its model.
 # + 1,150: ranks average their shares, an average is divided anew and exported with its model, and is refused a taken key.
 # + 1,250: ranks average their shares, an average is divided anew and exported with its model, and is refused a taken key.
-TOTALS = {"tiered": 520_900, "bench": 121_450, "libaio_ext": 13_400}
+# + 600, bench + 300: plans of adapters, also over packed weights.
+TOTALS = {"tiered": 521_500, "bench": 121_750, "libaio_ext": 13_400}
 
 # Compiled, without a Python file.
 EXTENSIONS = {"io._aio": "io", "links._disk": "links", "packing._unpack": "packing", "tables._rows": "tables"}
@@ -577,7 +578,8 @@ def test_libraries_that_may_be_missing_are_imported_by_integrations_alone() -> N
         module = module_of(path, ROOT / "tiered")
         found = {name.split(".")[0] for _, name in imports_of(path.read_text(), module, path.name == "__init__.py", MODULES)}
         theirs = found & {"transformers", "accelerate", "peft", "lightning", "trl", "datasets", "axolotl"}
-        assert theirs <= (set(module.split(".")[1:2]) if module.startswith("integrations.") else set()), module
+        mine = set(module.split(".")[1:2]) if module.startswith("integrations.") else set()
+        assert theirs <= mine | ({"peft"} if "transformers" in mine else set()), module
 
 
 def test_the_list_of_sinners_only_shrinks() -> None:

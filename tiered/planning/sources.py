@@ -21,7 +21,7 @@ from tiered.planning.dry_run import Loss, TrainingSetup, on_meta
 from tiered.planning.layers import train
 from tiered.planning.notes import StepNotes
 
-__all__ = ["Numbers", "Subject", "Workload", "model_of_folder", "subject_of"]
+__all__ = ["Numbers", "Subject", "Workload", "adapted", "model_of_folder", "subject_of"]
 
 
 @dataclass(frozen=True)
@@ -250,3 +250,13 @@ def model_of_folder(what: str) -> nn.Module:
     except ImportError as error:
         raise MisuseError(f"a folder with config.json needs transformers ({error}): pip install 'tiered[hf]'") from error
     return model_of(str(folder))
+
+
+def adapted(model: nn.Module, rank: int) -> nn.Module:
+    """Return ``model``, of transformers and on the meta device, with adapters of that rank on all linear layers, which alone
+    are trained. Raises MisuseError without peft."""
+    try:
+        from tiered.integrations.transformers.shapes import with_adapters
+    except ImportError as error:
+        raise MisuseError(f"adapters need peft ({error}): pip install peft") from error
+    return with_adapters(model, rank)

@@ -52,6 +52,7 @@ def unpage(model: nn.Module) -> nn.Module:
     for pager in pagers:
         if pager.computing:
             raise MisuseError("the model is computing: take it out of its store between steps")
+        pager.refuse_averaged("zero.unpage")
         pager.reset()
         pager.refuse_wrapped()
     _refuse_little_room(pagers)
@@ -60,6 +61,7 @@ def unpage(model: nn.Module) -> nn.Module:
             values = {one: pager.value(one).to(pager.store.device) for one in pager.wholes}
             _record(pager)
         all_or_none([pager.intent], [*pager.leaving(values, "zero.unpage"), *shown_anew(pager.model)])
+        pager.intent.spoil(f"model {pager.name!r} was taken out of its store (zero.unpage): page it, and make this anew")
     return model
 
 
@@ -172,6 +174,7 @@ def _refuse_change(pager: Pager, new: Mapping[nn.Parameter, torch.dtype | torch.
     if pager.computing:
         raise MisuseError(f"{said} while the model is computing: change it between steps")
     pager.refuse_unresumed()
+    pager.refuse_averaged("a change of types or shapes")
     pager.reset()
     pager.refuse_wrapped()
     packed = next((one.name for one in pager.placements if one.packing is not None), None)
@@ -181,11 +184,12 @@ def _refuse_change(pager: Pager, new: Mapping[nn.Parameter, torch.dtype | torch.
         raise MisuseError(f"{said} while there are gradients: call zero_grad() before")
     units = {unit.key for unit in pager.units} | {pager.checkpoint.key}
     state = next((key for key in pager.store.owned(pager.owner) if key not in units and not _of_record(key, pager)), None)
-    if state is not None or pager.made() is not None or pager.optimizers():
-        what = f"{state!r} is in it" if state is not None else "an optimizer of the model has been made"
+    if state is not None or pager.made() is not None or pager.optimizers() or pager.average is not None:
+        made = "a zero.EMA" if pager.average is not None else "an optimizer"
+        what = f"{state!r} is in it" if state is not None else f"{made} of the model has been made"
         raise MisuseError(
-            f"{said} once an optimizer keeps states ({what}): change it before the optimizer is made, or take the model out "
-            "(zero.unpage), change it, and page it with existing='overwrite'"
+            f"{said} once {made} keeps states ({what}): change it before {made} is made, or take the model out (zero.unpage), "
+            "change it, and page it with existing='overwrite'"
         )
 
 

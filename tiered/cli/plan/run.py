@@ -20,12 +20,11 @@ from tiered.cli.plan.plot import plot
 from tiered.cli.stop import Stopped, StopRequest
 from tiered.cli.train.model import Shape, build
 from tiered.cli.train.options import default_of
-from tiered.errors import MisuseError
 from tiered.measuring.meters import environment
 from tiered.measuring.probes import measured_machine
 from tiered.planning.machine import Machine
 from tiered.planning.plan import Plan, Prediction, Told
-from tiered.planning.sources import Numbers, model_of_folder
+from tiered.planning.sources import Numbers, adapted, model_of_folder
 from tiered.store.opening import SMALLEST_DRAM, budget_of
 from tiered.types import format_size
 
@@ -120,24 +119,13 @@ def _model(parsed: argparse.Namespace, parser: Parser) -> nn.Module | Numbers:
         model = model_of_folder(parsed.model)
         if parsed.dtype is not None:
             model = model.to(getattr(torch, parsed.dtype))
-        return model if parsed.lora is None else _with_adapters(model, parsed.lora)
+        return model if parsed.lora is None else adapted(model, parsed.lora)
     shape = {name: numbers[name] or default_of(name) for name in ("layers", "width", "heads")}
     if shape["width"] % shape["heads"]:
         parser.error(f"--width {shape['width']} is not a multiple of --heads {shape['heads']}")
     if numbers["vocabulary"] is not None or parsed.dtype is not None:
         return Numbers(**shape, vocabulary=numbers["vocabulary"] or 256, dtype=parsed.dtype or "float32")
     return build(Shape(**shape, context=parsed.context or default_of("context")))
-
-
-def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
-    try:
-        import peft
-    except ImportError as error:
-        raise MisuseError(f"--lora needs peft ({error}): pip install peft") from error
-    config = peft.LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    with torch.device("meta"):
-        adapted: nn.Module = peft.get_peft_model(model, config)
-    return adapted
 
 
 def _machine(parsed: argparse.Namespace, told: Told) -> Machine | None:

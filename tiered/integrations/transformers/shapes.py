@@ -21,7 +21,7 @@ from tiered.errors import MisuseError, quoted, shown
 from tiered.format.foreign.documents import json_of
 from tiered.integrations.packed import is_known
 
-__all__ = ["QUANTISED", "config_of", "is_packed", "making", "model_of", "refuse_config"]
+__all__ = ["QUANTISED", "config_of", "is_packed", "making", "model_of", "refuse_config", "with_adapters"]
 
 CONFIG, CONFIG_BYTES = "config.json", 16 << 20
 """The file of a configuration, and how many bytes it may have: some have the labels of ten thousands of classes."""
@@ -128,3 +128,13 @@ def model_of(folder: str) -> nn.Module:
     with making(f"transformers makes no model of {shown(folder, 1000)}"), torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(config)
     return model.train()
+
+
+def with_adapters(model: nn.Module, rank: int) -> nn.Module:
+    """Return a model on the meta device with adapters of that rank on all linear layers. Raises ImportError without peft."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    with torch.device("meta"):
+        adapted: nn.Module = get_peft_model(model, config)
+    return adapted

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from tiered.errors import MisuseError, expect_type, quoted
+from tiered.tensors.digests import digests
 from tiered.types import Access, TensorSpec
-from tiered.zero.digests import digests
 from tiered.zero.paging.pager import Pager, pager_of
 from tiered.zero.paging.saved_tensors import outside_inference, without_grad
 from tiered.zero.paging.storage import ParameterStorage, TensorStore
