@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import warnings
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -28,7 +29,7 @@ from transformers import (  # noqa: E402
 )
 
 from tests.quick import quick  # noqa: E402
-from tiered import ManifestError, MisuseError, TieredStore, zero  # noqa: E402
+from tiered import ManifestError, MisuseError, QuantizedWarning, TieredStore, zero  # noqa: E402
 from tiered.cli.main import main  # noqa: E402
 from tiered.integrations.kept import opening_of, put_file  # noqa: E402
 from tiered.integrations.transformers import from_pretrained, import_model, open_model  # noqa: E402
@@ -398,14 +399,24 @@ def test_an_adapter_that_is_frozen_stays_exact(tmp_path: Path) -> None:
 
 
 def test_what_is_frozen_is_packed_where_that_is_most(tmp_path: Path) -> None:
-    """Where most parameters are to be trained, or all are frozen, nobody said which: all are packed."""
+    """Where most parameters are to be trained, or all are frozen, nobody said which: all are packed, and a warning says so
+    where somebody may have meant to train some."""
     for frozen, packed in (((), 3), ((0, 1, 2), 3), ((1,), 3), ((0, 1), 2), ((1, 2), 2)):
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
         for number in frozen:
             model[number].requires_grad_(False)
         with TieredStore.open(tmp_path / f"{frozen}", dram="1MiB") as store:
-            zero.page(model, store, policy=zero.Policy(quantize="int8"))
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                zero.page(model, store, policy=zero.Policy(quantize="int8"))
+            if frozen == (1,):
+                assert [one.category for one in said] == [QuantizedWarning]
+                says = "4 parameters that need a gradient ('0.weight' first) are packed, and frozen from here on: 33 % of all"
+                assert says in str(said[0].message)
+                assert said[0].filename == __file__
+            else:
+                assert said == []
             assert sum(placement.packing is not None for placement in pager_of(model).placements) == packed
             left = [number for number in range(3) if packed == 2 and number not in frozen]
             trained_here = {f"{number}.{name}" for number in left for name in ("weight", "bias")}

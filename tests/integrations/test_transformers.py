@@ -257,6 +257,52 @@ def test_generation_is_that_of_memory(store: TieredStore) -> None:
             assert torch.equal(model.generate(tokens, num_beams=beams, do_sample=False, **options), expected)
 
 
+def test_what_is_frozen_beside_an_adapter_is_never_written(tmp_path: Path) -> None:
+    """A step writes the adapter and its moments; and the frozen rest of each layer is a unit of its own after a resume, too."""
+    peft = pytest.importorskip("peft")
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "vocab_size": 300}
+
+    def made(seed: int) -> Any:
+        torch.manual_seed(seed)
+        base = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4))
+        return peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules="all-linear"))
+
+    def step(model: Any, optimizer: Any, number: int) -> float:
+        ids = torch.randint(0, 300, (2, 8), generator=torch.Generator().manual_seed(number))
+        optimizer.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        return float(loss)
+
+    reference = made(0)
+    theirs = torch.optim.AdamW([one for one in reference.parameters() if one.requires_grad], lr=1e-2, fused=True)
+    expected = [step(reference, theirs, number) for number in range(8)]
+    adapter = sum(one.nbytes for one in reference.parameters() if one.requires_grad)
+    with TieredStore.open(tmp_path / "store", dram="2MiB") as store:
+        model = zero.page(made(0), store)
+        optimizer = zero.AdamW(model.parameters(), lr=1e-2)
+        assert [step(model, optimizer, number) for number in range(2)] == expected[:2]
+        before = store.statistics().links[-1].down.bytes
+        assert [step(model, optimizer, number) for number in range(2, 6)] == expected[2:6]
+        written = (store.statistics().links[-1].down.bytes - before) / 4
+        assert written < 4.5 * adapter < sum(one.nbytes for one in reference.parameters()) / 4  # gradients, too
+        zero.commit(model, optimizer)
+        store.close()
+    with TieredStore.open(tmp_path / "store", dram="2MiB") as store:
+        model = made(1)
+        model.requires_grad_(True)  # which says nothing of how the commit was divided
+        zero.page(model, store, existing="resume")
+        for name, one in model.named_parameters():
+            one.requires_grad_("lora_" in name)
+        optimizer = zero.AdamW(model.parameters(), lr=1e-2)
+        zero.resume(model, optimizer)
+        assert [step(model, optimizer, number) for number in range(6, 8)] == expected[6:]
+        found = model.state_dict()
+        assert all(torch.equal(found[name], value) for name, value in reference.state_dict().items())
+        store.close()
+
+
 def test_what_cannot_be_says_so(tmp_path: Path, store: TieredStore) -> None:
     model = paged(llama(), store)
     with pytest.raises(MisuseError, match=r"make tiered\.zero\.AdamW"):

@@ -334,7 +334,8 @@ def test_a_frozen_average_that_stays_as_it_is_is_not_written_again(store: Tiered
 
 def test_the_average_of_quantised_weights_takes_no_room(store: TieredStore) -> None:
     torch.manual_seed(0)
-    model = zero.page(Small(), store, policy=zero.Policy(quantize="int8"), paging=zero.Paging(largest_unit=600))
+    model = Small().requires_grad_(False)
+    zero.page(model, store, policy=zero.Policy(quantize="int8"), paging=zero.Paging(largest_unit=600))
     ema = zero.EMA(model, DECAY)
     ema.update()
     expected = {name: value.clone() for name, value in model.state_dict().items()}

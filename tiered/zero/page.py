@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from traceback import clear_frames
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, TypedDict, get_args
 
 import torch
 import torch.distributed as dist
@@ -529,8 +529,8 @@ def page_by(model: nn.Module, store: TieredStore, options: PageOptions) -> nn.Mo
     elif options.existing == "resume" and options.source is not None:
         _take_over(model, store, options, limits, partition, pool)
     with partition.agreeing("divide this model into units") as agree:
-        limits, slicing, forms = _ways(model, store, options, limits, strides)
-        tentative = divide(model, limits, strides, options.policy, partition.shares, slicing, forms=forms)
+        limits, slicing, more = _ways(model, store, options, limits, strides)
+        tentative = divide(model, limits, strides, options.policy, partition.shares, slicing, **more)
         _refuse_plan(tentative, model, store, pool, options, partition.shares)
         if options.existing != "resume" and options.filling is None:
             _refuse_taken(tentative, store, owner)
@@ -541,7 +541,7 @@ def page_by(model: nn.Module, store: TieredStore, options: PageOptions) -> nn.Mo
     if options.existing == "resume":
         checkpoint.refuse_other(store, options.name, tentative, partition, model)
         strides |= {fresh: strides[meta] for fresh, meta in _replace_meta(model, store).items() if meta in strides}
-        plan = divide(model, limits, strides, options.policy, partition.shares, slicing, forms=forms)
+        plan = divide(model, limits, strides, options.policy, partition.shares, slicing, **more)
         buffers = _buffers_for(model, store)
         _release(plan, store)
         window.sweep()
@@ -573,7 +573,7 @@ def page_by(model: nn.Module, store: TieredStore, options: PageOptions) -> nn.Mo
         )
         replacement = Replacement(store, options.name) if held and options.filling is None else None
         try:
-            plan = divide(model, limits, strides, options.policy, partition.shares, slicing, forms=forms)
+            plan = divide(model, limits, strides, options.policy, partition.shares, slicing, **more)
             with partition.agreeing(FILLING):
                 if options.filling is not None:
                     done = options.filling.begin(plan, deferred, held)
@@ -812,24 +812,31 @@ def _refuse_shared_memory(model: nn.Module, elsewhere: Collection[nn.Parameter])
             reached[where] = one
 
 
+class Divided(TypedDict, total=False):
+    """Arguments of ``divide``: which parameters are packed already, and which are in units of their own."""
+
+    forms: Mapping[str, str]
+    apart: Collection[str]
+
+
 def _ways(
     model: nn.Module,
     store: TieredStore,
     options: PageOptions,
     limits: Limits,
     strides: dict[nn.Parameter, tuple[int, ...]],
-) -> tuple[Limits, Slicing, dict[str, str]]:
-    """Return by which limits ``model`` is divided, what is sliced, and which parameters are packed already, by name, in which
-    forms. ``strides`` gets those that were committed."""
+) -> tuple[Limits, Slicing, Divided]:
+    """Return by which limits ``model`` is divided, what is sliced, and what else ``divide`` is told. ``strides`` gets those
+    that were committed."""
     largest = options.paging.largest_unit
     slicing = Slicing(options.paging.experts == "sliced", options.paging.slice_weights)
     if options.existing == "resume":
-        limits, kept, names, forms = checkpoint.layout(store, options.name)
+        limits, kept, names, forms, apart = checkpoint.layout(store, options.name)
         strides |= {parameter: kept[qualified] for qualified, parameter in model.named_parameters() if qualified in kept}
-        return limits, Slicing(only=names), {} if options.policy.quantize is not None else forms
+        return limits, Slicing(only=names), {"forms": {} if options.policy.quantize is not None else forms, "apart": apart}
     found = {name: one.form for name, one in model.named_parameters() if isinstance(one, Deferred)}
     forms = {name: form for name, form in found.items() if form is not None}
-    return limits if largest is None else replace(limits, unit=min(limits.unit, largest)), slicing, forms
+    return limits if largest is None else replace(limits, unit=min(limits.unit, largest)), slicing, {"forms": forms}
 
 
 def _asked(options: PageOptions, partition: Partition) -> Iterator[Term]:
@@ -1055,8 +1062,8 @@ def _refuse_small_pool(
             if store.access is Access.READ:  # as an import divides it, whose slices have more rows than training needs
                 paging = replace(paging, slice_weights=True, largest_unit=paging.largest_unit or Limits.of(pool, shares).unit)
             anew = replace(options, existing="refuse", source=None, paging=paging)
-            limits, slicing, forms = _ways(model, store, anew, Limits.of(pool, shares), {})
-            fresh = divide(model, limits, {}, options.policy, shares, slicing, forms=forms)
+            limits, slicing, more = _ways(model, store, anew, Limits.of(pool, shares), {})
+            fresh = divide(model, limits, {}, options.policy, shares, slicing, **more)
             least = smallest_pool(fresh, model, saves=saves, shares=shares, beside=store.access is Access.READ)
             if least < needed:
                 how = "make the store anew, with a smaller --unit where `tiered import` made it"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import struct
 import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tests.four_bits import values_of
-from tiered import ManifestError, MisuseError, QuantizedWarning, TieredStore, zero
+from tiered import ManifestError, MisuseError, TieredStore, zero
 from tiered.packing import quantised
 from tiered.packing.quantised import FORMS, TYPES, Float8, Loss, Packing, form_by_table, packing_of, packing_where_fit
 from tiered.store.at_rest import StoreAtRest
@@ -590,26 +589,6 @@ def test_it_cannot_be_divided_anew(tmp_path: Path, quantize: Any) -> None:
         pytest.raises(MisuseError, match=r"'model' in .* is quantised, which only the store that it is in"),
     ):
         zero.page(Net(), store, existing="resume", source=tmp_path / "one")
-
-
-@pytest.mark.parametrize("frozen", range(5))
-def test_what_is_packed_though_it_may_be_meant_for_training_is_said(store: TieredStore, frozen: int) -> None:
-    """Where some of it was frozen, and too little for that to be a base that the rest is trained over."""
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
-    model[:frozen].requires_grad_(False)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        zero.page(model, store, policy=zero.Policy(quantize="int8"))
-    trained = [one for one in model.parameters() if one.requires_grad]
-    if frozen in (1, 2):
-        (one,) = said
-        assert one.category is QuantizedWarning
-        assert f"{8 - 2 * frozen} parameters that need a gradient ('{frozen}.weight' first) are packed" in str(one.message)
-        assert f"{25 * frozen} % of all elements are frozen" in str(one.message)
-        assert one.filename == __file__
-    else:
-        assert said == []
-    assert len(trained) == (2 if frozen == 3 else 0)
 
 
 def test_what_there_is_to_choose() -> None:

@@ -678,16 +678,17 @@ def _parameters(several: Sequence[Any]) -> str:
 
 def layout(
     store: TieredStore, name: str
-) -> tuple[Limits, dict[str, tuple[int, ...]], dict[str, int | None], dict[str, str]]:
+) -> tuple[Limits, dict[str, tuple[int, ...]], dict[str, int | None], dict[str, str], set[str]]:
     """Return the limits by which model ``name`` was divided when it was committed, the strides of its parameters, of those that
-    were sliced the rows of a slice by name (None: each slice is one without that dimension), and the forms in which parameters
-    and slices are packed. Raises as ``resume``."""
+    were sliced the rows of a slice by name (None: each slice is one without that dimension), the forms in which parameters
+    and slices are packed, and those that are in a second unit of their module. Raises as ``resume``."""
     found = read_record(store, name)["layout"]
     parameters = [parameter for _, parameters in found["units"] for parameter in parameters]
     strides = {parameter[0]: tuple(parameter[4]) for parameter in parameters}
     forms = {parameter[0]: parameter[3] for parameter in parameters if parameter[3] in FORMS}
     rows = {sliced: rows or None for sliced, (_, rows) in found.get("sliced", {}).items()}
-    return limits_of(found), strides, rows, forms
+    apart = {parameter[0] for unit, described in found["units"] if unit.endswith("#1") for parameter in described}
+    return limits_of(found), strides, rows, forms, apart
 
 
 def persistent_buffers(model: nn.Module) -> list[str]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
@@ -101,6 +101,8 @@ of 1 to 128 rows, 64 to 11,008 columns; a last slice of 1 or 4 rows had others).
 CHUNK_SHARE, SMALL_POOL, SHARE_OF_SMALL = 16, 8 << 20, 64
 """A chunk of optimizer state is at most this fraction of the pool, and at most ``LARGEST_CHUNK`` bytes of fp32. In less than
 ``SMALL_POOL`` bytes it is the smaller fraction: what a forward holds leaves little room there."""
+FROZEN_APART = 1 << 16
+"""Bytes: a lease takes about as long as to write so many, which a step would do with what is frozen beside what is updated."""
 LARGEST_CHUNK = 4 << 20
 SHARE_STEP, OLDER_SHARE_STEP = 256, PARAMETER_ALIGNMENT // 2
 """Elements at multiples of which parameters begin, and shares of ranks end: so the blocks of which states are kept are whole in
@@ -569,6 +571,7 @@ def divide(
     largest_alone: bool = False,
     absent: Absent = NOTHING_ABSENT,
     forms: Mapping[str, str] = MappingProxyType({}),
+    apart: Collection[str] | None = None,
 ) -> ModelPlan:
     """Divide ``model``'s parameters into units of at most ``limits.unit`` bytes where a single parameter allows it.
 
@@ -577,7 +580,9 @@ def divide(
     none is sliced. ``slicing``: which may be (None: all that can). ``largest_alone``: of each weight that is sliced, make the
     first slice alone, which is as large as any: enough to say what budget the model needs. ``absent``: of a part of a model,
     what else there is of it: the part is divided as it is in the whole. ``forms``: by name, those of ``quantised.FORMS`` in
-    which parameters, or slices of them, are packed already.
+    which parameters, or slices of them, are packed already. ``apart``: names of parameters that are in units of their own
+    (None: those that are frozen beside others that are trained, where they have ``FROZEN_APART`` bytes), so that no step writes
+    them.
     """
     order = {parameter: index for index, parameter in enumerate(model.parameters())}
     plan, limit = ModelPlan([], {}, limits), limits.unit
@@ -594,8 +599,10 @@ def divide(
 
     def make(name: str, named: list[tuple[str, nn.Parameter]]) -> None:
         kinds: dict[object, list[tuple[str, nn.Parameter]]] = {}
+        alone = _frozen_apart(named) if apart is None else apart
         for qualified, parameter in named:
-            kind = (parameter.dtype, parameter.requires_grad) if shares > 1 else parameter in exact_ones
+            kind: object = parameter in exact_ones if packs else qualified in alone
+            kind = (parameter.dtype, parameter.requires_grad) if shares > 1 else kind
             kinds.setdefault(kind, []).append((qualified, parameter))
         for number, alike in enumerate(kinds.values()):
             for _, parameter in alike:
@@ -643,6 +650,13 @@ def divide(
         plan.units += [made(placement.name, [placement], exact) for placement in one.placements(order[parameter])]
     _hold(model, home, limit, plan, absent)
     return plan
+
+
+def _frozen_apart(named: Sequence[tuple[str, nn.Parameter]]) -> set[str]:
+    """Return the names of those of a module's parameters that are units of their own because they are frozen."""
+    frozen = {name: parameter for name, parameter in named if not parameter.requires_grad}
+    mixed = 0 < len(frozen) < len(named)
+    return set(frozen) if mixed and sum(map(aligned_size, frozen.values())) >= FROZEN_APART else set()
 
 
 def _exact(model: nn.Module) -> set[nn.Parameter]:
