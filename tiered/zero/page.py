@@ -812,7 +812,7 @@ def _refuse_shared_memory(model: nn.Module, elsewhere: Collection[nn.Parameter])
             reached[where] = one
 
 
-class Divided(TypedDict, total=False):
+class KnownDivision(TypedDict, total=False):
     """Arguments of ``divide``: which parameters are packed already, and which are in units of their own."""
 
     forms: Mapping[str, str]
@@ -825,7 +825,7 @@ def _ways(
     options: PageOptions,
     limits: Limits,
     strides: dict[nn.Parameter, tuple[int, ...]],
-) -> tuple[Limits, Slicing, Divided]:
+) -> tuple[Limits, Slicing, KnownDivision]:
     """Return by which limits ``model`` is divided, what is sliced, and what else ``divide`` is told. ``strides`` gets those
     that were committed."""
     largest = options.paging.largest_unit
@@ -1073,7 +1073,7 @@ def _refuse_small_pool(
                 told = (
                     f"a budget of {pool:,} bytes of {tier.name.upper()} is too small for this model as it is in this store, "
                     f"which was divided for a larger one: so it needs {needed:,} bytes (its largest unit, {largest.name!r}, "
-                    f"has {largest.nbytes:,}). Divided anew it works with {works}: {how}"
+                    f"has {largest.nbytes:,}). KnownDivision anew it works with {works}: {how}"
                 )
         raise CapacityError(told)
 
