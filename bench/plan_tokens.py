@@ -126,7 +126,9 @@ def _lora(folder: Path, wanted: list[str] | None) -> Iterator[str]:
         asked = ["--lora", "16", "--context", "512", "--batch", "1", *([] if form == "bf16" else ["--quantize", form])]
         for name, machine, took, plan in _plans(folder, wanted or list(QUARTERS), asked, QUARTERS):
             one = plan["chosen"]
-            assert one is not None, plan["refused"]
+            if one is None or not plan["fits"]:
+                yield f"| {name}, {machine} | {form} | {plan['refused']} | | | | {took:.0f} |"
+                continue
             cells = [_two(one["seconds"]), _two(one["waiting"]), f"{one['read'] / 2**30:.1f}"]
             cells.append(f"{one['memory']['process'] / 2**30:.1f}")
             yield f"| {name}, {machine} | {form} | {' | '.join(cells)} | {took:.0f} |"

@@ -7,6 +7,7 @@ brighter in the quarter that is their class.
 """
 
 import argparse
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +39,8 @@ def pictures(count):
 
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--config", default="deepspeed_cifar.json", help="DeepSpeed's configuration (default: %(default)s)")
+beside = Path(__file__).with_suffix(".json")
+parser.add_argument("--config", default=beside, help="DeepSpeed's configuration (default: the one beside this script)")
 parser.add_argument("--pictures", type=int, default=2048, help="how many there are (default: %(default)s)")
 parser.add_argument("--epochs", type=int, default=2, help="times that all of them are seen (default: %(default)s)")
 args = parser.parse_args()

@@ -8,6 +8,7 @@ and it goes on from its last checkpoint.
 
 import argparse
 import importlib.resources
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +34,8 @@ class GPT(nn.Module):
 
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--config", default="deepspeed_gpt.json", help="DeepSpeed's configuration (default: %(default)s)")
+beside = Path(__file__).with_suffix(".json")
+parser.add_argument("--config", default=beside, help="DeepSpeed's configuration (default: the one beside this script)")
 parser.add_argument("--save", default="checkpoints", help="folder of checkpoints (default: %(default)s)")
 parser.add_argument("--steps", type=int, default=50, help="steps in all (default: %(default)s)")
 parser.add_argument("--width", type=int, default=128, help="width of the model (default: %(default)s)")

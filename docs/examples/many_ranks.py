@@ -19,6 +19,8 @@ parser.add_argument("--dram", default="8MiB", help="host memory of each process 
 parser.add_argument("--width", type=int, default=256, help="of the hidden layers (default: %(default)s)")
 parser.add_argument("--steps", type=int, default=8, help="steps in all (default: %(default)s)")
 options = parser.parse_args()
+if "RANK" not in os.environ:
+    parser.error("torchrun starts the processes, as above")
 
 addresses, rank, ranks = next(dist.rendezvous("env://"))
 addresses = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), addresses)  # a restart has its own

@@ -23,6 +23,7 @@ from tiered.planning.sources import Subject, subject_of
 from tiered.planning.timing import Timing, measure_operations
 from tiered.types import parse_size
 from tiered.zero import Policy
+from tiered.zero.paging.pager import pager_of
 from tiered.zero.paging.units import Limits
 from tiered.zero.rules.exact import AdamWRule
 
@@ -162,25 +163,21 @@ def test_the_smallest_budget_of_what_computes_again_is_larger(tmp_path: Path) ->
     assert tiered.plan(model(), dram="1KiB", workload=Workload(inputs=torch.zeros(1, 64, 9))).smallest < found.smallest
 
 
-def test_a_budget_that_divides_fewer_parameters_than_a_smaller_one_may_not_do(tmp_path: Path) -> None:
-    """A third of the budget holds the largest weight, so it is not divided; three of them, beside what the store saves, do not
-    fit. Other modes do, and are planned."""
+def test_a_weight_is_divided_where_it_does_not_fit_beside_activations(tmp_path: Path) -> None:
+    """A third of the budget holds the largest weight, so it is whole; where the store has activations, too, it is divided."""
     def model() -> nn.Module:
         return nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512))
 
     dram, workload = 3_500_000, Workload(inputs=torch.zeros(1, 512))
     planner = Planner(subject_of(model(), workload), None, AdamWRule(), Policy(), 1)
     ways = [Choice(activations="memory", dram=dram), Choice(activations="store", dram=dram)]
-    assert [planner.fits(way) for way in ways] == [True, False]
-    wanted = planner.smallest(ways[1], dram)
-    assert planner.smallest(ways[1]) < dram < wanted
-    found = tiered.plan(model(), workload=workload, dram=dram)
-    assert found.chosen is not None
-    assert {one.choice.activations for one in (found.chosen, *found.others)} == {"memory"}
-    with TieredStore.open(tmp_path / "s", dram=dram, durability="none") as store:
-        with pytest.raises(tiered.CapacityError, match=f"the smallest that works is {wanted:,} bytes"):
-            zero.page(model(), store, activations="store")
-        zero.page(model(), store)
+    assert all(planner.fits(way) for way in ways)
+    assert [bool(planner.divided(dram, saves=way.saves).sliced) for way in ways] == [False, True]
+    for way in ways:
+        with TieredStore.open(tmp_path / str(way.activations), dram=dram, durability="none") as store:
+            paged = zero.page(model(), store, activations=way.activations)
+            assert bool(pager_of(paged).sliced) == way.saves
+            store.close()
 
 
 def test_what_updates_whole_parameters_is_planned_where_none_is_divided() -> None:

@@ -269,8 +269,8 @@ class Planner:
         self.subject, self.machine, self._rule, self._policy, self.passes = subject, machine, rule, policy, passes
         self._rehearsed = rehearsed
         self._updates_whole = updates_whole(rule)
-        self._divided: dict[tuple[int, int, bool], ModelPlan] = {}
-        self._sizes: dict[tuple[int, int, int], list[UnitSizes]] = {}
+        self._divided: dict[tuple[int, int, bool, bool], ModelPlan] = {}
+        self._sizes: dict[tuple[int, int, bool, int], list[UnitSizes]] = {}
         self._steps: dict[tuple[Choice, int, int], StepNotes] = {}
         self._predicted: dict[tuple[Choice, bool], Prediction] = {}
         self._measured: dict[str, float] = {}
@@ -278,19 +278,19 @@ class Planner:
         self._long: dict[str, int] = {}
         self.notes: dict[str, None] = {}
 
-    def divided(self, dram: int, ranks: int = 1, *, largest_alone: bool = False) -> ModelPlan:
-        """Return the model's units for a budget; ``largest_alone`` as in ``divide``."""
-        key = dram, ranks, largest_alone
+    def divided(self, dram: int, ranks: int = 1, *, saves: bool = False, largest_alone: bool = False) -> ModelPlan:
+        """Return the model's units for a budget; ``saves`` as in ``Limits.of``, ``largest_alone`` as in ``divide``."""
+        key = dram, ranks, saves, largest_alone
         if key not in self._divided:
-            limits = Limits.of(dram, ranks)
+            limits = Limits.of(dram, ranks, saves=saves, converts=self._policy.converts)
             self._divided[key] = divide(self.subject.model, limits, {}, self._policy, ranks, largest_alone=largest_alone)
         return self._divided[key]
 
-    def sizes(self, dram: int, ranks: int = 1, together: int = 1) -> list[UnitSizes]:
+    def sizes(self, dram: int, ranks: int = 1, together: int = 1, *, saves: bool = False) -> list[UnitSizes]:
         """Return the tensors of each unit for a budget, with so many chunks of optimizer states as one."""
-        key = dram, ranks, together
+        key = dram, ranks, saves, together
         if key not in self._sizes:
-            plan = self.divided(dram, ranks)
+            plan = self.divided(dram, ranks, saves=saves)
             larger = replace(plan.limits, chunk=plan.limits.chunk * together)
             self._sizes[key] = sizes_of(replace(plan, limits=larger), NAME, self._rule)
         return self._sizes[key]
@@ -301,11 +301,12 @@ class Planner:
 
     def smallest(self, way: Choice | None = None, least: int = SMALLEST_DRAM) -> int:
         """Return the bytes of the smallest budget, from ``least`` on, with which ``zero.page``, and the optimizer, take the
-        model. One that is smaller may do as well: a parameter that a small budget divides is whole with a larger one.
+        model.
         """
         dram = max(least, SMALLEST_DRAM)
         while True:
-            needed = self._needed(self.divided(dram, largest_alone=True), way is not None and way.saves)
+            saves = way is not None and way.saves
+            needed = self._needed(self.divided(dram, saves=saves, largest_alone=True), saves)
             if needed <= dram:
                 return dram
             dram = needed
@@ -327,7 +328,8 @@ class Planner:
                             f"{type(self._rule).__name__} updates whole parameters, and {placement.name!r} is one of several "
                             "slices of a parameter: plan another optimizer"
                         )
-                    found = max(found, 3 * placement.whole.nbytes)
+                    whole = Limits.pool_for(placement.whole.nbytes, saves=saves, converts=self._policy.converts)
+                    found = max(found, whole)
             needed = max(needed, -(-found // 4096) * 4096)
         return needed
 
@@ -335,13 +337,13 @@ class Planner:
         """Return what a step asks of the store, of one of so many ranks. So many chunks of optimizer states are one
         (``together``; None: as many as are played as one). Raises MisuseError where nothing of the model can be computed again,
         and what ``dry_run`` raises."""
-        plan = self.divided(choice.dram, ranks)
+        plan = self.divided(choice.dram, ranks, saves=choice.saves)
         if choice.computes_again and not split_modules(self.subject.model, plan, choice.micro_batch):
             raise MisuseError(
                 f"{choice}: no module of this model holds all of its parameters while it runs, so none can be computed "
                 "again: use activations='store', or a larger memory budget"
             )
-        together = self._together(choice.dram, ranks) if together is None else together
+        together = self._together(choice, ranks) if together is None else together
         key = choice, ranks, together
         if key not in self._steps:
             limits = replace(plan.limits, chunk=plan.limits.chunk * together)
@@ -354,9 +356,9 @@ class Planner:
                 self._measured |= measure_operations(found, self.machine, known=self._measured)
         return self._steps[key]
 
-    def _together(self, dram: int, ranks: int = 1) -> int:
+    def _together(self, choice: Choice, ranks: int = 1) -> int:
         """Return how many chunks of optimizer states are played as one."""
-        leases = _leases_of_states(self.sizes(dram, ranks))
+        leases = _leases_of_states(self.sizes(choice.dram, ranks, saves=choice.saves))
         return 1 if leases <= self._rehearsed else -(-leases // min(COARSE, self._rehearsed))
 
     def seconds(self) -> Seconds:
@@ -389,12 +391,13 @@ class Planner:
                 f"a budget of {choice.dram:,} bytes of DRAM is too small for this model: the smallest that works is "
                 f"{self.smallest(choice, choice.dram):,} bytes"
             )
-        step, sizes, together = self.step(choice), self.sizes(choice.dram), self._together(choice.dram)
+        step, sizes, together = self.step(choice), self.sizes(choice.dram, saves=choice.saves), self._together(choice)
         keys = _touched(step)[0]
         touches, of_activations = len(keys), sum(key in step.activations for key in keys)
         if together > 1:
             self.notes["chunks of optimizer states are taken together in the rehearsal, of which a step has very many"] = None
-            touches += _leases_of_states(sizes) - _leases_of_states(self.sizes(choice.dram, together=together))
+            coarse = self.sizes(choice.dram, together=together, saves=choice.saves)
+            touches += _leases_of_states(sizes) - _leases_of_states(coarse)
         if touches > LONGEST:
             self._long[str(choice)] = max(touches, self._long.get(str(choice), 0))
         pieces, slices = self._pieces(choice, of_activations), self._slices(step)
@@ -527,18 +530,18 @@ class Planner:
                 f"{type(self._rule).__name__} updates whole parameters, which ranks gather for that, and a plan of ranks knows "
                 "optimizers that update elements: leave ranks out, or plan another optimizer"
             )
-        plan = self.divided(choice.dram, ranks)
+        plan = self.divided(choice.dram, ranks, saves=choice.saves)
         needed = smallest_pool(plan, self.subject.model, saves=choice.saves, shares=ranks)
         if needed > choice.dram:
             raise CapacityError(f"{_counted(ranks)} need {format_size(needed)} of DRAM each")
         self._tell(_counted(ranks))
-        step, together = self.step(choice, ranks), self._together(choice.dram, ranks)
+        step, together = self.step(choice, ranks), self._together(choice, ranks)
         sharing = min(ranks, machine.ranks_per_node)
         drive = _in_blocks(DriveRates(machine.read / sharing, machine.write / sharing, machine.transfer), together)
         found = rehearse(step, choice.dram, drive, Timing(machine, self._measured, ranks), warm_up=3, counted=2)
         sent = sum(one.nbytes for one in step.operations if isinstance(one, WorkNote) and one.kind in ("gather", "reduce"))
-        seconds = max(found.seconds, self._sending(self.sizes(choice.dram), step, found))
-        memory = self._memory(choice, self.sizes(choice.dram, ranks), step, found)
+        seconds = max(found.seconds, self._sending(self.sizes(choice.dram, saves=choice.saves), step, found))
+        memory = self._memory(choice, self.sizes(choice.dram, ranks, saves=choice.saves), step, found)
         return PlannedRanks(
             ranks=ranks,
             seconds=seconds,

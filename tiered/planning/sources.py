@@ -20,6 +20,7 @@ from tiered.integrations.hub import folder_of
 from tiered.planning.dry_run import Loss, TrainingSetup, on_meta
 from tiered.planning.layers import train
 from tiered.planning.notes import StepNotes
+from tiered.zero.paging.units import experts_of
 
 __all__ = ["Numbers", "Subject", "Workload", "adapted", "model_of_folder", "subject_of"]
 
@@ -254,7 +255,9 @@ def model_of_folder(what: str) -> nn.Module:
 
 def adapted(model: nn.Module, rank: int) -> nn.Module:
     """Return ``model``, of transformers and on the meta device, with adapters of that rank on all linear layers, which alone
-    are trained. Raises MisuseError without peft."""
+    are trained. Raises MisuseError without peft, and for a mixture of experts."""
+    if any(experts_of(module) for module in model.modules()):
+        raise MisuseError("adapters of a mixture of experts are not planned: plan a dense model, or train a few steps")
     try:
         from tiered.integrations.transformers.shapes import with_adapters
     except ImportError as error:

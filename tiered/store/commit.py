@@ -146,6 +146,10 @@ class Generations:
         """Return of those of ``keys`` whose bytes are as the generation has them a digest of what it says of them."""
         return {}
 
+    def gone(self) -> set[Key]:
+        """Return the keys of the newest generation that are not there any more."""
+        return set()
+
     def committing(self, store: object) -> Commits:
         """Return the part that commits. Raises MisuseError where nothing can be committed."""
         raise MisuseError("nothing can be made durable without a disk, or with durability='none'")
@@ -265,6 +269,11 @@ class Commits(OnDisk):
                 if entry is not None and copy is not None and copy.record == committed[key]:
                     found[key] = said_of(self._nvme.uuid, entry, copy)
         return found
+
+    def gone(self) -> set[Key]:
+        with self._engine.lock:
+            directory = self._engine.state.directory
+            return {key for key in (self.newest.tensors if self.newest else {}) if key not in directory}
 
     def committing(self, store: object) -> Commits:
         return self

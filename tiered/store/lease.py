@@ -30,7 +30,7 @@ from tiered.errors import LeaseConflict, MisuseError, TieredError, drop_frames
 from tiered.interfaces import Memory
 from tiered.tensors.specs import dtype_of
 from tiered.tiers.dram import DramTier
-from tiered.types import Access, Key, TensorSpec
+from tiered.types import Access, Key, Owner, TensorSpec
 
 _DATA: Any = torch._C.TensorBase.data  # of C, whatever ``torch.Tensor.data`` is
 
@@ -337,6 +337,10 @@ class Holder(Protocol):
 
     def going_back(self, generation: int) -> contextlib.AbstractContextManager[None]:
         """Surround a rollback to the commit numbered ``generation``; its exceptions pass."""
+        ...
+
+    def as_committed(self) -> Owner | None:
+        """Return the owner of its tensors, if all have the values of the newest commit, or values that follow from that."""
         ...
 
 

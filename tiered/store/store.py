@@ -261,8 +261,9 @@ class TieredStore(TensorMapping):
         """
         self._engine.refuse_nested()
         dropped = 0 if self._closed or os.getpid() != self._pid else self._generations.uncommitted()
+        changed = bool(dropped) and self._changed_but({one.as_committed() for one in list(self._holders)})
         self._close()
-        if dropped:
+        if changed:
             warnings.warn(_dropped(f"{self._name} was closed", dropped), UncommittedWarning, stacklevel=2)
 
     def _close(self) -> None:
@@ -991,10 +992,16 @@ class TieredStore(TensorMapping):
 
     def _changed(self) -> bool:
         """Whether any value may be another one than in the last commit."""
-        if not self._unchanged:
+        return self._changed_but(self._unchanged)
+
+    def _changed_but(self, unchanged: Collection[Owner | None]) -> bool:
+        """Whether any value may be another one than in the last commit, but for those of owners that say otherwise."""
+        owners = [owner for owner in unchanged if owner is not None]
+        if not owners:
             return self._generations.uncommitted() > 0
-        keys = [key for key in self if self.owner_of(key) not in self._unchanged]
-        return len(self._generations.committed(keys)) < len(keys)
+        gone = [key for key in self._generations.gone() if not any(key.startswith(f"{one.name}/") for one in owners)]
+        keys = [key for key in self if self.owner_of(key) not in owners]
+        return bool(gone) or len(self._generations.committed(keys)) < len(keys)
 
     def refuse_commits(self, why: str | None) -> None:
         """Make commits raise MisuseError with ``why``, and ``with`` blocks end without one. None allows commits again."""

@@ -180,9 +180,7 @@ def _refuse_change(pager: Pager, new: Mapping[nn.Parameter, torch.dtype | torch.
     packed = next((one.name for one in pager.placements if one.packing is not None), None)
     if packed is not None:
         raise MisuseError(f"{said}, where {packed!r} is packed: give the type as the model is made, or page it exact")
-    if any(one.grad is not None for one in pager.wholes):
-        raise MisuseError(f"{said} while there are gradients: call zero_grad() before")
-    units = {unit.key for unit in pager.units} | {pager.checkpoint.key}
+    units = {key for unit in pager.units for key in (unit.key, unit.gradients.key)} | {pager.checkpoint.key}
     state = next((key for key in pager.store.owned(pager.owner) if key not in units and not _of_record(key, pager)), None)
     if state is not None or pager.made() is not None or pager.optimizers() or pager.average is not None:
         made = "a zero.EMA" if pager.average is not None else "an optimizer"
@@ -191,6 +189,8 @@ def _refuse_change(pager: Pager, new: Mapping[nn.Parameter, torch.dtype | torch.
             f"{said} once {made} keeps states ({what}): change it before {made} is made, or take the model out (zero.unpage), "
             "change it, and page it with existing='overwrite'"
         )
+    if any(one.grad is not None for one in pager.wholes):
+        raise MisuseError(f"{said} while there are gradients: call zero_grad() before")
 
 
 def _of_record(key: str, pager: Pager) -> bool:

@@ -60,12 +60,12 @@ from tiered.zero.paging.pager import (
     pager_of_parameter,
     placements_of,
 )
-from tiered.zero.paging.recompute.micro_batch import SAVED_SHARE, refuse_batch_dependent, split_modules
+from tiered.zero.paging.recompute.micro_batch import refuse_batch_dependent, split_modules
 from tiered.zero.paging.saved_tensors import outside_inference
 from tiered.zero.paging.sharding import FILLING, Partition, Sharded, Stage, Stage3, Unsharded
 from tiered.zero.paging.storage import in_update_tier, model_named
 from tiered.zero.paging.tensors.parameters import unpage
-from tiered.zero.paging.units import ALL, Limits, ModelPlan, Placement, Policy, Slicing, UnitPlan, divide
+from tiered.zero.paging.units import ALL, SAVED_SHARE, Limits, ModelPlan, Placement, Policy, Slicing, UnitPlan, divide
 from tiered.zero.rank_stores import newest_set, number_of
 
 __all__ = [
@@ -497,6 +497,15 @@ class PageOptions:
         return replace(self, existing="resume", weights=None, param_init_fn=None, paging=paging)
 
     @property
+    def saves(self) -> bool:
+        """Return whether the store may get something that backward needs: activations, or what they are computed from."""
+        return self.micro_batch > 1 or self.activations != "memory"
+
+    def limits(self, pool: int, shares: int) -> Limits:
+        """Return the limits by which a model is divided."""
+        return Limits.of(pool, shares, saves=self.saves, converts=self.policy.converts)
+
+    @property
     def offloads(self) -> bool:
         """Return whether activations may wait in the store."""
         return self.activations == "store" or isinstance(self.activations, AutoPlan)
@@ -521,7 +530,7 @@ def page_by(model: nn.Module, store: TieredStore, options: PageOptions) -> nn.Mo
     strides = {parameter: found.stride for parameter, found in staged.items()}
     strides |= {parameter: values.stride() for parameter, values in (options.values or {}).items()}
     pool = partition.all_min(min(tier.capacity for tier in store.statistics().tiers if tier.name != "nvme"))
-    limits = Limits.of(pool, partition.shares)
+    limits = options.limits(pool, partition.shares)
     if options.existing == "resume":
         partition.refuse_apart(store)
     if options.existing == "resume" and options.source is not None and f"{options.name}/checkpoint" in store:
@@ -1048,7 +1057,7 @@ def _refuse_small_pool(
     plan: ModelPlan, model: nn.Module, store: TieredStore, pool: int, options: PageOptions, shares: int
 ) -> None:
     """Raise CapacityError for a pool that is smaller than ``smallest_pool``."""
-    saves = options.micro_batch > 1 or options.activations != "memory"
+    saves = options.saves
     needed = smallest_pool(plan, model, saves=saves, shares=shares, beside=store.access is Access.READ)
     if pool < needed:
         largest = max(plan.units, key=lambda unit: unit.nbytes)
@@ -1062,7 +1071,7 @@ def _refuse_small_pool(
             if store.access is Access.READ:  # as an import divides it, whose slices have more rows than training needs
                 paging = replace(paging, slice_weights=True, largest_unit=paging.largest_unit or Limits.of(pool, shares).unit)
             anew = replace(options, existing="refuse", source=None, paging=paging)
-            limits, slicing, more = _ways(model, store, anew, Limits.of(pool, shares), {})
+            limits, slicing, more = _ways(model, store, anew, options.limits(pool, shares), {})
             fresh = divide(model, limits, {}, options.policy, shares, slicing, **more)
             least = smallest_pool(fresh, model, saves=saves, shares=shares, beside=store.access is Access.READ)
             if least < needed:

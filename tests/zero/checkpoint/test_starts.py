@@ -49,6 +49,31 @@ def step(model: Any, optimizer: Any, scheduler: Any = None, data: torch.Generato
     return loss.item()
 
 
+@pytest.mark.parametrize("change", ["nothing", "a forward", "a step", "a tensor", "a deletion"])
+def test_closing_warns_of_what_is_lost_alone(tmp_path: Path, change: str) -> None:
+    """Not of updates that the commit had pending, and that a forward has applied."""
+    store = TieredStore.open(tmp_path / "store", dram="1MiB")
+    store["mine"] = torch.ones(3)
+    model = zero.page(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), store)
+    optimizer = zero.AdamW(model.parameters())
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    zero.commit(model, optimizer)
+    if change == "a tensor":
+        store["mine"] = torch.zeros(3)
+    elif change == "a deletion":
+        del store["mine"]
+    if change != "nothing":
+        loss = model(torch.ones(1, 64)).sum()
+    if change == "a step":
+        loss.backward()
+        optimizer.step()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        store.close()
+    assert [one.category for one in said] == ([UncommittedWarning] if change in ("a step", "a tensor", "a deletion") else [])
+
+
 @pytest.mark.parametrize("update", UPDATES)
 def test_one_program_begins_and_goes_on(tmp_path: Path, update: str) -> None:
     whole = run(tmp_path / "whole", 6, update=update)

@@ -537,6 +537,45 @@ def test_methods_of_modules_may_give_the_same_parameters(store: TieredStore) -> 
     assert torch.equal(model(x), wanted)
 
 
+class Reading(nn.Module):
+    """Asks small layers for their type before it calls them, as peft's do, beside weights of a quarter of the memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.ModuleList(nn.Linear(256, 768, bias=False).requires_grad_(False) for _ in range(6))
+        self.back = nn.ModuleList(nn.Linear(768, 256, bias=False).requires_grad_(False) for _ in range(6))
+        self.small, self.up = (nn.ModuleList(nn.Linear(*sizes) for _ in range(6)) for sizes in ((768, 8), (8, 256)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for wide, back, small, up in zip(self.wide, self.back, self.small, self.up, strict=True):
+            y = wide(x).tanh()
+            x = x + back(y) + up(small(y.to(small.weight.dtype)))
+        return x
+
+
+def test_small_units_that_a_forward_reads_do_not_cut_the_memory_into_pieces(tmp_path: Path) -> None:
+    """They lie anywhere, and none of the pieces between several of them may have room for a large one."""
+    with TieredStore.open(tmp_path / "store", dram="3520KiB", durability="none") as store:
+        model = zero.page(Reading(), store, policy=zero.Policy(quantize="int8"))
+        pager, held = pager_of(model), []
+        model.up[5].register_forward_hook(lambda *_: held.append([one.plan.name for one in pager.units if one.held]))
+        model(torch.ones(4, 256)).square().mean().backward()
+        assert [[name for name in names if "small" in name] for names in held] == [["small.5"]]
+        store.close()
+
+
+@pytest.mark.parametrize("policy", [zero.Policy(), zero.Policy(storage=torch.bfloat16), zero.Policy(quantize="int8")], ids=str)
+@pytest.mark.parametrize("activations", ["memory", "recompute", "store"])
+def test_a_larger_budget_is_never_too_small(tmp_path: Path, policy: zero.Policy, activations: Any) -> None:
+    """Around the one from which on the largest weight, of 1 MiB, is whole."""
+    for number, dram in enumerate(range(2560 << 10, 5400 << 10, 160 << 10)):
+        model = nn.Sequential(nn.Embedding(4096, 64), nn.Linear(64, 64), nn.Linear(64, 4096, bias=False))
+        with TieredStore.open(tmp_path / str(number), dram=dram, durability="none") as store:
+            zero.page(model, store, activations=activations, policy=policy)
+            model(torch.arange(3))
+            store.close()
+
+
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_of_a_weight_that_is_divided_are_refused(store: TieredStore, register: str) -> None:
     model = nn.Sequential(nn.Embedding(1000, 64), nn.Linear(64, 3))

@@ -104,7 +104,7 @@ def _pager(model: nn.Module) -> Pager:
                 )
             raise MisuseError(
                 f"parameter {name!r} is not paged, so the trainer's optimizer would not have it: call zero.page on the whole "
-                "model, after peft.get_peft_model and the like"
+                "model, after peft.get_peft_model, resize_token_embeddings and the like"
             )
     return pager_of(model)
 

@@ -586,7 +586,8 @@ def mixed(parameters: Sequence[torch.Tensor]) -> MisuseError:
     number, first = next((number, one) for number, one in enumerate(parameters) if not hasattr(one, "_tiered"))
     return MisuseError(
         f"some of these parameters are paged and others, as number {number}, of shape {tuple(first.shape)}, are not: make an "
-        "optimizer for each kind, with store= for those that stay in memory"
+        "optimizer for each kind, with store= for those that stay in memory, or page the whole model (a module that was added "
+        "after zero.page stays in memory, and resize_token_embeddings makes a head anew that is not tied: resize before)"
     )
 
 

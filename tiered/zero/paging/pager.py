@@ -53,7 +53,7 @@ from tiered.store.memory_watch import MemoryWatch
 from tiered.system import Trimmer, refuse_little_room
 from tiered.telemetry import Span
 from tiered.tuning.adaptive import AdaptiveActivations, AutoPlan
-from tiered.types import Access
+from tiered.types import Access, Owner
 from tiered.zero.intent import Intent
 from tiered.zero.leases import Leases
 from tiered.zero.paging.gradients import Announced, GradientState
@@ -132,6 +132,8 @@ LAYERS = "torch.nn.modules."
 OURS = ("__reduce_ex__", "__prepare_scriptable__", "_apply")
 """Attributes that paging gives to each module, in place of those of its class."""
 IN_ONE_THREAD = "another thread is computing with this model: use it in one thread at a time, or take a lock around it"
+PIECES = 5
+"""Of as many of the largest units as the memory has room for, so many are needed for what is in use and what comes next."""
 LEAST_POOL = 1 << 20
 """Bytes of memory that are enough for a step, with three times the largest unit."""
 HELD = 4
@@ -350,6 +352,10 @@ class Pager:
         self.limits = plan.limits
         self._room_to_read = pool - LEAST_POOL - 3 * plan.largest
         """Bytes of units of other modules that a forward holds, at most, unless it is one unit."""
+        largest = max((unit.nbytes + unit.converted * unit.stored_nbytes for unit in plan.units), default=1)
+        self._most_read = max(1, pool // max(1, largest) - PIECES)
+        """How many units of other modules it holds, at most: each may lie where it cuts the memory in two, and one more of the
+        largest has to find a piece beside two of these in use."""
         self.checkpoint, chunk = CheckpointRecord(store, model_named(name)), plan.limits.chunk
         self.owner = self.checkpoint.owner
         self.follows = False
@@ -643,7 +649,11 @@ class Pager:
         where they are more than there is room for: who still has a parameter of these computes with one in the store. With
         several ranks all stay, because others may have more room, and would not gather them again."""
         frame.read_bytes += unit.plan.nbytes
-        while frame.read and frame.read_bytes > self._room_to_read and not self.gradient_sync.several:
+        while (
+            frame.read
+            and (frame.read_bytes > self._room_to_read or len(frame.read) >= self._most_read)
+            and not self.gradient_sync.several
+        ):
             left = next(iter(frame.read))
             del frame.read[left]
             frame.read_bytes -= left.plan.nbytes
@@ -1009,6 +1019,11 @@ class Pager:
         alone = self.is_ours and not self.gradient_sync.several
         if alone and self.phase is not Phase.IDLE and not self.computing and not self._gathered():
             self._let_go(Unit.let_go)
+
+    def as_committed(self) -> Owner | None:
+        """Return the owner of the model's tensors where nothing of it has changed since the last commit but that updates were
+        applied which were pending in it."""
+        return self.owner if self.checkpoint.current or self.checkpoint.before is not None else None
 
     @contextmanager
     def going_back(self, generation: int) -> Iterator[None]:

@@ -652,7 +652,8 @@ class Unit:
             if placement in self.aside:
                 continue
             told = now[placement] != self._digests[placement] if placement in now else saved
-            changed = parameter._version != version or told
+            # Of what nothing may be written to a digest tells alone: peft sets a parametrization, and takes it away again.
+            changed = told or (parameter._version != version and not self.plan.read_only)
             replaced = self._is_replaced(placement)
             if replaced or (changed and not self._is_released(placement)):
                 written[placement] = parameter.detach().clone()

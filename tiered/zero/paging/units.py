@@ -34,6 +34,7 @@ __all__ = [
     "ALL",
     "NOTHING_ABSENT",
     "PARAMETER_ALIGNMENT",
+    "SAVED_SHARE",
     "Absent",
     "Limits",
     "ModelPlan",
@@ -62,9 +63,9 @@ class Policy:
     ``quantize="int8"``, ``"int4"`` or ``"nf4"`` is inexact: matrices are packed into 8 or 4 bits an element (and scales) when
     they are paged, and unpacked to the type that they compute with whenever they are used, in backward too
     (``packing/quantised.py`` describes the forms; bitsandbytes packs nf4, and has to be installed then). Parameters of one
-    dimension, tiny ones and those that are not floats stay exact. Adapters of peft stay exact, too, and are trained as ever;
-    and where most parameters (by elements) are frozen as the model is paged, so do those that are not. Else nobody said what to
-    train, and all are packed. What is packed, and what is frozen with it, cannot be trained or written to.
+    dimension, tiny ones and those that are not floats are not packed. Nor are adapters of peft, which are trained as ever; and
+    where most parameters (by elements) are frozen as the model is paged, nor are those that are not frozen. Else nobody said
+    what to train, and all are packed. What is packed, and what is frozen with it, cannot be trained or written to.
 
     Raises MisuseError for types other than bfloat16 or float16, and float32; for another ``quantize``.
     """
@@ -77,6 +78,11 @@ class Policy:
         one_of("quantize", self.quantize, (*QUANTIZE, None))
         if self.storage not in (None, torch.bfloat16, torch.float16) or self.compute is not torch.float32:
             raise MisuseError(f"parameters can be stored as bfloat16 or float16 and computed as float32, not as {self}")
+
+    @property
+    def converts(self) -> bool:
+        """Return whether parameters are stored otherwise than they are used."""
+        return self.storage is not None or self.quantize is not None
 
     def stored(self, dtype: torch.dtype) -> torch.dtype:
         """Return the type in the store of a parameter that is ``dtype``."""
@@ -92,8 +98,11 @@ PARAMETER_ALIGNMENT = 64
 UNIT_SHARE, LARGEST_UNIT = 8, 1 << 30
 """A unit is at most this fraction of the pool, and at most ``LARGEST_UNIT`` bytes, where single parameters allow it: nothing of
 a unit is computed until all of it is there, and what a lease costs is nothing beside a GiB."""
-THIRD = 3
-"""So many weights of the largest size have to fit the pool."""
+THIRD, WITH_SAVED, SLACK = 3, 4, 1 << 16
+"""So many weights of the largest size have to fit the pool; and where activations wait in the store, so many in the part of the
+pool that is not theirs, less bytes for sizes that are rounded up."""
+SAVED_SHARE = 32
+"""A piece of an activation that waits in the store has at most this fraction of the pool."""
 BLOCK, TAIL = 512, 64
 """Of a model for reading, rows of a slice are a multiple of BLOCK, and its last slice has at least TAIL, even where that makes
 a unit larger than it should be: products with some rows at a time then had the bits of the whole product (MKL in fp32, batches
@@ -122,16 +131,29 @@ class Limits:
     whole: int | None = None
 
     @classmethod
-    def of(cls, pool: int, shares: int = 1) -> Limits:
+    def of(cls, pool: int, shares: int = 1, *, saves: bool = False, converts: bool = False) -> Limits:
         """Return the limits for a store with ``pool`` bytes of memory. Several ranks have more tensors of a unit's size in use
-        at a time."""
+        at a time. More of the largest weight have to fit where activations wait in the store (``saves``), and half of one more
+        where a weight is in memory twice, as it is stored, too (``converts``)."""
         share = UNIT_SHARE if shares == 1 else 2 * UNIT_SHARE
         part = pool // (SHARE_OF_SMALL if pool < SMALL_POOL else CHUNK_SHARE)
         chunk = max(4096, min(LARGEST_CHUNK, part) // 4096 * 4096) // 4
         unit = pool // share
         fits = shares > 1 and 4 * shares * SHARE_STEP <= unit  # the smallest unit there may be, in fp32
         step = SHARE_STEP if fits else OLDER_SHARE_STEP
-        return cls(min(LARGEST_UNIT, unit), chunk, step, UNIT_SHARE * unit // THIRD)
+        whole = UNIT_SHARE * unit // THIRD
+        if saves or converts:
+            room = max(0, pool - SLACK) * (SAVED_SHARE - saves) // SAVED_SHARE
+            whole = 2 * room // (2 * (WITH_SAVED if saves else THIRD) + converts)
+        return cls(min(LARGEST_UNIT, unit), chunk, step, whole)
+
+    @staticmethod
+    def pool_for(weight: int, *, saves: bool = False, converts: bool = False) -> int:
+        """Return the bytes of the smallest pool in which a weight of so many bytes is whole, for one process."""
+        if not saves and not converts:
+            return THIRD * weight
+        halves = weight * (2 * (WITH_SAVED if saves else THIRD) + converts)
+        return -(-halves * SAVED_SHARE // (2 * (SAVED_SHARE - saves))) + SLACK + SAVED_SHARE
 
 
 class Absent(NamedTuple):

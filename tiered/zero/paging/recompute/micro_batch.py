@@ -36,13 +36,12 @@ from tiered.zero.paging.saved_tensors import (
     unexpanded,
 )
 from tiered.zero.paging.tensors.compiling import unentered
-from tiered.zero.paging.units import ModelPlan, is_called
+from tiered.zero.paging.units import SAVED_SHARE, ModelPlan, is_called
 
-__all__ = ["SAVED_SHARE", "Splitter", "Ways", "refuse_batch_dependent", "split_modules"]
+__all__ = ["Splitter", "Ways", "refuse_batch_dependent", "split_modules"]
 
-SAVED_SHARE = 32
-"""What is kept goes into the store in pieces of at most this fraction of the pool, and at most ``LARGEST_PART`` bytes."""
 LARGEST_PART = 4 << 20
+"""What is kept goes into the store in pieces of at most so many bytes, and at most ``1 / SAVED_SHARE`` of the pool."""
 LARGEST_LAYER = 2
 """A layer that repeats is computed again as a whole where its parameters are at most so many times the largest unit, a
 quarter of the pool: they are in memory still when its backward asks for them."""
