@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.quick import quick
 from tests.zero.models import Mixed, Tied, parameter_groups
 from tiered import CapacityError, Eviction, InterruptedStep, MisuseError, SharedMemoryWarning, TieredStore, WriteError, zero
+from tiered.zero.paging.pager import pager_of
 from tiered.zero.paging.tensors.stored import StoredTensor
 from tiered.zero.paging.units import Limits, divide
 
