@@ -59,6 +59,16 @@ def used(work: Callable[[TieredStore], object]) -> None:
         work(store)
 
 
+def half_of_what_is_trained() -> None:
+    def work(store: TieredStore) -> None:
+        model = zero.page(layers(), store)
+        optimizer = zero.AdamW(model.parameters())
+        model.half()
+        optimizer.step()
+
+    used(work)
+
+
 def after_the_block() -> None:
     model = layers()
     with TieredStore.open("s/", dram="4MiB") as store:
@@ -150,8 +160,9 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[TieredError], str]] = {
         lambda: [committed(layers()), resumed(layers(), zero.SGD)], MisuseError,
         "by 'AdamWRule' .*make the optimizer as it was",
     ),
-    "half after paging": (
-        lambda: used(lambda store: zero.page(layers(), store).half()), MisuseError, r"torch\.float16.*: page a model that has",
+    "half once there is an optimizer": (
+        half_of_what_is_trained, MisuseError,
+        r"cannot change in the store once an optimizer keeps states .*: change it before an optimizer is made",
     ),
     "a list for a tensor": (lambda: used(lambda store: store.put("a", [1, 2])), MisuseError, "holds tensors, not list"),
 }

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiered import CapacityError, MisuseError, TieredStore, zero
+from tiered import CapacityError, MisuseError, TieredStore, TorchFileError, zero
 from tiered.format.foreign.torch_file import TorchFile
 from tiered.integrations.deepspeed.saved import tensor_of
 from tiered.zero.checkpoint import safetensors
-from tiered.zero.checkpoint.torch_writer import ALIGNED, TorchFileWriter, save_optimizer
+from tiered.zero.checkpoint.torch_writer import ALIGNED, TorchFileWriter, mapped, save_optimizer
 
 TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
 
@@ -39,15 +39,22 @@ def test_torch_loads_what_was_written(tmp_path_factory: Any, found: list[torch.T
         patched.setattr(safetensors, "CONVERTED_AT_ONCE", at_once)
         written = [file.tensor(value) for value in found]
         file.end({"written": written, "inside": found, "plain": [{"lr": 0.1, "betas": (0.9, 0.999), "none": None}]})
-    for mapped in (False, True):
-        loaded = torch.load(path, weights_only=True, mmap=mapped)
+    theirs = path.with_name("b.pt")
+    torch.save({"plain": (1, [2.5, "x"]), "inside": found}, theirs)
+    inside = mapped(theirs)
+    assert inside["plain"] == (1, [2.5, "x"])
+    for one, value in zip([*inside["inside"], *mapped(path)["written"]], [*found, *found], strict=True):
+        assert one.dtype is value.dtype
+        assert torch.equal(one, value)
+    for by_page in (False, True):
+        loaded = torch.load(path, weights_only=True, mmap=by_page)
         assert loaded["plain"] == [{"lr": 0.1, "betas": (0.9, 0.999), "none": None}]
         for one, value in zip([*loaded["written"], *loaded["inside"]], [*found, *found], strict=True):
             assert one.dtype is value.dtype
             assert torch.equal(one, value)
             if torch.empty_like(value).stride() == value.stride():  # dense, in whatever order
                 assert one.stride() == value.stride()
-            assert not mapped or not one.numel() or one.data_ptr() % ALIGNED == 0
+            assert not by_page or not one.numel() or one.data_ptr() % ALIGNED == 0
     with TorchFile(path) as read:  # which compares checksums
         assert all(torch.equal(tensor_of(one), value) for one, value in zip(read.value["written"], found, strict=True))
 
@@ -71,6 +78,19 @@ def test_an_optimizer_is_written_as_torch_saves_it(tmp_path: Path, dtype: torch.
             assert all(torch.equal(found["state"][index][name], value) for name, value in state.items())
         optimizer.load_state_dict(torch.load(tmp_path / "b.pt", weights_only=True, mmap=True))
         store.close()
+
+
+def test_what_is_damaged_or_runs_something_is_refused(tmp_path: Path) -> None:
+    torch.save({"a": torch.arange(1000)}, tmp_path / "a.pt")
+    data = bytearray((tmp_path / "a.pt").read_bytes())
+    at = data.index(torch.arange(1000).numpy().tobytes()[800:1600])
+    data[at] ^= 1
+    (tmp_path / "a.pt").write_bytes(data)
+    with pytest.raises(TorchFileError, match="checksum"):
+        mapped(tmp_path / "a.pt")
+    torch.save({"a": Path("x")}, tmp_path / "b.pt")
+    with pytest.raises(TorchFileError):
+        mapped(tmp_path / "b.pt")
 
 
 def test_a_file_that_was_not_ended_is_not_left(tmp_path: Path) -> None:

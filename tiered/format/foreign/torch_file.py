@@ -188,12 +188,10 @@ class TorchFile:
             self._refuse(f"it has no entry data/{shown(key, 100)}")
         return self._entries[f"data/{key}"][1]
 
-    def read(self, key: str, begin: int, end: int) -> bytearray:
-        """Return bytes ``begin`` to ``end`` of the entry of a storage. The first time, all of the entry is compared with its
+    def begin_of(self, key: str) -> int:
+        """Return the first byte in the file of the entry of a storage. The first time, all of the entry is compared with its
         checksum. Raises TorchFileError for what is damaged, OSError."""
         at, size, checksum = self._entries[f"data/{key}"]
-        if not 0 <= begin <= end <= size:
-            self._refuse(f"bytes {begin} to {end} of its entry data/{shown(key, 100)} are asked for, which has {size}")
         if key not in self._checked:
             found = 0
             for start in range(at, at + size, READ_BYTES):
@@ -201,6 +199,15 @@ class TorchFile:
             if found != checksum:
                 self._refuse(f"the checksum of its entry data/{shown(key, 100)} is wrong")
             self._checked.add(key)
+        return at
+
+    def read(self, key: str, begin: int, end: int) -> bytearray:
+        """Return bytes ``begin`` to ``end`` of the entry of a storage. The first time, all of the entry is compared with its
+        checksum. Raises TorchFileError for what is damaged, OSError."""
+        _, size, _ = self._entries[f"data/{key}"]
+        if not 0 <= begin <= end <= size:
+            self._refuse(f"bytes {begin} to {end} of its entry data/{shown(key, 100)} are asked for, which has {size}")
+        at = self.begin_of(key)
         data = bytearray(end - begin)
         view, done = memoryview(data), 0
         while done < len(data):

@@ -37,7 +37,7 @@ from tiered.types import VERSION, Owner
 from tiered.zero.checkpoint.checkpoint import extra_of
 from tiered.zero.checkpoint.exports import sync_all
 from tiered.zero.checkpoint.loaders import of_random, random_states
-from tiered.zero.checkpoint.torch_writer import save_optimizer
+from tiered.zero.checkpoint.torch_writer import mapped, save_optimizer
 from tiered.zero.paging.pager import Pager, StateListing, pager_of
 from tiered.zero.rules.known import OPTIMIZERS
 
@@ -429,9 +429,8 @@ class CommitCheckpoints:
         if number is not None:
             self._random = self._go_back(number)
         elif checkpoint is not None:
-            states = torch.load(os.path.join(checkpoint, OPTIMIZER), map_location="cpu", mmap=True, weights_only=True)
-            _ours(this.optimizer).load_state_dict(states)
-            this.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True))
+            _ours(this.optimizer).load_state_dict(mapped(os.path.join(checkpoint, OPTIMIZER)))
+            this.lr_scheduler.load_state_dict(mapped(os.path.join(checkpoint, SCHEDULER)))
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         if self._commit_of(checkpoint) is None:

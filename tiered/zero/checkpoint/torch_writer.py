@@ -1,4 +1,4 @@
-"""Write files of ``torch.save`` with one tensor in memory at a time.
+"""Write files of ``torch.save`` with one tensor in memory at a time, and read those of others without running anything.
 
 Such a file is a zip archive, not compressed, whose entries may lie in any order
 (https://pytorch.org/docs/stable/notes/serialization.html; ``tiered.format.foreign.torch_file`` reads them). ``torch.save``
@@ -23,11 +23,11 @@ from typing import Any, BinaryIO
 import torch
 
 from tiered.errors import CapacityError, MisuseError
-from tiered.format.foreign.torch_file import STORAGES
+from tiered.format.foreign.torch_file import STORAGES, FileTensor, TorchFile
 from tiered.zero.checkpoint.safetensors import pieces_of
 from tiered.zero.optimizers.optimizer import Optimizer
 
-__all__ = ["TorchFileWriter", "save_optimizer"]
+__all__ = ["TorchFileWriter", "mapped", "save_optimizer"]
 
 ALIGNED = 64
 """The bytes of a tensor begin at multiples of so many, as those of ``torch.save`` do: ``torch.load(mmap=True)`` needs it."""
@@ -149,3 +149,32 @@ def save_optimizer(optimizer: Optimizer, path: str | os.PathLike[str]) -> None:
             for index, state in states
         }
         file.end({**packed, "state": written})
+
+
+def mapped(path: str | os.PathLike[str]) -> Any:
+    """Return the object of a file of ``torch.save``, with tensors on memory that shows the file: a page is read as it is used.
+
+    ``TorchFile`` reads it, so nothing in it is run; each tensor is compared with its checksum. Raises TorchFileError for what
+    is damaged or names anything else than tensors and plain values, OSError.
+    """
+    with TorchFile(path) as file:
+        memory: Any = torch.UntypedStorage.from_file(str(path), False, file.nbytes)
+
+        def made(value: Any) -> Any:
+            if isinstance(value, FileTensor):
+                return _shown(value, memory)
+            if isinstance(value, dict):
+                return {name: made(one) for name, one in value.items()}
+            return type(value)(map(made, value)) if type(value) in (list, tuple) else value
+
+        return made(file.value)
+
+
+def _shown(tensor: FileTensor, memory: Any) -> torch.Tensor:
+    dtype: torch.dtype = getattr(torch, tensor.dtype)
+    at = tensor.file.begin_of(tensor.key)
+    if at % dtype.itemsize:  # of a program that does not align
+        found = torch.frombuffer(tensor.read(0, tensor.span) or bytearray(dtype.itemsize), dtype=dtype)
+        return found.as_strided(tensor.shape, tensor.stride)
+    first = at // dtype.itemsize + tensor.offset
+    return torch.empty(0, dtype=dtype, device="cpu").set_(memory, first, tensor.shape, tensor.stride)
