@@ -328,6 +328,28 @@ def test_changes_that_cannot_be_are_refused_by_name(store: TieredStore) -> None:
     assert equal(other.state_dict(), reference.state_dict())
 
 
+def test_a_refusal_leaves_a_model_with_a_module_in_memory_as_it_was(store: TieredStore) -> None:
+    reference = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    model = zero.page(copy.deepcopy(reference), store)
+    for one in (reference, model):
+        torch.manual_seed(1)
+        one[1] = nn.Linear(8, 2)  # added after zero.page: it stays in memory
+    hooks = [len(hooks) for module in model.modules() for name, hooks in vars(module).items() if "hooks" in name]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pager_of(model), "leaving", lambda *_: strike())
+        with pytest.raises(Struck):
+            model.half()
+    assert [len(hooks) for module in model.modules() for name, hooks in vars(module).items() if "hooks" in name] == hooks
+    x = torch.randn(3, 8)
+    assert torch.equal(model(x), reference(x))
+    assert torch.equal(model.half()[0].weight.detach().clone(), reference.half()[0].weight)
+    assert all(hasattr(one, "_tiered") for one in model.parameters())  # as the whole model is paged anew
+
+
+def strike() -> None:
+    raise Struck
+
+
 def test_a_disk_that_is_too_small_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     with TieredStore.open(tmp_path / "store", dram="1MiB", nvme="1536KiB") as store:
         reference = nn.Sequential(*(nn.Linear(128, 128) for _ in range(18)))

@@ -138,7 +138,7 @@ def change(
         page_again(values)
     except BaseException:
         pager.intent.finish()  # where it was cut off between
-        made = [_owner_of(one) for one in pager.model.parameters()]
+        made = [_owner_of(one) for one in pager.model.parameters() if one in values]
         if any(one is None or one.change is None for one in made):
             for half in made:
                 if half is not None and half is not pager:  # it was being made
