@@ -74,7 +74,7 @@ def measured(folder: Path, dram: int, tokens: int) -> tuple[list[float], list[in
 
 def kernels() -> None:
     """Print what unpacking makes."""
-    from tiered.packing import quantised
+    from tiered.packing import form, quantised
 
     rows, columns = 2048, 4096
     print("\n| form | to | C, GB/s | torch, 1 thread | torch, all threads | copy, 1 thread |\n|---|---|---:|---:|---:|---:|")
@@ -89,7 +89,7 @@ def kernels() -> None:
 
             unpack, copy = partial(packing.unpack, packed, out), partial(out.copy_, values)
             torch.set_num_threads(1)
-            cells = [rate(unpack, out) if quantised.has_kernels() else "none"]
+            cells = [rate(unpack, out) if form.has_kernels() else "none"]
             with mock.patch.object(quantised, "lib", None):
                 cells.append(rate(unpack, out))
                 torch.set_num_threads(threads)

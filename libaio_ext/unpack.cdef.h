@@ -1,4 +1,4 @@
-/* Values of parameters that are packed at rest (tiered/packing/quantised.py). Read twice, as aio_ring.cdef.h is. Addresses
+/* Values of parameters that are packed at rest (tiered/packing/form.py). Read twice, as aio_ring.cdef.h is. Addresses
    are of memory that the caller has leased; nothing is kept. */
 
 enum {

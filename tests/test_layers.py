@@ -43,7 +43,7 @@ TREE: dict[str, tuple[str, ...]] = {
         *("lease", "commit", "pieces", "at_rest", "reading", "opening", "readers", "store", "activations", "verify"),
         *("memory_watch", "importing"),
     ),
-    "packing": ("quantised", "moments"),
+    "packing": ("form", "integers", "table4", "float8", "quantised", "moments"),
     "tuning": ("program", "adaptive"),
     "zero": (
         *("intent", "leases", "collectives", "rank_stores", "rules", "paging", "construction", "record"),
@@ -153,6 +153,7 @@ LONG_OR_SHORT: dict[str, str] = {
     "cli.plan.report": "the options of `tiered report`, which needs neither torch nor a store",
     "cli.plan.plot": "the one file of the command that needs matplotlib",
     "engine.engine": "the engine's thread and lock, and what callers do under them",
+    "packing.float8": "one form, as each of its neighbours",
     "small.pages": "the pages of small tensors, and what is known of them as of a stamp",
     "tensors.steps": "the hook by which steps of other optimizers on what is in a store are refused",
     "tables.kernel": "copies of rows, in C or without it",

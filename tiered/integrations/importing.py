@@ -20,7 +20,7 @@ from torch import nn
 
 from tiered.errors import ManifestError, MisuseError, TieredError
 from tiered.integrations.kept import UNFINISHED, kept_file, put_file
-from tiered.packing.quantised import Loss
+from tiered.packing.form import Loss
 from tiered.store import TieredStore
 from tiered.system import refuse_little_disk
 from tiered.types import format_size

@@ -15,7 +15,10 @@ import msgspec
 import torch
 
 from tiered.errors import MisuseError, quoted
-from tiered.packing.quantised import BLOCK, NESTED, SQUARE, TYPES, Float8, Packing, Table4, form_by_table
+from tiered.packing.float8 import SQUARE, Float8
+from tiered.packing.form import Packing
+from tiered.packing.quantised import TYPES
+from tiered.packing.table4 import BLOCK, NESTED, Table4, form_by_table
 from tiered.zero.construction.deferred import Deferred
 
 __all__ = ["is_known", "united"]

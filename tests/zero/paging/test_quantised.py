@@ -18,8 +18,11 @@ from torch import nn
 
 from tests.four_bits import values_of
 from tiered import ManifestError, MisuseError, TieredStore, zero
-from tiered.packing import quantised
-from tiered.packing.quantised import FORMS, TYPES, Float8, Loss, Packing, form_by_table, packing_of, packing_where_fit
+from tiered.packing import form
+from tiered.packing.float8 import Float8
+from tiered.packing.form import Loss, Packing, has_kernels
+from tiered.packing.quantised import FORMS, TYPES, packing_of, packing_where_fit
+from tiered.packing.table4 import form_by_table
 from tiered.store.at_rest import StoreAtRest
 from tiered.zero.checkpoint.checkpoint import read_record, write_record
 from tiered.zero.checkpoint.safetensors import export_at_rest
@@ -51,7 +54,7 @@ def bfloat16(value: float) -> int:
 
 
 def oracle(quantize: str, packed: bytes, rows: int, columns: int, dtype: torch.dtype) -> list[int]:
-    """Unpack one element after the other, as the docstring of ``quantised.py`` says it; the bits of each."""
+    """Unpack one element after the other, as the docstrings of ``packing`` says it; the bits of each."""
     found = []
     groups = -(-columns // 32)
     codes_nbytes = rows * columns if quantize == "int8" else rows * groups * 16
@@ -80,8 +83,8 @@ def oracle(quantize: str, packed: bytes, rows: int, columns: int, dtype: torch.d
 @pytest.fixture(params=["C", "torch"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "torch":
-        monkeypatch.setattr(quantised, "lib", None)
-    elif not quantised.has_kernels():
+        monkeypatch.setattr(form, "lib", None)
+    elif not has_kernels():
         pytest.skip("the kernels were not built")
     return str(request.param)
 
@@ -127,7 +130,7 @@ def test_values_are_those_of_the_oracle(
 @pytest.mark.parametrize("dtype", TYPES)
 def test_any_bytes_are_unpacked_alike(quantize: str, dtype: torch.dtype) -> None:
     """Large shapes, whose rows are longer than what either kernel has at a time; every code, every kind of scale but NaN."""
-    if not quantised.has_kernels():
+    if not has_kernels():
         pytest.skip("the kernels were not built")
     torch.manual_seed(0)
     for rows, columns in ((1, 300_001), (700, 513), (33, 4096), (257, 1056)):
@@ -139,7 +142,7 @@ def test_any_bytes_are_unpacked_alike(quantize: str, dtype: torch.dtype) -> None
             codes.clamp_(min=-127)
         in_c = unpacked(way, packed, dtype)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(quantised, "lib", None)
+            patch.setattr(form, "lib", None)
             in_torch = unpacked(way, packed, dtype)
         assert torch.equal(in_c.view(BIT_PATTERN[dtype]), in_torch.view(BIT_PATTERN[dtype]))
 
@@ -177,7 +180,7 @@ def test_nf4_is_unpacked_as_it_is_described(rows: int, columns: int) -> None:
     for dtype in TYPES:
         found = [unpacked(way, packed, dtype)]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(quantised, "lib", None)
+            patch.setattr(form, "lib", None)
             found.append(unpacked(way, packed, dtype))
         for one in found:
             assert torch.equal(one.view(BIT_PATTERN[dtype]), expected.to(dtype).view(BIT_PATTERN[dtype]))
@@ -203,7 +206,7 @@ def test_floats_of_8_bits_are_unpacked_as_they_are_described(rows: int, columns:
     for dtype in TYPES:
         found = [unpacked(way, packed, dtype)]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(quantised, "lib", None)
+            patch.setattr(form, "lib", None)
             found.append(unpacked(way, packed, dtype))
         for one in found:
             assert torch.equal(one.isnan(), expected.isnan())
@@ -568,8 +571,8 @@ def test_another_policy_or_another_form_is_not_taken_for_this_one(store: TieredS
     units = record["layout"]["units"]
     packed = [one for _, described in units for one in described if one[3] in FORMS]
     assert packed
-    for form, complaint in (("int3 by row", "is of type 'int3 by row', which this release does not know"),):
-        packed[0][3] = form
+    for other, complaint in (("int3 by row", "is of type 'int3 by row', which this release does not know"),):
+        packed[0][3] = other
         write_record(store, "model", record)
         with pytest.raises(ManifestError, match=complaint):
             zero.page(Net(), store, existing="resume", policy=zero.Policy(quantize=quantize))

@@ -39,7 +39,8 @@ from tiered.integrations.kept import CONFIG, TOKENIZER, UNFINISHED, files_of, ke
 from tiered.integrations.packed import united
 from tiered.integrations.transformers.experts import around_experts
 from tiered.integrations.transformers.shapes import CONFIG_BYTES, QUANTISED, config_of, is_packed, making, refuse_config
-from tiered.packing.quantised import QUANTIZE, Loss, Quantize
+from tiered.packing.form import Loss
+from tiered.packing.quantised import QUANTIZE, Quantize
 from tiered.store import TieredStore
 from tiered.types import Access
 from tiered.zero.construction.deferred import CODES, Deferred, Files

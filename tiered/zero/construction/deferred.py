@@ -24,7 +24,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from tiered.errors import MisuseError
 from tiered.format.safetensors import CODES, WeightFiles
-from tiered.packing.quantised import FORMS, Packing, cast_form
+from tiered.packing.form import Packing
+from tiered.packing.quantised import FORMS, cast_form
 from tiered.tensors.steps import written_by
 from tiered.zero.paging.units import ALL
 

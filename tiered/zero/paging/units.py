@@ -28,7 +28,8 @@ import torch
 from torch import nn
 
 from tiered.errors import MisuseError, one_of
-from tiered.packing.quantised import FORMS, QUANTIZE, Loss, Packing, Quantize, packing_of, packing_where_fit
+from tiered.packing.form import Loss, Packing
+from tiered.packing.quantised import FORMS, QUANTIZE, Quantize, packing_of, packing_where_fit
 
 __all__ = [
     "ALL",
@@ -62,7 +63,7 @@ class Policy:
 
     ``quantize="int8"``, ``"int4"`` or ``"nf4"`` is inexact: matrices are packed into 8 or 4 bits an element (and scales) when
     they are paged, and unpacked to the type that they compute with whenever they are used, in backward too
-    (``packing/quantised.py`` describes the forms; bitsandbytes packs nf4, and has to be installed then). Parameters of one
+    (the files of ``packing`` describe the forms; bitsandbytes packs nf4, and has to be installed then). Parameters of one
     dimension, tiny ones and those that are not floats are not packed. Nor are adapters of peft, which are trained as ever; and
     where most parameters (by elements) are frozen as the model is paged, nor are those that are not frozen. Else nobody said
     what to train, and all are packed. What is packed, and what is frozen with it, cannot be trained or written to.
