@@ -17,7 +17,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate, chain, islice, starmap
+from itertools import accumulate, chain, islice, pairwise, starmap
 from math import isinf
 from typing import NamedTuple
 
@@ -348,7 +348,11 @@ class SlotMap:
         gaps = zip(free, [0, *free[:-1]], strict=True)
         holes = [(end - begin, index) for index, (end, begin) in enumerate(gaps) if end > begin]
         largest = max(holes, default=(0, 0))[0]
-        return _Search(sizes, fixed, used, free, holes, [index for index, size in enumerate(sizes) if size <= largest])
+        leaving: dict[int, list[int]] = {}
+        for index, slot in enumerate(slots):
+            if slot.nbytes <= largest and slot.offset not in self._fixed:
+                leaving.setdefault(slot.nbytes, []).append(index)
+        return _Search(sizes, fixed, used, free, holes, sorted(leaving.items()))
 
     def _rows_without(self, gone: Collection[int]) -> _Rows:
         offsets, sizes, fixed = self._arrays
@@ -408,10 +412,15 @@ class _Rows:
         return bool((free[highest] - below[holes] >= least).any() or (free[holes] - below[lowest] >= least).any())
 
     def search(self) -> _Search:
-        fixed, small = np.flatnonzero(self.fixed), np.flatnonzero(self.sizes <= self.largest)
+        small = np.flatnonzero((self.sizes <= self.largest) & ~self.fixed)
+        small = small[np.argsort(self.sizes[small], kind="stable")]
+        different, begins = np.unique(self.sizes[small], return_index=True)
+        some = pairwise((*begins.tolist(), len(small)))
+        leaving = [(size, small[begin:end].tolist()) for size, (begin, end) in zip(different.tolist(), some, strict=True)]
         gaps = (self.free - self.below)[self.holes]
         holes = list(zip(gaps.tolist(), self.holes.tolist(), strict=True))
-        return _Search(self.sizes.tolist(), fixed.tolist(), self.used.tolist(), self.free.tolist(), holes, small.tolist())
+        fixed = np.flatnonzero(self.fixed).tolist()
+        return _Search(self.sizes.tolist(), fixed, self.used.tolist(), self.free.tolist(), holes, leaving)
 
 
 class _Window(NamedTuple):
@@ -440,11 +449,12 @@ class _Search:
         used: list[int],
         free: list[int],
         holes: list[tuple[int, int]],
-        small: list[int],
+        leaving: list[tuple[int, list[int]]],
     ) -> None:
-        """``fixed`` and ``small``: the indices of slots that stay, and of those that a hole is large enough for; ``used`` and
-        ``free``: bytes before each slot, and in all; ``holes``: the bytes of each, and the index of the slot above it."""
-        self._sizes, self._fixed, self._bytes, self._free, self._small = sizes, fixed, used, free, small
+        """``fixed``: the indices of slots that stay; ``used`` and ``free``: bytes before each slot, and in all; ``holes``: the
+        bytes of each, and the index of the slot above it; ``leaving``: the slots that can be moved and that fit into a hole,
+        the indices of each size, the smallest size first."""
+        self._sizes, self._fixed, self._bytes, self._free, self._leaving = sizes, fixed, used, free, leaving
         self._free_below = [0, *free[:-1]]  # free bytes before the hole before slot i
         self._holes = sorted(holes)
         self.largest = self._holes[-1][0] if self._holes else 0
@@ -522,16 +532,6 @@ class _Search:
         """Return where a window that ends at ``high`` must begin."""
         at = bisect_left(self._fixed, high)
         return max(self._fixed[at - 1] + 1 if at else 0, bisect_left(self._bytes, self._bytes[high] - most))
-
-    @cached_property
-    def _leaving(self) -> list[tuple[int, list[int]]]:
-        """The slots that can be moved and that fit into a hole: the indices of each size, the smallest size first."""
-        found: dict[int, list[int]] = {}
-        fixed = frozenset(self._fixed)
-        for index in self._small:
-            if index not in fixed:
-                found.setdefault(self._sizes[index], []).append(index)
-        return sorted(found.items())
 
     def _leaving_with(self, least: int) -> list[tuple[int, list[int]]]:
         """Return the sizes of at least ``least`` bytes, with the indices of their slots."""
