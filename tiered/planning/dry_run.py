@@ -23,7 +23,6 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from tiered.errors import MisuseError, TieredError, expect_type
@@ -42,8 +41,6 @@ __all__ = ["Activations", "Loss", "Repeats", "TrainingSetup", "Update", "dry_run
 Activations = Literal["memory", "recompute", "store"]
 Loss = Callable[[Any, Any], torch.Tensor]
 Update = Literal["on_fetch", "in_backward"]
-BEFORE = 1
-"""Steps that are made before the one that is written down: in the first no unit has an update that waits."""
 
 
 class Repeats:
@@ -130,15 +127,24 @@ def dry_run(
 
     Raises MisuseError where the model cannot run without values, with the reason, and what paging it raises.
     """
-    paged = on_meta(model)
+    with _cycles_end():
+        return _trained(on_meta(model), args, kwargs, loss, target, training, follow)
+
+
+def _trained(
+    paged: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], loss: Loss, target: Any, training: TrainingSetup,
+    follow: bool,
+) -> StepNotes:
     try:
         with torch.enable_grad(), closing(NotingStore(training.pool)) as store:
             optimizer, live = _paged(paged, store, training), _Live(store)
             store.put_away, store.alive = live.watch, live.since if follow else None
-            for number in range(BEFORE + 1):
+            # In a first step no unit has an update that waits for its next use, and ranks have reduced nothing.
+            before = 0 if training.update == "in_backward" and training.ranks == 1 else 1
+            for number in range(before + 1):
                 store.step_begins()
                 for _ in range(training.passes):
-                    with _as_on_devices(paged), live if number == BEFORE else _Uncompiled():  # type: ignore[no-untyped-call]
+                    with _as_on_devices(paged), live if number == before else _Uncompiled():  # type: ignore[no-untyped-call]
                         value = loss(paged(*args, **kwargs), target)
                         expect_type(value, torch.Tensor, "what loss(output, target) returns is a tensor")
                         store.turn(backward=True)
@@ -153,13 +159,26 @@ def dry_run(
     except (RuntimeError, NotImplementedError, TypeError) as error:
         why = str(error).splitlines()[0].rstrip(".")
         raise MisuseError(
-            f"{type(model).__name__} cannot run on the meta device, which has no values, with {_shown(args, kwargs)}: {why}. "
+            f"{type(paged).__name__} cannot run on the meta device, which has no values, with {_shown(args, kwargs)}: {why}. "
             "Workload(inputs=..., loss=...) gives it something else; a model whose forward depends on values is planned by its "
             "numbers (tiered.Numbers)"
         ) from error
+
+
+@contextmanager
+def _cycles_end() -> Iterator[None]:
+    """Free what is made in here: a model and its pager refer to one another, and what paging changes in torch ends with the
+    last of them. What was there before is not looked at, which takes a third of a second with torch and transformers, unless
+    somebody else has the collector leave something out."""
+    alone = not gc.get_freeze_count()
+    if alone:
+        gc.freeze()
+    try:
+        yield
     finally:
-        del paged
-        gc.collect()  # a model and its pager refer to one another; what paging changes in torch ends with the last of them
+        gc.collect()
+        if alone:
+            gc.unfreeze()
 
 
 def _shown(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
@@ -245,8 +264,7 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        made = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)]
-        given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+        made, given = list(_tensors_in(result)), [*_tensors_in(args), *_tensors_in(kwargs)]
         formula = flop_registry.get(func._overloadpacket)
         flops = float(formula(*args, **(kwargs or {}), out_val=result)) if formula is not None else _attention(func, args)
         shown = {tensor.untyped_storage()._cdata for tensor in given}
@@ -316,9 +334,25 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._unused.discard(name)
 
 
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors among arguments or results of an operation, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors_in(one)
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from _tensors_in(one)
+
+
 def _described(value: Any) -> Any:
     """Return arguments with a description in the place of each tensor, which keeps no memory alive."""
-    return tree_map(lambda leaf: TensorForm.of(leaf) if isinstance(leaf, torch.Tensor) else leaf, value)
+    if isinstance(value, torch.Tensor):
+        return TensorForm.of(value)
+    if type(value) in (list, tuple):
+        return type(value)(map(_described, value))
+    return {name: _described(one) for name, one in value.items()} if type(value) is dict else value
 
 
 def _signature(func: Any, args: Any, kwargs: Any) -> str:

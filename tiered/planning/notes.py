@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tiered.planning.simulated import DriveRates, SimulatedStore
 from tiered.tensors.specs import dtype_of, spec_of
-from tiered.types import Access, Key, Owner, TensorSpec
+from tiered.types import Access, Key, Owner, TensorSpec, Use
 from tiered.zero.collectives import Agree, CollectiveProgress, Ranks, Under
 from tiered.zero.paging.unit import Unit
 
@@ -147,6 +147,20 @@ class StepNotes:
     peak: int = 0
     turns: list[int] = field(default_factory=list, compare=False)
     alive: list[Alive] = field(default_factory=list, compare=False)
+
+    def touches(self) -> tuple[list[Key], list[Use], list[int]]:
+        """Return what is touched, in order: keys, uses, and the bytes of tensors, which are those that are moved."""
+        sizes = dict(self.initial)
+        keys, uses = list[Key](), list[Use]()
+        for one in self.operations:
+            if isinstance(one, CreateNote):
+                sizes[one.key] = one.nbytes
+                keys.append(one.key)
+                uses.append(Use.PUT)
+            elif isinstance(one, LeaseNote):
+                keys += one.keys
+                uses += [Use.WRITE if one.write else Use.READ] * len(one.keys)
+        return keys, uses, [sizes[key] for key in keys]
 
     @property
     def costs(self) -> Iterator[Cost]:

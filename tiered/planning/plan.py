@@ -20,7 +20,7 @@ from tiered.errors import CapacityError, MisuseError, expect_type, listed, one_o
 from tiered.packing.quantised import QUANTIZE, Quantize
 from tiered.planning.dry_run import Activations, Repeats, TrainingSetup, Update
 from tiered.planning.machine import Machine
-from tiered.planning.notes import CreateNote, LeaseNote, StepNotes, WorkNote, in_groups, slices_in_groups, slices_of
+from tiered.planning.notes import StepNotes, WorkNote, in_groups, slices_in_groups, slices_of
 from tiered.planning.optimum import lower_bound
 from tiered.planning.rehearsal import COUNTED, WARM_UP, Offloading, Rehearsed, Seconds, no_time, rehearse
 from tiered.planning.simulated import DriveRates
@@ -272,7 +272,7 @@ class Planner:
         self._divided: dict[tuple[int, int, bool, bool], ModelPlan] = {}
         self._sizes: dict[tuple[int, int, bool, int], list[UnitSizes]] = {}
         self._steps: dict[tuple[Choice, int, int], StepNotes] = {}
-        self._predicted: dict[tuple[Choice, bool], Prediction] = {}
+        self._predicted: dict[tuple[Choice, bool, bool], Prediction] = {}
         self._measured: dict[str, float] = {}
         self._measures = measure and not (machine is not None and machine.hbm)  # a device is not measured here
         self._long: dict[str, int] = {}
@@ -364,13 +364,15 @@ class Planner:
     def seconds(self) -> Seconds:
         return no_time if self.machine is None else Timing(self.machine, self._measured)
 
-    def predict(self, choice: Choice, *, briefly: bool = False) -> Prediction:
-        """Play steps of a choice, fewer of them ``briefly``. Raises CapacityError where it does not fit, MisuseError where it
-        cannot be."""
-        key = choice, briefly
+    def predict(self, choice: Choice, *, briefly: bool = False, compared: bool = True) -> Prediction:
+        """Play steps of a choice, fewer of them ``briefly``; and where activations wait in the store, also those of a choice
+        with activations in memory (``compared``, for ``Prediction.in_memory``). Raises CapacityError where it does not fit,
+        MisuseError where it cannot be."""
+        key = choice, briefly, compared
         if key not in self._predicted:
             self._tell(f"{choice}, {format_size(choice.dram)}")
-            self._predicted[key] = self._predict(choice, briefly)
+            found = self._predict(choice, briefly)
+            self._predicted[key] = replace(found, in_memory=self._in_memory(choice)) if compared else found
         return self._predicted[key]
 
     def takes_long(self, choice: Choice) -> bool:
@@ -392,7 +394,7 @@ class Planner:
                 f"{self.smallest(choice, choice.dram):,} bytes"
             )
         step, sizes, together = self.step(choice), self.sizes(choice.dram, saves=choice.saves), self._together(choice)
-        keys = _touched(step)[0]
+        keys = step.touches()[0]
         touches, of_activations = len(keys), sum(key in step.activations for key in keys)
         if together > 1:
             self.notes["chunks of optimizer states are taken together in the rehearsal, of which a step has very many"] = None
@@ -404,7 +406,7 @@ class Planner:
         rates = _in_blocks(DriveRates(1e9, 1e9) if self.machine is None else self.machine.drive, together)
         step = in_groups(slices_in_groups(step, slices), pieces)
         least = bytes_moved(*uses_of(step), choice.dram, plan_retention(*uses_of(step), choice.dram))
-        warm_up, counted = (2, 1) if briefly or self.takes_long(choice) else (WARM_UP, COUNTED)
+        warm_up, counted = (1, 1) if briefly or self.takes_long(choice) else (WARM_UP, COUNTED)
         found = rehearse(step, choice.dram, rates, self.seconds(), warm_up=warm_up, counted=counted)
         sending, memory = self._sending(sizes, step, found), self._memory(choice, sizes, step, found)
         return Prediction(
@@ -421,7 +423,6 @@ class Planner:
             touches=touches,
             by_work=found.by_work,
             offloading=found.offloading if choice.saves else None,
-            in_memory=self._in_memory(choice),
         )
 
     def enough(self, smallest: int) -> int:
@@ -513,7 +514,7 @@ class Planner:
     def optimum(self, choice: Choice) -> float:
         """Return the bytes that no way to serve a step of a choice goes below, in the long run: of four steps without those of
         two. Raises MisuseError without scipy."""
-        keys, uses, bytes_of = _touched(self.step(choice, together=1))
+        keys, uses, bytes_of = self.step(choice, together=1).touches()
         known = dict(zip(keys, bytes_of, strict=True))  # in whole slots they would take more room, and the bound would be none
         two, four = (
             lower_bound(list(zip(keys, uses, strict=True)) * count, known, choice.dram, final_writeback=False)
@@ -538,7 +539,7 @@ class Planner:
         step, together = self.step(choice, ranks), self._together(choice, ranks)
         sharing = min(ranks, machine.ranks_per_node)
         drive = _in_blocks(DriveRates(machine.read / sharing, machine.write / sharing, machine.transfer), together)
-        found = rehearse(step, choice.dram, drive, Timing(machine, self._measured, ranks), warm_up=3, counted=2)
+        found = rehearse(step, choice.dram, drive, Timing(machine, self._measured, ranks), warm_up=WARM_UP, counted=COUNTED)
         sent = sum(one.nbytes for one in step.operations if isinstance(one, WorkNote) and one.kind in ("gather", "reduce"))
         seconds = max(found.seconds, self._sending(self.sizes(choice.dram, saves=choice.saves), step, found))
         memory = self._memory(choice, self.sizes(choice.dram, ranks, saves=choice.saves), step, found)
@@ -919,11 +920,11 @@ def _faster(
     doubled = [twice] if waits and planner.fits(twice) else []
     planner.expected += len(modes) + len(doubled)
     for mode in modes:
-        other = planner.predict(mode)
+        other = planner.predict(mode, compared=False)
         if other.fits and other.seconds < 0.95 * chosen.seconds:
             found.append(f"{mode}: {other.seconds:.2f} s a step instead of {chosen.seconds:.2f}")
     for mode in doubled:
-        more = planner.predict(mode)
+        more = planner.predict(mode, compared=False)
         if more.fits and more.seconds < 0.95 * chosen.seconds:
             found.append(f"twice the budget: {more.seconds:.2f} s a step instead of {chosen.seconds:.2f}")
     if waits:
@@ -975,23 +976,8 @@ def _to_fit(planner: Planner, chosen: Prediction, batch: int) -> tuple[str, ...]
 
 def uses_of(step: StepNotes) -> tuple[list[str], list[Use], list[int]]:
     """Return the touches of a step: keys, uses, and bytes in whole slots."""
-    keys, uses, sizes = _touched(step)
+    keys, uses, sizes = step.touches()
     return keys, uses, [-(-size // 4096) * 4096 for size in sizes]
-
-
-def _touched(step: StepNotes) -> tuple[list[str], list[Use], list[int]]:
-    """Return the touches of a step: keys, uses, and the bytes of tensors, which are those that are moved."""
-    sizes = dict(step.initial)
-    keys, uses = list[str](), list[Use]()
-    for one in step.operations:
-        if isinstance(one, CreateNote):
-            sizes[one.key] = one.nbytes
-            keys.append(one.key)
-            uses.append(Use.PUT)
-        elif isinstance(one, LeaseNote):
-            keys += one.keys
-            uses += [Use.WRITE if one.write else Use.READ] * len(one.keys)
-    return keys, uses, [sizes[key] for key in keys]
 
 
 def _leases_of_states(sizes: Sequence[UnitSizes]) -> int:

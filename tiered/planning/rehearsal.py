@@ -20,12 +20,14 @@ from tiered.planning.notes import (
     WorkNote,
 )
 from tiered.planning.simulated import DriveRates, SimulatedStore
-from tiered.zero.paging.step_trace import StepTrace
+from tiered.store import Touch
+from tiered.zero.paging.step_trace import LONGEST, Prefetch
 
 __all__ = ["COUNTED", "WARM_UP", "Rehearsed", "Seconds", "rehearse"]
 
-WARM_UP, COUNTED = 3, 2
-"""Steps that are played before those that count, and those that count: the order is known after one."""
+WARM_UP, COUNTED = 2, 2
+"""Steps that are played before those that count, and those that count. The order of the first is known, which a training has to
+see once; what it leaves in memory is soon the same."""
 
 
 class Seconds(Protocol):
@@ -84,23 +86,26 @@ def rehearse(
     drive: DriveRates,
     seconds: Seconds = no_time,
     *,
-    prefetch: str = "on",
+    prefetch: Prefetch = "on",
     warm_up: int = WARM_UP,
     counted: int = COUNTED,
 ) -> Rehearsed:
     """Play a step some times in a store of ``dram`` bytes. Raises CapacityError where it does not fit."""
     with closing(SimulatedStore(dram, drive)) as store:
         store.place(step.initial)
-        trace = StepTrace.of(store)
-        trace.prefetch = "on" if prefetch == "on" else "off"
+        order = [Touch(key, use=use, nbytes=nbytes) for key, use, nbytes in zip(*step.touches(), strict=True)]
+        if len(order) < LONGEST:  # of others a training sees no end
+            store.follow(order, prefetch=prefetch)
+        works = [seconds(operation) for operation in step.operations]
+        computing = _computing(works)
         for _ in range(warm_up):
-            _play(store, trace, step, seconds, {}, {})
+            _play(store, step, seconds, works, computing, {}, {})
         before, began, busy = store.moved, store.clock.now, store.drive.busy
         stalled = store.statistics().stalled
         work: dict[str, float] = {}
         touches, saved = 0, dict[str, float]()
         for _ in range(counted):
-            touches += _play(store, trace, step, seconds, work, saved)
+            touches += _play(store, step, seconds, works, computing, work, saved)
         after, seen = store.moved, store.statistics()
         return Rehearsed(
             read=(after[0] - before[0]) / counted,
@@ -116,16 +121,15 @@ def rehearse(
 
 
 def _play(
-    store: SimulatedStore, trace: StepTrace, step: StepNotes, seconds: Seconds, work: dict[str, float], saved: dict[str, float]
+    store: SimulatedStore, step: StepNotes, seconds: Seconds, works: Sequence[tuple[str, float]], computing: Sequence[str],
+    work: dict[str, float], saved: dict[str, float],
 ) -> int:
     open_leases: dict[int, AbstractContextManager[Any]] = {}
     lifetimes: dict[str, Token] = {}
     touches = 0
     begins = free = store.clock.now  # of the network: when the next gather may begin, and when the last exchange has ended
-    trace.forward_begins("training", list)
     moved, transfers = sum(store.moved), store.transfers
-    works = [seconds(operation) for operation in step.operations]
-    for operation, (kind, taken), beside in zip(step.operations, works, _computing(works), strict=True):
+    for operation, (kind, taken), beside in zip(step.operations, works, computing, strict=True):
         if (now := store.transfers) > transfers:
             lost = seconds.lost(sum(store.moved) - moved, now - transfers, beside)
             moved, transfers = sum(store.moved), now
@@ -165,7 +169,6 @@ def _play(
             store.hint(operation.keys)
         else:
             assert isinstance(operation, PauseNote | WorkNote)
-    trace.step_ended()
     return touches
 
 

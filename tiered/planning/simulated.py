@@ -285,8 +285,8 @@ class SimulatedStore(TieredStore):
     @property
     def moved(self) -> tuple[int, int]:
         """Bytes that were read from the drive, and written to it."""
-        flows = self._simulated.link_statistics()[-1]
-        return flows.up.bytes, flows.down.bytes
+        up, down = (self._simulated.state.transfers.counters[-1][direction] for direction in Direction)
+        return up.bytes, down.bytes
 
     @property
     def waited(self) -> float:
@@ -296,8 +296,8 @@ class SimulatedStore(TieredStore):
     @property
     def transfers(self) -> int:
         """Number of transfers from the drive and to it."""
-        flows = self._simulated.link_statistics()[-1]
-        return flows.up.transfers + flows.down.transfers
+        flows = self._simulated.state.transfers.counters[-1]
+        return flows[Direction.UP].transfers + flows[Direction.DOWN].transfers
 
 
 def _spec(nbytes: int) -> TensorSpec:
