@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import shutil
 from pathlib import Path
@@ -225,6 +226,23 @@ def test_after_a_training_step(qwen: Imported, tmp_path: Path) -> None:
         assert generated(model) == generated(reference)
         assert routed_experts(model).statistics().misses + routed_experts(model).statistics().hits > 0
         store.close()
+
+
+@pytest.mark.parametrize("taken", [copy.deepcopy, zero.unpage], ids=["copy.deepcopy", "zero.unpage"])
+def test_a_model_in_memory_computes_with_its_own_experts(qwen: Imported, tmp_path: Path, taken: Any) -> None:
+    with TieredStore.open(qwen.fresh(tmp_path), dram="48MiB") as store:
+        model = open_model(store)
+        expected = generated(model)
+        there = taken(model) or model
+        assert generated(there) == expected
+        with torch.no_grad():
+            for name, parameter in there.named_parameters():
+                if ".experts." in name:
+                    parameter.mul_(-1)
+            reference = type(there)(there.config)
+            reference.load_state_dict(there.state_dict())
+            assert torch.equal(there(torch.arange(5)[None]).logits, reference(torch.arange(5)[None]).logits)
+    assert generated(there) == generated(reference)
 
 
 @pytest.mark.parametrize("error", quick([KeyboardInterrupt, ValueError], [KeyboardInterrupt]))

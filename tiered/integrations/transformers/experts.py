@@ -163,7 +163,7 @@ def around_experts(model: _Model) -> _Model:
         own = [one for one in module._parameters.values() if one is not None]
         alike = [handle.slices for one in own if (handle := getattr(one, "_tiered", None)) is not None and _of_experts(handle)]
         if alike and CHOICES in signature.parameters:
-            module.forward = _around(module, found, found.add(module, alike), signature)
+            pager_of(model).call(module, _around(module, found, found.add(module, alike), signature))
     if found.sizes:
         pager_of(model).store.attached.made(_Routed, _Routed)[model] = found
     return model

@@ -1470,6 +1470,10 @@ class Pager:
         self.change({parameter: values})  # type: ignore[dict-item]
 
 
+    def call(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        """Have ``forward`` be called for a module as long as it is paged: a copy in memory does not have it."""
+        module.forward = self._since[module] = forward
+
     def refuse_wrapped(self) -> None:
         """Raise MisuseError where somebody has put another forward around that of a module, which would call that of paging."""
         for module, since in self._since.items():
