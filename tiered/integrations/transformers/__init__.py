@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tiered.integrations.transformers.experts import ExpertStatistics, RoutedExperts, routed_experts
     from tiered.integrations.transformers.kv_cache import TieredCache
+    from tiered.integrations.transformers.merged import export_merged
     from tiered.integrations.transformers.pretrained import (
         from_pretrained,
         import_model,
@@ -29,6 +30,7 @@ __all__ = [
     "TieredCache",
     "TieredCallback",
     "TieredTrainer",
+    "export_merged",
     "from_pretrained",
     "import_model",
     "open_model",
@@ -42,6 +44,7 @@ _ELSEWHERE = {
     **dict.fromkeys(("CommitCheckpoints", "TieredCallback", "TieredTrainer"), "training"),
     **dict.fromkeys(("ExpertStatistics", "RoutedExperts", "routed_experts"), "experts"),
     "TieredCache": "kv_cache",
+    "export_merged": "merged",
 }
 """The files of names that are not in ``pretrained``."""
 

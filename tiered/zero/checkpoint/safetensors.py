@@ -10,7 +10,9 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Literal
+from dataclasses import dataclass
+from itertools import chain
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -32,8 +34,8 @@ from tiered.zero.rank_stores import shared_json
 from tiered.zero.record import in_memory, plans, type_named
 
 __all__ = [
-    *("Pretrained", "Progress", "export", "export_at_rest", "export_of_ranks", "models_in", "parameters_of", "pieces_of"),
-    "refuse_older",
+    *("Changes", "Pretrained", "Progress", "Replaced", "export", "export_at_rest", "export_of_ranks", "export_with"),
+    *("models_in", "parameters_of", "pieces_of", "refuse_older"),
 ]
 
 
@@ -144,6 +146,62 @@ def export(
     Raises MisuseError (not paged, within forward or backward, files that are there, a ``state_dict`` with more than parameters
     and buffers), CapacityError (no room), and what the store raises.
     """
+    return export_with(model, folder, NOTHING_CHANGED, shard=shard, dtype=dtype, existing=existing, progress=progress)
+
+
+class Replaced(NamedTuple):
+    """A module that is exported as another one: ``described`` has the shapes and types of its tensors by their names within it,
+    and ``made`` returns these, in memory."""
+
+    described: Mapping[str, torch.Tensor]
+    made: Callable[[], Mapping[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What an export has otherwise than the model: some ``modules``, by their names, and names without a ``prefix``."""
+
+    modules: Mapping[str, Replaced]
+    prefix: str = ""
+
+    def of(self, name: str) -> str | None:
+        """Return the name that a tensor is exported by; None where another one takes its place."""
+        parts = name.split(".")
+        if any(".".join(parts[:count]) in self.modules for count in range(1, len(parts))):
+            return None
+        return name.removeprefix(self.prefix)
+
+    def entries(self, dtype: torch.dtype | None) -> Iterator[SafetensorsEntry]:
+        """Yield the tensors of ``modules``, in order."""
+        for module, change in self.modules.items():
+            for name, like in change.described.items():
+                yield _entry(f"{module.removeprefix(self.prefix)}.{name}", like.shape, _goal(like.dtype, dtype))
+
+    def contents(self, dtype: torch.dtype | None) -> Iterator[memoryview]:
+        for module, change in self.modules.items():
+            made = change.made()
+            for name, like in change.described.items():
+                value = made[name]
+                assert (value.shape, value.dtype) == (like.shape, like.dtype), f"{module}.{name}"
+                yield from pieces_of(value, _goal(like.dtype, dtype))
+                del value
+            del made  # one module is in memory at a time
+
+
+NOTHING_CHANGED = Changes({})
+
+
+def export_with(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    changes: Changes,
+    *,
+    shard: int | str,
+    dtype: torch.dtype | None,
+    existing: Existing,
+    progress: Progress | None,
+) -> list[str]:
+    """Write a model with ``changes``, as ``export`` does, and raises."""
     pager = pager_of(model)
     for unit in pager.units:
         if unit.held:
@@ -151,14 +209,15 @@ def export(
         unit.gradients.close()
     refuse_forgotten(pager, "an export")
     refuse_little_room(pager.store, "an export")
-    parameters, buffers = _listed(pager)
+    parameters, buffers = _listed(pager, changes)
     units = [unit for unit in pager.units if unit.plan.placements[0].sliced is None]
     order = [p for unit in units for p in unit.plan.placements if p.parameter in parameters]
     whole = [sliced for sliced in pager.sliced.values() if sliced.parameter in parameters]
     entries = [_entry(parameters[p.parameter], p.shape, _goal(p.dtype, dtype)) for p in order]
     entries += [_entry(parameters[p.parameter], p.shape, _goal(p.dtype, dtype)) for p in whole]
     entries += [_entry(name, buffer.shape, _goal(buffer.dtype, dtype)) for name, buffer in buffers.items()]
-    contents = _of_paged(pager, set(parameters), buffers.values(), dtype)
+    entries += changes.entries(dtype)
+    contents = chain(_of_paged(pager, set(parameters), buffers.values(), dtype), changes.contents(dtype))
     shards: Shards | None = None
     try:
         if pager.partition.rank == 0:  # the folder of this name on another node is not looked at
@@ -214,14 +273,16 @@ def _passed_on(contents: Iterator[memoryview], unread: list[Exception]) -> Itera
         raise
 
 
-def _listed(pager: Pager) -> tuple[dict[nn.Parameter, str], dict[str, torch.Tensor]]:
-    """Return what ``state_dict`` has: the first name of each paged parameter, and by name, each once, buffers and parameters
-    that are in memory."""
+def _listed(pager: Pager, changes: Changes) -> tuple[dict[nn.Parameter, str], dict[str, torch.Tensor]]:
+    """Return what ``state_dict`` has and ``changes`` leave: the first name of each paged parameter, and by name, each once,
+    buffers and parameters that are in memory."""
     parameters: dict[nn.Parameter, str] = {}
     buffers: dict[int, tuple[str, torch.Tensor]] = {}
     paged = {*(placement.parameter for placement in pager.placements), *pager.sliced}
     known = {id(one) for one in (*pager.model.buffers(), *pager.model.parameters())}
-    for name, value in pager.listed().items():
+    for mine, value in pager.listed().items():
+        if (name := changes.of(mine)) is None:
+            continue
         if isinstance(value, nn.Parameter) and value in paged:
             parameters.setdefault(value, name)
         elif isinstance(value, torch.Tensor) and id(value) in known:
@@ -237,7 +298,11 @@ def _listed(pager: Pager) -> tuple[dict[nn.Parameter, str], dict[str, torch.Tens
 def _of_paged(
     pager: Pager, wanted: set[nn.Parameter], buffers: Iterable[torch.Tensor], dtype: torch.dtype | None
 ) -> Iterator[memoryview]:
-    units = [(unit, unit.plan.placements) for unit in pager.units if unit.plan.placements[0].sliced is None]
+    units = [
+        (unit, unit.plan.placements)
+        for unit in pager.units
+        if unit.plan.placements[0].sliced is None and any(placement.parameter in wanted for placement in unit.plan.placements)
+    ]
     for sliced in pager.sliced.values():
         if sliced.parameter in wanted:
             units += [(unit, [placement]) for _, unit, placement in placements_of(sliced.parameter)]

@@ -1,0 +1,140 @@
+"""Export a paged model with its peft adapters merged into the weights that they are for, a module at a time.
+
+peft merges: a module with an adapter is copied to memory, where its weights are unpacked if they are packed in the store, and
+peft's own methods merge the copy. What is written is what ``merge_and_unload`` of the model in memory has.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from torch import nn
+
+from tiered.errors import MisuseError, expect_type
+from tiered.zero.checkpoint.safetensors import Changes, Progress, Replaced, export_with
+from tiered.zero.paging.pager import pager_of
+
+__all__ = ["export_merged"]
+
+PREFIX = "base_model.model."
+"""How the names in a ``PeftModel`` begin."""
+ADAPTED = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+
+
+def export_merged(
+    model: PeftModel,
+    folder: str | os.PathLike[str],
+    *,
+    shard: int | str = "5GB",
+    dtype: torch.dtype | None = None,
+    existing: Literal["refuse", "overwrite"] = "refuse",
+    progress: Progress | None = None,
+) -> list[str]:
+    """Write a paged ``PeftModel`` with its active adapters merged to ``folder``: safetensors files and configuration of a model
+    that ``from_pretrained`` of transformers loads without peft.
+
+    Values are those of ``model.merge_and_unload()`` in memory, of weights that are packed in the store (``quantize=``) those
+    that the model computes with; the model itself stays as it is. One module with its adapter is in memory at a time, beside
+    one unit. ``dtype``: of all floating point tensors, to which merged values are rounded once (default: as they are in the
+    model).
+    ``shard``, ``existing``, ``progress`` as in ``zero.export``. Returns the names of the files; the tokenizer is not among
+    them.
+
+    Raises MisuseError for a model without adapters, for an adapter of a tied weight, which would change the other module, too,
+    for several ranks, and as ``zero.export``.
+    """
+    expect_type(model, PeftModel, "what is merged is a peft.PeftModel")
+    pager = pager_of(model)
+    if pager.partition.shares > 1:
+        raise MisuseError("adapters are merged by one process: resume the model in one (docs/many-ranks.md), and export there")
+    adapted = dict(_adapted(model))
+    if not adapted:
+        raise MisuseError(f"this {type(model).__name__} has no module with an adapter: use zero.export")
+    _refuse_tied(model, adapted)
+    changed = {name: Replaced(_described(module), partial(_merged, module)) for name, module in adapted.items()}
+    files = export_with(
+        model, folder, Changes(changed, PREFIX), shard=shard, dtype=dtype, existing=existing, progress=progress
+    )
+    _write_configuration(model.get_base_model(), Path(folder), dtype)
+    return files
+
+
+def _adapted(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield modules with an adapter by their names, each without those within it."""
+    for part, child in module.named_children():
+        path = f"{name}.{part}" if name else part
+        if isinstance(child, ADAPTED):
+            yield path, child
+        else:
+            yield from _adapted(child, path)
+
+
+def _refuse_tied(model: nn.Module, adapted: Mapping[str, nn.Module]) -> None:
+    of: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        module = next((one for one in adapted if name.startswith(f"{one}.")), name.rpartition(".")[0])
+        if (first := of.setdefault(id(parameter), module)) != module and {first, module} & adapted.keys():
+            raise MisuseError(
+                f"{first.removeprefix(PREFIX)!r} and {module.removeprefix(PREFIX)!r} share a weight, and an adapter changes "
+                "one of them: merged into the weight it would change both. Leave the module out of target_modules and "
+                "modules_to_save, or untie the weights before the adapter is made (tie_word_embeddings=False)"
+            )
+
+
+def _described(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return what takes the place of a module with an adapter, without values."""
+    base: Any = module
+    while isinstance(base, ADAPTED):
+        base = _within(base)
+    left: nn.Module = base
+    values = left.state_dict(keep_vars=True).items()
+    return {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in values}
+
+
+def _within(module: Any) -> Any:
+    """Return the module that another one with an adapter is around."""
+    if isinstance(module, ModulesToSaveWrapper) and module.active_adapters:
+        return module.modules_to_save[module.active_adapters[0]]
+    return module.original_module if isinstance(module, AuxiliaryTrainingWrapper) else module.base_layer
+
+
+@torch.no_grad()
+def _merged(module: nn.Module) -> Mapping[str, torch.Tensor]:
+    """Return the tensors of what takes the place of a module with an adapter."""
+    return _without_adapters(copy.deepcopy(module)).state_dict()
+
+
+def _without_adapters(module: Any) -> nn.Module:
+    """Merge the adapters of a module in memory, and return what is left, as peft's ``merge_and_unload`` does."""
+    if hasattr(module, "unload_and_optionally_merge_module"):
+        found: nn.Module = module.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+        return found
+    module.merge(safe_merge=False, adapter_names=None)
+    left: nn.Module = module.get_base_layer()
+    return left
+
+
+def _write_configuration(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> None:
+    """Write what transformers wants beside the weights, as far as the model has it; nothing of it says that weights are packed,
+    which these are not."""
+    config: Any = copy.deepcopy(getattr(model, "config", None))
+    if not hasattr(config, "save_pretrained"):
+        return
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    if dtype is not None:
+        config.dtype = dtype
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+    generation: Any = getattr(model, "generation_config", None)
+    if generation is not None:
+        generation.save_pretrained(folder)
