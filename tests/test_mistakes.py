@@ -69,6 +69,24 @@ def half_of_what_is_trained() -> None:
     used(work)
 
 
+def resumed_late() -> None:
+    def work(store: TieredStore) -> None:
+        model = zero.page(layers(), store, existing="continue")
+        optimizer = zero.AdamW(model.parameters())
+        model(torch.randn(2, 64)).sum().backward()
+        optimizer.step()
+        zero.resume(model, optimizer)
+
+    used(work)
+
+
+def of_frozen_weights(store: TieredStore) -> None:
+    model = zero.page(layers(), store, policy=zero.Policy(quantize="int8"))
+    with pytest.raises(ValueError, match=r"got an empty parameter list: .* train an adapter over it"):
+        zero.AdamW([one for one in model.parameters() if one.requires_grad])
+    zero.AdamW(model.parameters())
+
+
 def after_the_block() -> None:
     model = layers()
     with TieredStore.open("s/", dram="4MiB") as store:
@@ -163,6 +181,20 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[TieredError], str]] = {
     "half once there is an optimizer": (
         half_of_what_is_trained, MisuseError,
         r"cannot change in the store once an optimizer keeps states .*: change it before an optimizer is made",
+    ),
+    "resumed after a step": (resumed_late, MisuseError, r"since it was paged: call zero\.resume before the first step"),
+    "an optimizer of a quantised model": (lambda: used(of_frozen_weights), MisuseError, "for reading only: train an adapter"),
+    "a model for an optimizer": (
+        lambda: used(lambda store: zero.commit(zero.page(layers(), store), cast(Any, layers()))), MisuseError,
+        "optimizer= is a model, a Sequential: the model comes first",
+    ),
+    "a commit of a model that is not paged": (
+        lambda: zero.commit(layers()), MisuseError,
+        r"this Sequential is not paged: call tiered\.zero\.page\(model, store\) first",
+    ),
+    "a table with other blocks": (
+        lambda: used(lambda store: [store.table("t", 1000, 8, block=size) for size in ("4KiB", "16KiB")]), MisuseError,
+        "has 128 rows in a block, where 16KiB would have 512: open it with its name alone",
     ),
     "a list for a tensor": (lambda: used(lambda store: store.put("a", [1, 2])), MisuseError, "holds tensors, not list"),
 }

@@ -45,6 +45,7 @@ def test_numbers_and_stops() -> None:
         ({"messages": []}, "messages is a list"),
         ({"messages": 3}, "messages is a list"),
         ({"messages": ["x"]}, "messages is a list"),
+        ({"messages": [{"content": "hi"}]}, "objects that have a role and a content"),
         ({"messages": [{"role": "user"}]}, "the content of a message is a text"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "parts that are"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": 3}]}]}, "parts that are"),

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ from transformers import (  # noqa: E402
 import tiered  # noqa: E402
 from tests.first_calls import WRONG, refused_in_one_line  # noqa: E402
 from tests.quick import quick  # noqa: E402
-from tiered import MisuseError, TieredStore, zero  # noqa: E402
+from tiered import MisuseError, TieredStore, UncommittedWarning, zero  # noqa: E402
 from tiered.integrations.transformers import TieredCallback, TieredTrainer, from_pretrained  # noqa: E402
 from tiered.integrations.transformers.training import ADAM_LIKE, OF_TORCH  # noqa: E402
 
@@ -319,10 +320,37 @@ def test_what_cannot_be_says_so(tmp_path: Path, store: TieredStore) -> None:
         trainer(TieredTrainer, llama(), tmp_path)
     with pytest.raises(MisuseError, match=r"on cuda.*TrainingArguments\(use_cpu=True\)"):
         trainer(TieredTrainer, model, tmp_path)._move_model_to_device(model, torch.device("cuda"))
+    packed = paged(llama(), store, name="packed", policy=zero.Policy(quantize="int8"))
+    with pytest.raises(MisuseError, match=r"for reading only: train an adapter over it \(peft\.get_peft_model\)"):
+        trainer(TieredTrainer, packed, tmp_path).train()
+    assert trainer(TieredTrainer, packed, tmp_path, eval_strategy="no").evaluate(data())["eval_loss"] > 0
     with pytest.raises(MisuseError, match="a whole number from 1 on"):
         TieredCallback(0)
     with pytest.raises(MisuseError, match="does nothing without"):
         TieredCallback()
+
+
+def test_the_end_of_the_block_commits_a_training_that_saved_nothing(tmp_path: Path) -> None:
+    def made(store: TieredStore, existing: str) -> Any:
+        return trainer(TieredTrainer, paged(llama(), store, existing=existing), tmp_path, lr_scheduler_type="cosine")
+
+    folder = tmp_path / "store"
+    with (
+        warnings.catch_warnings(action="error", category=UncommittedWarning),
+        TieredStore.open(folder, dram="4MiB") as store,
+    ):
+        first = made(store, "refuse")
+        first.train()
+        expected = {name: value.clone() for name, value in first.model.state_dict().items()}
+    with TieredStore.open(folder, dram="4MiB") as store:
+        again = made(store, "resume")
+        again.create_optimizer_and_scheduler(4)
+        model = again.model
+        zero.resume(model, again.optimizer, scheduler=again.lr_scheduler)
+        assert again.lr_scheduler.state_dict() == first.lr_scheduler.state_dict()
+        found = model.state_dict()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        store.close()
 
 
 # Adapters
@@ -763,6 +791,11 @@ def test_folders_and_options_that_cannot_be_read_are_named(tmp_path: Path, store
         from_pretrained(AutoModelForCausalLM, tmp_path / "pickled", store)
     with pytest.raises(MisuseError, match="device_map=: the store decides"):
         from_pretrained(AutoModelForCausalLM, pretrained / "llama", store, device_map="auto")
+    for prepare, told in (("peft", "and 'peft' is none"), (lambda base: base.eval() and None, "this one returned None")):
+        with pytest.raises(MisuseError, match=rf"prepare= is a function .* returns what is paged .*{told}"):
+            from_pretrained(AutoModelForCausalLM, pretrained / "llama", store, prepare=prepare)
+    with pytest.raises(MisuseError, match=r"quantization_config=: .* give policy=zero\.Policy\(quantize='nf4'\)"):
+        from_pretrained(AutoModelForCausalLM, pretrained / "llama", store, quantization_config={"load_in_4bit": True})
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(MisuseError, match="has an adapter"):
         from_pretrained(AutoModelForCausalLM, tmp_path, store)

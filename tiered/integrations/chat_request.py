@@ -108,9 +108,14 @@ def _whole(body: Mapping[str, Any], name: str, least: int, most: int | None = No
 
 def _messages(given: Any) -> list[dict[str, Any]]:
     """Return messages whose contents are one text each: a chat template would print a list of parts as Python does."""
-    if not isinstance(given, list) or not given or not all(isinstance(one, dict) for one in given):
+    if not isinstance(given, list) or not given or not all(isinstance(one, dict) and _role(one) for one in given):
         raise MisuseError("messages is a list of objects that have a role and a content")
     return [{**one, "content": _text(one.get("content"))} for one in given]
+
+
+def _role(message: Mapping[str, Any]) -> bool:
+    role = message.get("role")
+    return isinstance(role, str) and bool(role)
 
 
 def _text(content: Any) -> str:

@@ -243,9 +243,10 @@ class TieredStore(TensorMapping):
                     users = [key for key in self if self.owner_of(key) is None]
                     kept = self._generations.committed(users)
                     lost = [shown(key) for key in users if key not in kept]
+                    count = self._generations.uncommitted()
+                    what = f"{count} tensors, or what models have in memory" if count else "what models have in memory"
                     warnings.warn(
-                        f"{self._name} was left without a commit of what changed since commit {self.generation} "
-                        f"({self._generations.uncommitted()} tensors, or what models have in memory"
+                        f"{self._name} was left without a commit of what changed since commit {self.generation} ({what}"
                         f"{', among them ' + ', '.join(lost[:3]) if lost else ''}): {why}",
                         UncommittedWarning,
                         stacklevel=2,

@@ -253,6 +253,13 @@ class TableOptions:
                 raise MisuseError(
                     f"table {self.name!r} exists and has {what} {there}, not {said}: open it with its name alone"
                 )
+        if self.block is not None:
+            rows = min(found.rows, max(1, parse_size(self.block) // found.row_nbytes))
+            if rows != found.block_rows:
+                raise MisuseError(
+                    f"table {self.name!r} exists and has {found.block_rows:,} rows in a block, where {self.block} would have "
+                    f"{rows:,}: open it with its name alone"
+                )
 
 
 def _with_buffer(layout: Layout, budget: int) -> Layout:

@@ -127,7 +127,7 @@ def test_a_commit_has_all_optimizers_of_a_model(tmp_path: Path, update: str) -> 
     whole = halves(tmp_path / "whole", 6, update=update)
     parts = [halves(tmp_path / "parts", 2, update=update) for _ in range(3)]
     assert [loss for part in parts for loss in part] == whole
-    with pytest.raises(MisuseError, match=r"another optimizer, a SGD that updates 'second.weight', .*=\[first, second\]"):
+    with pytest.raises(MisuseError, match=r"another optimizer, SGD, which updates 'second.weight', .*=\[first, second\]"):
         halves(tmp_path / "parts", 1, update=update, given=slice(1))
     with TieredStore.open(tmp_path / "parts", dram=DRAM) as store:
         model = zero.page(Halves(), store, existing="resume")
@@ -446,7 +446,7 @@ def test_steps_after_the_last_commit_with_an_extra_are_made_again(tmp_path: Path
             store.put("mine", torch.ones(3))
 
     for begins in (0, 3):
-        with pytest.warns(UncommittedWarning, match=r"without a commit .*among them mine\): only zero\.commit knows extra= of"):
+        with pytest.warns(UncommittedWarning, match=r"without a commit .*among them mine\): .* has extra="):
             live(begins)
         with TieredStore.open(tmp_path, dram=DRAM, access="read") as store:
             assert "mine" not in store
@@ -778,7 +778,7 @@ def test_gradients_that_were_clipped_after_a_commit_are_a_change(tmp_path: Path)
             model.state_dict()
             optimizer.clip_grad_norm_(1e-3)
 
-    with pytest.warns(UncommittedWarning, match=r"only zero\.commit knows extra="):
+    with pytest.warns(UncommittedWarning, match=r"has extra=, which is of that moment"):
         clipped()
 
 

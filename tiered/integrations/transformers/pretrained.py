@@ -25,12 +25,13 @@ import torch
 import torch.distributed as dist
 import transformers
 from safetensors import safe_open
+from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, modeling_utils
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from tiered import zero
-from tiered.errors import ManifestError, MisuseError, expect_type, one_of, path_of, shown
+from tiered.errors import ManifestError, MisuseError, expect_type, one_of, path_of, quoted, shown
 from tiered.format.foreign.documents import json_of
 from tiered.format.safetensors import INDEX, SINGLE, WeightFiles
 from tiered.integrations.hub import folder_of
@@ -57,10 +58,11 @@ PAGING = {"micro_batch", "activations", "policy", "source", "stage", "timeout", 
 PAGING |= {"largest_unit", "slice_weights"}
 """Arguments of ``from_pretrained`` that are ``zero.page``'s."""
 
+PREPARES = "a function that is given the model and returns what is paged (lambda model: peft.get_peft_model(model, config))"
 ELSEWHERE = "the store decides where parameters are: leave it out"
 REFUSED = {
     **dict.fromkeys(("device_map", "max_memory", "offload_folder", "tp_plan", "tp_size", "distributed_config"), ELSEWHERE),
-    "quantization_config": QUANTISED,
+    "quantization_config": "weights are packed as they come to the store: give policy=zero.Policy(quantize='nf4'), or 'int8'",
     "gguf_file": "GGUF files are read as a whole: convert them to safetensors (transformers' save_pretrained)",
     "state_dict": "the weights are read from the folder: leave it out, or call zero.page on a model that you made of it",
     "output_loading_info": "it would return two things: leave it out; what is missing is logged",
@@ -126,6 +128,8 @@ def _read(
     for option, why in REFUSED.items():
         if options.get(option) is not None:
             raise MisuseError(f"{option}=: {why}")
+    if prepare is not None and not callable(prepare):
+        raise MisuseError(f"prepare= is {PREPARES}, and {quoted(prepare)} is none")
     paging = {option: options.pop(option) for option in PAGING & options.keys()}
     _refuse_folder(path)
     config = options.pop("config", None)
@@ -136,12 +140,12 @@ def _read(
     if config is None and (existing == "resume" or packed):
         config = config_of(path, trust_remote_code=bool(options.get("trust_remote_code")))
     if getattr(config, "quantization_config", None) is not None:
-        raise MisuseError(f"{path}: {REFUSED['quantization_config']}")
+        raise MisuseError(f"{path}: {QUANTISED}")
     if existing == "resume":
         model = _without_values(cls, path, config, dtype, options)
         if prepare is not None:
             with torch.device("meta"):
-                model = prepare(model)
+                model = _prepared(prepare, model)
         yield model, paging
         return
     _refuse_pickled(path, options)
@@ -161,12 +165,12 @@ def _read(
             else:
                 model = cls.from_pretrained(path, **given)
             if getattr(model, "hf_quantizer", None) is not None:
-                raise MisuseError(f"{path}: {REFUSED['quantization_config']}")
+                raise MisuseError(f"{path}: {QUANTISED}")
             files.at_once = True
             if prepare is None:
                 return model
             preparing.append(True)
-            return prepare(model)
+            return _prepared(prepare, model)
 
     with Files() as files:
         drawn = torch.get_rng_state()
@@ -306,6 +310,14 @@ class _DeferredSlice:
 
     def get_dtype(self) -> str:
         return CODES[str(self._tensor.dtype).removeprefix("torch.")]
+
+
+def _prepared(prepare: Callable[[Any], Any], model: Any) -> Any:
+    """Return what ``prepare`` makes of a model. Raises MisuseError where it is none."""
+    found = prepare(model)
+    if not isinstance(found, nn.Module):
+        raise MisuseError(f"prepare= is {PREPARES}, and this one returned {quoted(found)}")
+    return found
 
 
 def _refuse_folder(path: Path) -> None:

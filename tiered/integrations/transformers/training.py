@@ -34,7 +34,7 @@ from tiered.reporting.page import page, refuse_foreign, write_page
 from tiered.reporting.record import RunRecord
 from tiered.store import TieredStore
 from tiered.types import VERSION, Owner
-from tiered.zero.checkpoint.checkpoint import extra_of
+from tiered.zero.checkpoint.checkpoint import Training, extra_of
 from tiered.zero.checkpoint.exports import sync_all
 from tiered.zero.checkpoint.loaders import of_random, random_states
 from tiered.zero.checkpoint.torch_writer import mapped, save_optimizer
@@ -356,7 +356,18 @@ class CommitCheckpoints:
         """Train, as in Trainer; ``resume_from_checkpoint=True`` goes on from the newest commit."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = self._newest()
-        return super().train(resume_from_checkpoint, *given, **options)  # type: ignore[misc]
+        this: Any = self
+        pager = _pager(this.model)
+        if not any(parameter.requires_grad for parameter in this.model.parameters()):
+            for unit in pager.units:
+                unit.plan.refuse_writing()
+            raise MisuseError("no parameter of this model needs a gradient, so nothing would be trained: requires_grad_(True)")
+        try:
+            return super().train(resume_from_checkpoint, *given, **options)  # type: ignore[misc]
+        finally:
+            if this.optimizer is not None and (pager.given is None or not pager.given[2]):
+                # What the commit at the end of the store's block has, where no checkpoint was saved.
+                pager.given = this.model, Training(_ours(this.optimizer), this.lr_scheduler, this.accelerator.scaler), False
 
     def _newest(self) -> str | bool:
         """Return the folder of the newest commit, which is written anew from what the commit has. True: there is none."""

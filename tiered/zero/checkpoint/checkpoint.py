@@ -78,6 +78,8 @@ class Training:
             raise MisuseError("optimizer= is an empty list: leave it out, or give the optimizers of the model")
         for optimizer in self.optimizers:
             name = type(optimizer).__name__
+            if isinstance(optimizer, nn.Module):
+                raise MisuseError(f"optimizer= is a model, a {name}: the model comes first, and the optimizer after it")
             if not isinstance(optimizer, Optimizer):
                 raise MisuseError(
                     f"optimizer= is a {name}, which is none of tiered.zero: for paged parameters make {ours_for(name)}; of one "
@@ -223,6 +225,11 @@ def resume(
         pager.given = model, training, False
         return None
     with pager.partition.agreeing("go on from this commit"):  # also where one rank cannot
+        if pager.checkpoint.before is None and f"{pager.name}/checkpoint" not in pager.store:
+            raise MisuseError(
+                f"model {pager.name!r} was trained or changed since it was paged: call zero.resume before the first step, or, "
+                "to go back to a commit, zero.rollback"
+            )
         extra = load_record(model, pager, read_record(pager.store, pager.name, pager.checkpoint.before), training)
     pager.given = model, training, extra is not None
     return extra
@@ -446,7 +453,8 @@ def _refuse_left_out(optimizers: Sequence[Optimizer], pager: Pager) -> None:
     for other in pager.optimizers():
         left = [one for group in other.param_groups for one in group["params"] if id(one) not in theirs]
         if left and not any(other is one for one in optimizers):
-            which = f"a {type(other).__name__} that updates {_names(left[:1], pager)[0]!r}, has made steps of {pager.name!r}"
+            what = _names(left[:1], pager)[0]
+            which = f"{type(other).__name__}, which updates {what!r}, has made steps of {pager.name!r}"
             if not optimizers:
                 raise MisuseError(
                     f"an optimizer, {which}, and its states would not be in the commit: give it to zero.commit and to "

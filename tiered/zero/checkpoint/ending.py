@@ -67,7 +67,10 @@ def _include(pager: Callable[[], Pager | None], leaving: bool) -> str | None:
             store.note_unchanged(model_named(name))
             return None
         if extra:  # which is of the last commit, and of no other moment
-            return f"only zero.commit knows extra= of model {name!r}: call it (or save) after the last step, too"
+            return (
+                f"the last commit of model {name!r} has extra=, which is of that moment: commit once more after the last step "
+                "or change, with zero.commit, or by the checkpoint of what trains it (such as Trainer)"
+            )
         if leaving and found.partition.noted(store, None) is not None:  # ranks committed here: the next number is this one's
             commit(model, training.optimizer, scheduler=training.scheduler, scaler=training.scaler, data=training.data)
         else:

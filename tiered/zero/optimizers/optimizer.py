@@ -145,6 +145,11 @@ class Optimizer(TorchOptimizer):
             if store is not None:
                 self._updates = ResidentUpdates(self, store, places.name, places.existing, ranks)
             self._made = False
+            if isinstance(given, list) and not given:
+                raise ValueError(  # as torch does
+                    "optimizer got an empty parameter list: no parameter of the model needs a gradient, or a generator was "
+                    "read before; one that is quantised is for reading only: train an adapter over it (peft.get_peft_model)"
+                )
             super().__init__(_listed(given), defaults)
             self._made = True
         self._show(self._updates.write())

@@ -1759,9 +1759,10 @@ def pager_of(model: nn.Module) -> Pager:
     for parameter in parameters:
         if hasattr(parameter, "_tiered"):
             return pager_of_parameter(parameter)
-    for parameter in parameters:
-        return pager_of_parameter(parameter)  # which says that it is not paged
-    raise MisuseError("this model has no parameters")
+    raise MisuseError(
+        f"this {type(model).__name__} is not paged: call tiered.zero.page(model, store) first" if parameters else
+        "this model has no parameters"
+    )
 
 
 def buffer_places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
