@@ -17,7 +17,7 @@ from tests.quick import quick
 from tiered import Machine, MisuseError, Numbers, Sweep, TieredStore, Workload, zero
 from tiered.planning.dry_run import TrainingSetup, Update, dry_run
 from tiered.planning.notes import CreateNote, DeleteNote, LeaseNote, StepNotes
-from tiered.planning.plan import Choice, Planner
+from tiered.planning.plan import Choice, Planner, _order
 from tiered.planning.sizes import sizes_of
 from tiered.planning.sources import Subject, subject_of
 from tiered.planning.timing import Timing, measure_operations
@@ -257,6 +257,16 @@ def test_what_does_not_fit_in_the_memory_of_a_device_is_not_chosen() -> None:
     none = tiered.plan(DEEP, machine={**RATES, "hbm": "512KiB"}, **asked)
     assert not none.fits
     assert none.changes == ("a device with more memory: beside activations and with the smallest budget it takes 1.0 MiB",)
+
+
+def test_of_ways_that_take_as_long_the_one_with_less_memory_comes_first() -> None:
+    """Sums of the same seconds in another order differ in their last bits."""
+    found = tiered.plan(DEEP, machine=RATES, workload=Workload(2, 32), dram="8MiB", activations="memory")
+    one, other = sorted((found.chosen, *found.others), key=lambda way: way.seconds)
+    assert 0 < other.seconds - one.seconds < 1e-12
+    larger = replace(one, memory=replace(one.memory, process=other.memory.process + 1))
+    assert min((larger, other), key=_order) is other
+    assert min((larger, replace(other, seconds=1.01 * one.seconds)), key=_order) is larger
 
 
 @pytest.mark.parametrize(("hbm", "rel"), [(1 << 20, 0.25), (64 << 20, 0.02)])

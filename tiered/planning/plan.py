@@ -865,10 +865,11 @@ def _in_blocks(rates: DriveRates, together: int) -> DriveRates:
     return replace(rates, block=rates.block * max(1, together))
 
 
-def _order(one: Prediction) -> tuple[bool, float, bool, float]:
-    """Rank predictions: of those that fit the fastest first; where no time is known, those that compute nothing twice, by the
-    bytes that they move."""
-    return not one.fits, one.seconds, one.choice.computes_again, one.read + one.written
+def _order(one: Prediction) -> tuple[bool, float, bool, float, int]:
+    """Rank predictions: of those that fit the fastest first; where no time is known, or it is the same in six digits, those
+    that compute nothing twice, by the bytes that they move, and by their memory."""
+    moved = one.read + one.written
+    return not one.fits, float(f"{one.seconds:.6g}"), one.choice.computes_again, moved, one.memory.process
 
 
 def _half(machine: Machine | None) -> int:
