@@ -15,6 +15,8 @@
 #define INLINE static inline __attribute__((always_inline))
 
 enum { GROUP = 32, TABLE = 16 };
+typedef float floats __attribute__((vector_size(32)));
+typedef int32_t places __attribute__((vector_size(32)));
 
 INLINE uint16_t to_bfloat16(float value)
 {
@@ -102,9 +104,6 @@ INLINE void int4_rows(
 /* Write the values of `table` that four bytes of codes say, times `scale`. Registers of eight values, of which one half of the
    table is; where processors have none, or the compiler no name for it, one value after the other. */
 #if defined(__GNUC__) && !defined(__clang__)
-typedef float floats __attribute__((vector_size(32)));
-typedef int32_t places __attribute__((vector_size(32)));
-
 INLINE void look_up(const float *restrict table, const uint8_t *restrict codes, float scale, float *restrict out)
 {
     const uint32_t four = (uint32_t)codes[0] | (uint32_t)codes[1] << 8 | (uint32_t)codes[2] << 16 | (uint32_t)codes[3] << 24;
@@ -141,35 +140,55 @@ INLINE void table4_rows(
         }
 }
 
-/* The value of a float8_e4m3fn: a sign, 4 bits of exponent, 3 of mantissa. No step is a subnormal float, which a process may have
-   flushed to 0. */
-INLINE float from_e4m3(unsigned code)
+/* Write the values of eight codes times `scale`. A code is a float of 8 bits: a sign, an exponent, and so many bits of mantissa; with
+   3 the largest code alone is NaN, with 2 the largest exponent is infinity and NaN. No step is a subnormal float, which a process may
+   have flushed to 0. In registers and without a table: a look-up of each code takes twice as long. */
+INLINE void from_float8(const int32_t *restrict codes, int mantissa, float scale, float *restrict out)
 {
-    const unsigned exponent = code >> 3 & 15, mantissa = (code & 7) + (exponent ? 8 : 0);
-    const uint32_t power = (uint32_t)((exponent ? exponent : 1) + 117) << 23;
-    float scale;
-    memcpy(&scale, &power, sizeof scale);
-    const float value = (code & 0x7f) == 0x7f ? __builtin_nanf("") : (float)mantissa * scale;
-    return code & 0x80 ? -value : value;
+    const int bias = (1 << (6 - mantissa)) - 1, special = mantissa == 3 ? 0x7f : 0x7c;
+    const uint32_t power = (uint32_t)(127 + 1 - bias - mantissa) << 23;
+    float step;
+    places code;
+    memcpy(&step, &power, sizeof step);
+    memcpy(&code, codes, sizeof code);
+    const places number = code & 0x7f, below = number < 1 << mantissa;
+    const places large = (number << (23 - mantissa)) + ((127 - bias) << 23);
+    const places small = (places)(__builtin_convertvector(number, floats) * step);
+    const places found = (small & below) | (large & ~below) | ((number >= special) & 0x7f800000);
+    const floats values = (floats)(found | (code & 0x80) << 24) * scale;
+    memcpy(out, &values, sizeof values);
 }
 
-INLINE void e4m3_rows(
-    const uint8_t *restrict codes, const float *restrict scales, size_t rows, size_t columns, void *restrict out, int type)
+INLINE void float8_rows(
+    const uint8_t *restrict codes, const float *restrict scales, size_t rows, size_t columns, void *restrict out, int type,
+    size_t group, int mantissa)
 {
-    enum { SQUARE = 128, CODES = 256 };
-    const size_t groups = (columns + SQUARE - 1) / SQUARE;
-    float table[CODES], values[SQUARE];
-    for (unsigned code = 0; code < CODES; code++)
-        table[code] = from_e4m3(code);
-    for (size_t row = 0; row < rows; row++)
-        for (size_t group = 0; group < groups; group++) {
-            const size_t column = group * SQUARE, left = columns - column, count = left < SQUARE ? left : SQUARE;
-            const uint8_t *mine = codes + row * columns + column;
-            const float scale = scales[row * groups + group];
-            for (size_t i = 0; i < count; i++)
-                values[i] = table[mine[i]] * scale;
-            store(values, count, out, row * columns + column, type);
+    enum { BLOCK = 256, LANES = 8 };
+    int32_t wide[BLOCK] = {0};
+    float values[BLOCK], scale = 0;
+    for (size_t row = 0; row < rows; row++) {
+        size_t next = 0; /* the column from which on the next scale counts */
+        for (size_t column = 0; column < columns; column += BLOCK) {
+            const size_t left = columns - column, at = row * columns + column, count = left < BLOCK ? left : BLOCK;
+            if (count == BLOCK)
+                for (size_t i = 0; i < BLOCK; i++)
+                    wide[i] = codes[at + i];
+            else
+                for (size_t i = 0; i < count; i++)
+                    wide[i] = codes[at + i];
+            for (size_t i = 0; i < count; i += LANES) {
+                if (column + i == next) {
+                    scale = *scales++;
+                    next += group;
+                }
+                from_float8(wide + i, mantissa, scale, values + i);
+            }
+            if (count == BLOCK)
+                store(values, BLOCK, out, at, type);
+            else
+                store(values, count, out, at, type);
         }
+    }
 }
 
 #define VARIANT(form, type_name, type, codes_type, scales_type)                                                       \
@@ -199,4 +218,30 @@ INLINE void e4m3_rows(
 KERNEL(int8, int8_t, float)
 KERNEL(int4, uint8_t, uint16_t)
 KERNEL(table4, uint8_t, float)
-KERNEL(e4m3, uint8_t, float)
+
+#define FLOAT8(form, mantissa, type_name, type)                                                                       \
+    CLONED static void form##_##type_name(                                                                            \
+        const uint8_t *codes, const float *scales, size_t rows, size_t columns, void *out, size_t group)              \
+    {                                                                                                                 \
+        float8_rows(codes, scales, rows, columns, out, type, group, mantissa);                                        \
+    }
+
+FLOAT8(e4m3, 3, float32, UNPACK_FLOAT32)
+FLOAT8(e4m3, 3, bfloat16, UNPACK_BFLOAT16)
+FLOAT8(e5m2, 2, float32, UNPACK_FLOAT32)
+FLOAT8(e5m2, 2, bfloat16, UNPACK_BFLOAT16)
+
+int unpack_float8(
+    uint64_t codes, uint64_t scales, uint64_t rows, uint64_t columns, uint64_t out, int type, uint64_t group, int mantissa)
+{
+    const uint8_t *from = (const uint8_t *)(uintptr_t)codes;
+    const float *by = (const float *)(uintptr_t)scales;
+    void *to = (void *)(uintptr_t)out;
+    if (type == UNPACK_FLOAT32)
+        (mantissa == 3 ? e4m3_float32 : e5m2_float32)(from, by, rows, columns, to, group);
+    else if (type == UNPACK_BFLOAT16)
+        (mantissa == 3 ? e4m3_bfloat16 : e5m2_bfloat16)(from, by, rows, columns, to, group);
+    else
+        return -1;
+    return 0;
+}

@@ -19,6 +19,7 @@ int unpack_int4(uint64_t codes, uint64_t scales, uint64_t rows, uint64_t columns
    of 16. */
 int unpack_table4(uint64_t codes, uint64_t scales, uint64_t rows, uint64_t columns, uint64_t out, int type);
 
-/* The same of codes that are floats of 8 bits, float8_e4m3fn. `scales`: float32, ceil(columns / 128) for each row, one for each 128
-   of its elements. */
-int unpack_e4m3(uint64_t codes, uint64_t scales, uint64_t rows, uint64_t columns, uint64_t out, int type);
+/* The same of codes that are floats of 8 bits with a `mantissa` of 3 bits (float8_e4m3fn) or 2 (float8_e5m2). `scales`: float32,
+   ceil(columns / group) for each row, one for each `group` of its elements. */
+int unpack_float8(
+    uint64_t codes, uint64_t scales, uint64_t rows, uint64_t columns, uint64_t out, int type, uint64_t group, int mantissa);

@@ -38,6 +38,7 @@ from tiered.zero.paging.pager import pager_of  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 SIZES = LLAMA | {"intermediate_size": 192}
 SHARDED = {"max_shard_size": "40KB"}
+E8M0 = getattr(torch, "float8_e8m0fnu", torch.uint8)
 
 
 def packed(
@@ -158,48 +159,129 @@ def test_a_large_weight_is_divided_as_it_is_packed(tmp_path: Path, double: bool)
         store.close()
 
 
-def floats(folder: Path) -> dict[str, torch.Tensor]:
-    """Save a model whose matrices are floats of 8 bits, with a scale for each 128 x 128; return its tensors."""
+Floats = tuple[torch.dtype, tuple[int | None, int | None], torch.dtype]
+"""Type of codes, rows and columns that have a scale (None: all), and the type of scales."""
+SQUARES: Floats = (torch.float8_e4m3fn, (128, 128), torch.float32)
+
+
+def floats(folder: Path, kind: Floats = SQUARES, method: str = "fp8") -> dict[str, torch.Tensor]:
+    """Save a model whose matrices are floats of 8 bits with scales; return the values of its matrices in float32."""
     torch.manual_seed(0)
+    element, block, scale_type = kind
     sizes = LLAMA | {"hidden_size": 256, "intermediate_size": 640}
     LlamaForCausalLM(LlamaConfig(**sizes)).to(torch.bfloat16).save_pretrained(folder)
     made: dict[str, torch.Tensor] = {}
+    values: dict[str, torch.Tensor] = {}
     for name, value in load_file(folder / "model.safetensors").items():
         if value.dim() != 2 or "layers" not in name:
             made[name] = value
             continue
-        blocks = value.float().view(value.shape[0] // 128, 128, value.shape[1] // 128, 128)
-        scales = blocks.abs().amax((1, 3)) / 448
-        made[name] = (blocks / scales[:, None, :, None]).view(value.shape).to(torch.float8_e4m3fn)
-        made[f"{name}_scale_inv"] = scales
+        down, along = (size or whole for size, whole in zip(block, value.shape, strict=True))
+        blocks = value.float().view(value.shape[0] // down, down, value.shape[1] // along, along)
+        scales = (blocks.abs().amax((1, 3)) / 448).log2().ceil().exp2().mul(1 + (scale_type.itemsize > 1) * 0.75)
+        codes = (blocks / scales[:, None, :, None]).view(value.shape).to(element)
+        stored = scales.log2().add(127).to(torch.uint8) if scale_type is torch.uint8 else scales.to(scale_type)
+        made |= {name: codes, f"{name}_scale_inv" if method == "fp8" else f"{name}_scale": stored}
+        if scales.numel() == 1:
+            made[f"{name}_scale_inv" if method == "fp8" else f"{name}_scale"] = stored.view(() if method == "fp8" else (1,))
+        values[name] = codes.float() * scales.repeat_interleave(down, 0).repeat_interleave(along, 1)
+    made["model.layers.0.mlp.up_proj.input_scale"] = torch.ones(1)
     save_file(made, folder / "model.safetensors", metadata={"format": "pt"})
-    how = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    how: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(block)}
+    if block == (None, None):
+        how["weight_block_size"] = None
+    if method != "fp8":
+        strategy = {(None, None): "tensor", (1, None): "channel", (1, 32): "group"}.get(block, "block")
+        weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False}
+        more = {"group": {"group_size": 32}, "block": {"block_structure": list(block)}}.get(strategy, {})
+        group = {"targets": ["Linear"], "weights": weights | more, "input_activations": None, "output_activations": None}
+        how = {"quant_method": method, "format": "float-quantized", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = how | {"modules_to_not_convert": ["lm_head"]}
     (folder / "config.json").write_text(json.dumps(config))
-    return made
+    return values
 
 
-@pytest.mark.parametrize("unit", [None, 1 << 17])
-def test_a_checkpoint_of_floats_of_8_bits(tmp_path: Path, unit: int | None) -> None:
+@pytest.mark.parametrize(
+    ("kind", "unit"),
+    quick(
+        product(
+            [
+                SQUARES, (torch.float8_e5m2, (32, 64), E8M0), (torch.float8_e4m3fn, (1, 32), torch.uint8),
+                (torch.float8_e4m3fn, (None, None), torch.bfloat16),
+            ],
+            [None, 1 << 17],
+        ),
+        [
+            (SQUARES, 1 << 17), ((torch.float8_e5m2, (32, 64), E8M0), None),
+            ((torch.float8_e4m3fn, (1, 32), torch.uint8), 1 << 17),
+        ],
+    ),
+)  # fmt: skip
+def test_a_checkpoint_of_floats_of_8_bits(tmp_path: Path, kind: Floats, unit: int | None) -> None:
     """Values are those that transformers dequantises; in float32 they are not rounded to the type of the configuration."""
-    files = floats(tmp_path / "packed")
+    exact = floats(tmp_path / "packed", kind)
     given = {"quantization_config": FineGrainedFP8Config(dequantize=True), "dtype": torch.bfloat16, "device_map": "cpu"}
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", **given)
     with TieredStore.open(tmp_path / "store", dram="4MiB") as store:
         model = import_model(tmp_path / "packed", store, largest_unit=unit, verify=True)
         packed = [one for one in pager_of(model).placements if one.packing is not None]
         assert any(one.number > 0 for one in packed)
-        assert sum(one.stored_nbytes for one in packed) < 1.01 * sum(one.numel for one in packed)
+        most = 1.14 if kind[1] == (1, 32) else 1.01
+        assert sum(one.stored_nbytes for one in packed) < most * sum(one.numel for one in packed)
         values = model.state_dict()
         assert all(torch.equal(values[name], value) for name, value in reference.state_dict().items())
         store.close()
     with TieredStore.open(tmp_path / "wide", dram="4MiB") as store:
-        values = import_model(tmp_path / "packed", store, compute=torch.float32, largest_unit=unit).state_dict()
-        for name, scales in files.items():
-            if name.endswith("_scale_inv"):
-                weight, spread = name.removesuffix("_scale_inv"), scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
-                assert torch.equal(values[weight], files[weight].float() * spread)
+        found = import_model(tmp_path / "packed", store, compute=torch.float32, largest_unit=unit).state_dict()
+        assert len(exact) == 14
+        assert all(torch.equal(found[name], value) for name, value in exact.items())
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        (torch.float8_e4m3fn, (1, None), torch.bfloat16), (torch.float8_e4m3fn, (None, None), torch.float32),
+        (torch.float8_e4m3fn, (128, 128), torch.bfloat16), (torch.float8_e4m3fn, (1, 32), torch.uint8),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_of_compressed_tensors(tmp_path: Path, kind: Floats) -> None:
+    """An adapter over it has the gradients of one over the values in memory."""
+    peft = pytest.importorskip("peft")
+    exact = floats(tmp_path / "packed", kind, "compressed-tensors")
+
+    def adapted(base: Any) -> Any:
+        torch.manual_seed(1)
+        return peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+
+    with TieredStore.open(tmp_path / "store", dram="4MiB") as store:
+        model = from_pretrained(AutoModelForCausalLM, tmp_path / "packed", store, prepare=adapted)
+        assert sum(one.packing is not None for one in pager_of(model).placements) == 14
+        found = model.state_dict().items()
+        values = {name.replace("base_model.model.", "").replace("base_layer.", ""): value for name, value in found}
+        assert all(torch.equal(values[name], value.to(torch.bfloat16)) for name, value in exact.items())
+        reference = AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16)
+        reference.load_state_dict({name: value for name, value in values.items() if "lora" not in name})
+        reference = adapted(reference)
+        fused = torch.optim.AdamW([p for p in reference.parameters() if p.requires_grad], lr=1e-2, fused=True)
+        assert trained(model, zero.AdamW(model.parameters(), lr=1e-2), "plain", 2) == trained(reference, fused, "plain", 2)
+        expected = reference.state_dict()
+        assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+        store.close()
+
+
+def test_values_are_those_of_compressed_tensors(tmp_path: Path) -> None:
+    compressors, quantization = (pytest.importorskip(f"compressed_tensors.{name}") for name in ("compressors", "quantization"))
+    for number, (strategy, block) in enumerate({"channel": (1, None), "tensor": (None, None)}.items()):
+        folder = tmp_path / str(number)
+        exact = floats(folder, (torch.float8_e4m3fn, block, torch.bfloat16), "compressed-tensors")
+        args = quantization.QuantizationArgs(num_bits=8, type="float", strategy=strategy)
+        scheme = quantization.QuantizationScheme(targets=["Linear"], weights=args)
+        files = load_file(folder / "model.safetensors")
+        for name, value in exact.items():
+            parts = {"weight": files[name], "weight_scale": files[f"{name}_scale"]}
+            found = compressors.NaiveQuantizationCompressor.decompress(parts, scheme)["weight"]
+            assert torch.equal(found, value.to(torch.bfloat16))
 
 
 def test_floats_of_8_bits_with_other_scales_are_named(tmp_path: Path) -> None:
@@ -207,14 +289,18 @@ def test_floats_of_8_bits_with_other_scales_are_named(tmp_path: Path) -> None:
     weight, scales = "model.layers.0.mlp.down_proj.weight", "model.layers.0.mlp.down_proj.weight_scale_inv"
     for change, says in (
         (lambda tensors: tensors.update({scales: torch.ones(1, 1)}), r"scales of shape \[1, 1\] of torch\.float"),
-        (lambda tensors: tensors.update({weight: tensors[weight].to(torch.float8_e5m2)}), "known are matrices of float8_e4m3"),
+        (lambda tensors: tensors.update({scales: torch.ones(2, 5, dtype=torch.int32)}), r"scales of .* of torch\.int32"),
+        (lambda tensors: tensors.pop(scales), "it lacks '_scale_inv'"),
+        (lambda tensors: tensors.update({weight: tensors[weight].to(torch.float8_e4m3fnuz)}), "known are matrices of float8"),
         (lambda tensors: tensors.pop(weight), "it lacks ''"),
     ):
+        before = (tmp_path / "model.safetensors").read_bytes()
         changed(tmp_path, change)  # type: ignore[arg-type]
         with TieredStore.open(tmp_path / "store", dram="4MiB") as store:
             with pytest.raises(MisuseError, match=rf"weight '{weight}' in .* is packed in a way that is not known: .*{says}"):
                 import_model(tmp_path, store)
             store.close()
+        (tmp_path / "model.safetensors").write_bytes(before)
 
 
 def test_other_models_have_the_values_of_bitsandbytes(tmp_path: Path) -> None:
@@ -341,12 +427,32 @@ def test_a_configuration_alone_is_no_packed_checkpoint(tmp_path: Path) -> None:
         assert list(store) == []
 
 
+FLOAT = {"num_bits": 8, "type": "float", "strategy": "channel"}
+REFUSED: dict[str, dict[str, Any]] = {
+    "of 'gptq'": {"quant_method": "gptq", "bits": 4},
+    "of 'bitsandbytes'": {"quant_method": "bitsandbytes", "load_in_8bit": True},
+    "of 'fp8', 100 x 128": {"quant_method": "fp8", "weight_block_size": [100, 128]},
+    "of 'fp8'": {"quant_method": "fp8", "expert_dtype": "fp4"},
+    "of 'compressed-tensors', 'pack-quantized'": {
+        "format": "pack-quantized", "config_groups": {"a": {"weights": FLOAT | {"num_bits": 4, "type": "int"}}}
+    },
+    "of 'compressed-tensors', 'float-quantized'": {
+        "format": "float-quantized", "config_groups": {"a": {"weights": FLOAT}}, "transform_config": {"config_groups": {}}
+    },
+    "of 'compressed-tensors', 'naive-quantized'": {
+        "format": "naive-quantized", "config_groups": {"a": {"weights": FLOAT | {"symmetric": False}}}
+    },
+    "of 'compressed-tensors'": {"config_groups": {"a": {"weights": None}}},
+}  # fmt: skip
+
+
 def test_what_others_packed_is_refused(tmp_path: Path) -> None:
     LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    for how in ({"quant_method": "gptq", "bits": 4}, {"quant_method": "bitsandbytes", "load_in_8bit": True}):
-        (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": how}))
+    for named, how in REFUSED.items():
+        given = {"quant_method": "compressed-tensors"} | how
+        (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": given}))
         with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
-            with pytest.raises(MisuseError, match="what is packed otherwise than by bitsandbytes in 4 bits, or as fp8"):
+            with pytest.raises(MisuseError, match=f"{named}: what is packed otherwise than by bitsandbytes"):
                 import_model(tmp_path, store)
             store.close()

@@ -54,6 +54,7 @@ CODES = {
     "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e5m2": "F8_E5M2",
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
     "complex64": "C64",
     "int64": "I64",
     "int32": "I32",

@@ -2,32 +2,41 @@
 
 A weight is there in parts, by names that begin with its own. Of bitsandbytes (4 bits, NF4 or FP4): codes, largest values,
 tables, and a text that says how it was packed (``bitsandbytes.functional.QuantState``). Of floats of 8 bits: these, and their
-scales. The parts go to the store as they are; nothing is packed anew.
+scales, of which the configuration says what each is for. The parts go to the store as they are; nothing is packed anew.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 import torch
 
 from tiered.errors import MisuseError, quoted
-from tiered.packing.float8 import SQUARE, Float8
-from tiered.packing.form import Packing
+from tiered.packing.float8 import ELEMENTS, FLOATS8, Float8
+from tiered.packing.form import Packing, powers
 from tiered.packing.quantised import TYPES
 from tiered.packing.table4 import BLOCK, NESTED, Table4, form_by_table
 from tiered.zero.construction.deferred import Deferred
 
-__all__ = ["is_known", "united"]
+__all__ = ["is_known", "named", "united"]
 
-SCALES = "_scale_inv"
+SCALES = {"fp8": "_scale_inv", "compressed-tensors": "_scale"}
+"""What the scales of floats of 8 bits add to the name of their weight, by ``quant_method``."""
+OF_OTHERS = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale")
+"""Ends of names of scales by which other programs quantise what a layer is given or caches. Here only weights are packed."""
 STATE = ".quant_state.bitsandbytes__"
 LARGEST, TABLE, NESTED_LARGEST, STEPS = ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map"
 TABLE_VALUES, STEP_VALUES = 16, 256
 STATE_BYTES = 1 << 16
+EXPONENTS = getattr(torch, "float8_e8m0fnu", torch.uint8)
+"""The type of scales that are powers of two; uint8 has the same bytes."""
+
+Block = tuple[int | None, int | None]
+"""Rows and columns that have a scale together; None: all."""
 
 
 class _State(msgspec.Struct):
@@ -40,54 +49,138 @@ class _State(msgspec.Struct):
     nested_offset: float | None = None
 
 
+class _Weights(msgspec.Struct):
+    """How compressed-tensors says that weights are packed."""
+
+    num_bits: int
+    type: str
+    strategy: str
+    symmetric: bool = True
+    group_size: int | None = None
+    block_structure: tuple[int, int] | None = None
+
+    @property
+    def block(self) -> Block | None:
+        """What has a scale; None for what is not known."""
+        if (self.num_bits, self.type, self.symmetric) != (8, "float", True):
+            return None
+        if self.strategy == "group" and self.group_size is not None:
+            return 1, self.group_size
+        return {"tensor": (None, None), "channel": (1, None), "block": self.block_structure}.get(self.strategy)
+
+
+class _Group(msgspec.Struct):
+    weights: _Weights
+    format: str | None = None
+
+
+class _Compressed(msgspec.Struct):
+    config_groups: dict[str, _Group]
+    format: str | None = None
+    sparsity_config: dict[str, Any] | None = None
+    transform_config: dict[str, Any] | None = None
+
+    @property
+    def blocks(self) -> list[Block] | None:
+        """What has a scale, of each group of layers; None where one is packed in a way that is not known."""
+        sparse = (self.sparsity_config or {}).get("format", "dense") != "dense"
+        formats = {group.format or self.format for group in self.config_groups.values()}
+        if sparse or self.transform_config or not formats <= {"float-quantized", "naive-quantized", "mxfp8-quantized"}:
+            return None
+        found = [group.weights.block for group in self.config_groups.values()]
+        return None if None in found else [block for block in found if block is not None]
+
+
 def is_known(how: object) -> bool:
     """Return whether weights are packed in a way that is known, as a configuration says how (``quantization_config``)."""
     if not isinstance(how, dict):
         return False
-    by_table = how.get("quant_method") == "bitsandbytes" and how.get("load_in_4bit") is True
-    return by_table or (how.get("quant_method") == "fp8" and how.get("weight_block_size") == [SQUARE, SQUARE])
+    return (how.get("quant_method") == "bitsandbytes" and how.get("load_in_4bit") is True) or bool(_blocks(how))
 
 
-def united(tensors: Mapping[str, Deferred], where: str) -> dict[str, Deferred]:
-    """Return the tensors of a file with one for each weight that is packed, in place of its parts. Raises MisuseError, which
-    names the weight and ``where`` it is, for parts that are missing or of other sizes, and for a way of packing that is not
-    known."""
-    found = dict(tensors)
-    for name in tensors:
-        by_table, floats = STATE in name, name.endswith(SCALES)
-        if not by_table and not floats:
-            continue
-        weight = name.partition(STATE)[0] if by_table else name.removesuffix(SCALES)
-        ends = [end for end in ("", LARGEST, TABLE, NESTED_LARGEST, STEPS) if by_table or not end]
-        parts = {end: found.pop(weight + end) for end in ends if weight + end in found}
+def named(how: object) -> str:
+    """Return how errors name a way of packing that is not known."""
+    given = how if isinstance(how, dict) else {}
+    said = [quoted(given[key]) for key in ("quant_method", "format") if given.get(key) is not None]
+    block = given.get("weight_block_size")
+    by = [" x ".join(quoted(one) for one in block[:2])] if isinstance(block, list) else []
+    return ", ".join(said + by) or quoted(how)
+
+
+def _blocks(how: Mapping[str, Any]) -> list[Block] | None:
+    """Return what may have a scale, of floats of 8 bits; None for what is packed otherwise."""
+    if how.get("quant_method") == "fp8" and how.get("expert_dtype", "fp8") == "fp8":
+        given = how.get("weight_block_size", [128, 128])
+        found: list[Block] = [(None, None)] if given is None else [tuple(given)] if isinstance(given, list) else []
+    elif how.get("quant_method") == "compressed-tensors":
         try:
-            found[weight] = (_by_table if by_table else _floats)(parts, found.pop(name))
+            found = msgspec.convert(how, _Compressed).blocks or []
+        except msgspec.ValidationError:
+            return None
+    else:
+        return None
+    return found if all(block in KNOWN for block in found) else None
+
+
+KNOWN = {(one.down, one.along) for one in FLOATS8}
+
+
+def united(tensors: Mapping[str, Deferred], how: Mapping[str, Any], where: str) -> dict[str, Deferred]:
+    """Return the tensors of files with one for each weight that is packed, in place of its parts. ``how``: what the
+    configuration says of it (``is_known``). Raises MisuseError, which names the weight and ``where`` it is, for parts that are
+    missing or of other sizes, and for a way of packing that is not known."""
+    blocks, scales = _blocks(how) or [], SCALES.get(str(how.get("quant_method")))
+    found = {name: one for name, one in tensors.items() if not blocks or not name.endswith(OF_OTHERS)}
+    for name in list(found):
+        weight, by_table, _ = name.partition(STATE)
+        try:
+            if by_table:
+                ends = [end for end in ("", LARGEST, TABLE, NESTED_LARGEST, STEPS) if weight + end in found]
+                parts = {end: found.pop(weight + end) for end in ends}
+                found[weight] = _by_table(parts, found.pop(name))
+            elif scales is not None and name.endswith(scales):
+                weight = name.removesuffix(scales)
+                found[weight] = _floats(found.pop(weight, None), found.pop(name), blocks)
+            elif tensors[name].dtype in ELEMENTS and f"{name}{scales}" not in tensors:
+                raise KeyError(scales)
         except (KeyError, TypeError, ValueError, msgspec.DecodeError) as error:
             why = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
             raise MisuseError(f"weight {quoted(weight)} in {where} is packed in a way that is not known: {why}") from None
     return found
 
 
-def _floats(parts: Mapping[str, Deferred], scales: Deferred) -> Deferred:
-    """Return the weight that consists of floats of 8 bits and ``scales``. Raises KeyError and ValueError."""
-    codes = parts[""]
-    if codes.dim() != 2 or codes.dtype is not torch.float8_e4m3fn:
-        raise ValueError(f"shape {list(codes.shape)} of {codes.dtype}; known are matrices of float8_e4m3fn")
-    grid = [-(-size // SQUARE) for size in codes.shape]
-    if list(scales.shape) != grid or scales.dtype not in TYPES:
-        raise ValueError(f"scales of shape {list(scales.shape)} of {scales.dtype}; known are {grid}, by {SQUARE} x {SQUARE}")
-    return Deferred.packed(codes, codes.shape, torch.float32, Float8.form, partial(_pack_floats, codes, scales))
+def _floats(codes: Deferred | None, scales: Deferred, blocks: Sequence[Block]) -> Deferred:
+    """Return the weight that consists of floats of 8 bits and ``scales``, of which each is for one of ``blocks``. Raises
+    KeyError and ValueError."""
+    if codes is None:
+        raise KeyError("")
+    if codes.dim() != 2 or not codes.numel() or codes.dtype not in ELEMENTS:
+        raise ValueError(f"shape {list(codes.shape)} of {codes.dtype}; known are matrices of float8_e4m3fn and float8_e5m2")
+    forms = [one for one in FLOATS8 if one.element is codes.dtype and (one.down, one.along) in blocks]
+    grids = {one.form: one.scales_of(*codes.shape) for one in forms}
+    shape = (1, 1) if scales.numel() == 1 else tuple(scales.shape)
+    found = [form for form, grid in grids.items() if grid == shape]  # where there are two, their blocks have the same elements
+    if not found or scales.dtype not in (*TYPES, EXPONENTS, torch.uint8):
+        known = " or ".join(f"{list(grid)} ({form})" for form, grid in grids.items())
+        raise ValueError(f"scales of shape {list(scales.shape)} of {scales.dtype}; known are {known}")
+    return Deferred.packed(codes, codes.shape, torch.float32, found[0], partial(_pack_floats, codes, scales))
 
 
 def _pack_floats(codes: Deferred, scales: Deferred, packing: Packing, packed: torch.Tensor, before: int) -> None:
     assert isinstance(packing, Float8)
-    first = before // packing.columns
-    _refuse_cut(before, SQUARE * packing.columns)
+    first, down = before // packing.columns, packing.down
+    _refuse_cut(before, (down or 1) * packing.columns)
     packed.zero_()
-    target = packed[: packing.codes_nbytes].view(torch.float8_e4m3fn).view(packing.rows, packing.columns)
+    target = packed[: packing.codes_nbytes].view(packing.element).view(packing.rows, packing.columns)
     codes.write_to(target, slice(first, first + packing.rows))
     squares = packing.squares(packed)
-    scales.write_to(squares, slice(first // SQUARE, first // SQUARE + squares.shape[0]))
+    found = torch.empty(squares.shape, dtype=scales.dtype, device="cpu")
+    if scales.dim() < 2:
+        scales.write_to(found.view(scales.shape))
+    else:
+        at = first // down if down else 0
+        scales.write_to(found, slice(at, at + squares.shape[0]))
+    squares.copy_(powers(found) if found.dtype is torch.uint8 else found)
 
 
 def _refuse_cut(before: int, together: int) -> None:

@@ -20,7 +20,7 @@ try:
 except ImportError:  # there was no compiler
     lib = None  # type: ignore[assignment]
 
-__all__ = ["Loss", "Packing", "has_kernels"]
+__all__ = ["Loss", "Packing", "has_kernels", "powers"]
 
 AT_ONCE = 1 << 16
 """Elements that are packed or unpacked at a time by torch: so few that they stay in the processor's cache."""
@@ -169,8 +169,20 @@ class Packing:
         codes, scales = parts
         kind = lib.UNPACK_FLOAT32 if out.dtype is torch.float32 else lib.UNPACK_BFLOAT16
         kernel = getattr(lib, self.kernel)
-        done = kernel(codes.data_ptr(), scales.data_ptr(), codes.shape[0], self.columns, out.data_ptr(), kind)
+        places = codes.data_ptr(), scales.data_ptr()
+        done = kernel(*places, codes.shape[0], self.columns, out.data_ptr(), kind, *self._more())
         assert done == 0, out.dtype
+
+    def _more(self) -> tuple[int, ...]:
+        """Return what else the kernel is given."""
+        return ()
+
+
+def powers(exponents: torch.Tensor) -> torch.Tensor:
+    """Return 2 to the power of ``exponents`` less 127, uint8, as float32: scales of microscaling formats. 255 is infinite."""
+    bits = torch.where(exponents == 0, 1 << 22, exponents.to(torch.int32) << 23)  # 2 to the power of -127 is subnormal
+    return bits.view(torch.float32)
+
 
 def has_kernels() -> bool:
     """Return whether the C kernels were built."""

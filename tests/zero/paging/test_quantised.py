@@ -19,7 +19,7 @@ from torch import nn
 from tests.four_bits import values_of
 from tiered import ManifestError, MisuseError, TieredStore, zero
 from tiered.packing import form
-from tiered.packing.float8 import Float8
+from tiered.packing.float8 import FLOATS8, Float8
 from tiered.packing.form import Loss, Packing, has_kernels
 from tiered.packing.quantised import FORMS, TYPES, packing_of, packing_where_fit
 from tiered.packing.table4 import form_by_table
@@ -186,32 +186,53 @@ def test_nf4_is_unpacked_as_it_is_described(rows: int, columns: int) -> None:
             assert torch.equal(one.view(BIT_PATTERN[dtype]), expected.to(dtype).view(BIT_PATTERN[dtype]))
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(1, 32), (3, 300), (128, 128), (200, 256), (257, 129)])
-def test_floats_of_8_bits_are_unpacked_as_they_are_described(rows: int, columns: int) -> None:
-    """A sign, 4 bits of exponent with a bias of 7, 3 of mantissa; without infinities, and the largest code is NaN."""
+def float8(code: int, exponents: int) -> float:
+    """Return the value of a float of 8 bits with so many bits of exponent. Of 4 there is no infinity, and the largest code is
+    NaN; of 5 all is as IEEE 754 has it."""
+    mantissas, bias = 7 - exponents, 2 ** (exponents - 1) - 1
+    exponent, mantissa = (code & 127) >> mantissas, code & (1 << mantissas) - 1
+    share = mantissa / (1 << mantissas)
+    value = (1 + share) * 2.0 ** (exponent - bias) if exponent else share * 2.0 ** (1 - bias)
+    if exponents == 5 and exponent == 31:
+        value = math.nan if mantissa else math.inf
+    elif exponents == 4 and code & 127 == 127:
+        value = math.nan
+    return math.copysign(value, -1.0 if code & 128 else 1.0)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 32), (3, 300), (200, 256), (257, 129)])
+@pytest.mark.parametrize(
+    "way", [one for one in FLOATS8 if (one.down, one.along) in ((128, 128), (1, None), (None, None), (1, 32), (64, 256))]
+)
+def test_floats_of_8_bits_are_unpacked_as_they_are_described(way: type[Float8], rows: int, columns: int) -> None:
+    """Every code; scales from tiny ones on, with infinity and NaN among them; blocks that a matrix does not fill."""
     torch.manual_seed(rows)
-    way = FORMS[Float8.form](rows, columns)
-    assert isinstance(way, Float8)
-    packed = torch.randint(0, 256, (way.nbytes,), dtype=torch.uint8)
-    squares = way.squares(packed)
+    one = way(rows, columns)
+    assert FORMS[way.form] is way
+    packed = torch.randint(0, 256, (one.nbytes,), dtype=torch.uint8)
+    squares = one.squares(packed)
     squares.copy_(torch.randn(squares.shape) * 2.0 ** torch.randint(-30, 4, squares.shape))
-    codes, scales = packed[: rows * columns].tolist(), squares.tolist()
-    expected = torch.empty(rows * columns)
+    if squares.numel() > 2:
+        squares.view(-1)[:2] = torch.tensor([math.inf, math.nan])
+    values = [float8(code, 4 if way.element is torch.float8_e4m3fn else 5) for code in range(256)]
+    codes, scales, expected = packed[: rows * columns].tolist(), squares.tolist(), torch.empty(rows * columns)
     for i, code in enumerate(codes):
-        exponent, mantissa = code >> 3 & 15, code & 7
-        value = (8 + mantissa) * 2.0 ** (exponent - 10) if exponent else mantissa * 2.0**-9
-        value = math.nan if code & 127 == 127 else value
-        scale = scales[i // columns // 128][i % columns // 128]
-        expected[i] = single(math.copysign(value, -1.0 if code & 128 else 1.0) * scale)
+        row, column = divmod(i, columns)
+        expected[i] = single(values[code] * scales[row // (way.down or rows)][column // (way.along or columns)])
     for dtype in TYPES:
-        found = [unpacked(way, packed, dtype)]
+        found = [unpacked(one, packed, dtype)]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(form, "lib", None)
-            found.append(unpacked(way, packed, dtype))
-        for one in found:
-            assert torch.equal(one.isnan(), expected.isnan())
-            bits = [each.nan_to_num(1.0, torch.inf, -torch.inf).view(BIT_PATTERN[dtype]) for each in (one, expected.to(dtype))]
-            assert torch.equal(*bits)
+            found.append(unpacked(one, packed, dtype))
+        for each in found:
+            assert torch.equal(each.isnan(), expected.isnan())
+            both = [value.nan_to_num(1.0, math.inf, -math.inf) for value in (each, expected.to(dtype))]
+            assert torch.equal(both[0].view(BIT_PATTERN[dtype]), both[1].view(BIT_PATTERN[dtype]))
+
+
+def test_powers_of_two() -> None:
+    expected = [2.0**-127 if code == 0 else math.inf if code == 255 else 2.0 ** (code - 127) for code in range(256)]
+    assert form.powers(torch.arange(256, dtype=torch.uint8)).tolist() == expected
 
 
 @pytest.mark.parametrize("dtype", TYPES)

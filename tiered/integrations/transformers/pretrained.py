@@ -134,7 +134,8 @@ def _read(
     _refuse_folder(path)
     config = options.pop("config", None)
     refuse_config(path)
-    packed = is_packed(json_of(path / CONFIG, CONFIG_BYTES))
+    document = json_of(path / CONFIG, CONFIG_BYTES)
+    packed = is_packed(document)
     if packed and existing != "resume":
         _refuse_packing(path, getattr(paging.get("policy"), "quantize", None))
     if config is None and (existing == "resume" or packed):
@@ -177,7 +178,7 @@ def _read(
         try:
             weights = None
             if packed:
-                weights = united(files.open(path), shown(str(path), 1000))
+                weights = united(files.open(path), document["quantization_config"], shown(str(path), 1000))
                 if all(one.form is None for one in weights.values()):
                     raise MisuseError(f"{path} has no weight that is packed, and its {CONFIG} says that they are")
                 for last in _transposed(cls, path, config, dtype, options):

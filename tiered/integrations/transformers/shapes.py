@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tiered.errors import MisuseError, quoted, shown
 from tiered.format.foreign.documents import json_of
-from tiered.integrations.packed import is_known
+from tiered.integrations.packed import is_known, named
 
 __all__ = ["QUANTISED", "config_of", "is_packed", "making", "model_of", "refuse_config", "with_adapters"]
 
@@ -33,8 +33,8 @@ MOST_MODULES = 1 << 18
 LARGEST = 2**31 - 1
 """Rows, columns, positions or tokens."""
 QUANTISED = (
-    "what is packed otherwise than by bitsandbytes in 4 bits, or as fp8 by 128 x 128, cannot be paged: take the model that is "
-    "not quantised, and policy=zero.Policy(quantize=) or --quantize to save room"
+    "what is packed otherwise than by bitsandbytes in 4 bits, or as floats of 8 bits (fp8, and compressed-tensors), cannot be "
+    "paged: take the model that is not quantised, and policy=zero.Policy(quantize=) or --quantize to save room"
 )
 
 _LAYERS = re.compile(r"layer|block|depth|stage", re.IGNORECASE)
@@ -63,7 +63,7 @@ def refuse_config(folder: str | os.PathLike[str]) -> None:
     if not isinstance(document, dict):
         raise MisuseError(f"{where} is no configuration of a model, but {quoted(document)}")
     if document.get("quantization_config") is not None and not is_packed(document):
-        raise MisuseError(f"{where} has quantization_config: {QUANTISED}")
+        raise MisuseError(f"{where} has quantization_config of {named(document['quantization_config'])}: {QUANTISED}")
     layers = experts = 1
     for name, value in _numbers(document):
         counts = not _SIZES.search(name)

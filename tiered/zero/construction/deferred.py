@@ -84,10 +84,13 @@ class Files:
         """The result of the last function that had to be computed whole, or a matrix that was unpacked."""
 
     def open(self, path: str | os.PathLike[str]) -> dict[str, Deferred]:
-        """Return the tensors of a file by name. Raises OSError, and SafetensorsError for a file that is damaged or cut short.
-        """
+        """Return the tensors of a file by name. Raises OSError, SafetensorsError for a file that is damaged or cut short, and
+        MisuseError for an element type that this torch does not have."""
         files = WeightFiles(path)
         files.close()
+        for name, entry in files.entries.items():
+            if not hasattr(torch, entry.spec.dtype):
+                raise MisuseError(f"{name!r} of {path} is of {entry.spec.dtype}, which torch {torch.__version__} does not have")
         return {
             name: Deferred(_InFile(self, files, name, entry.spec.shape, getattr(torch, entry.spec.dtype)))
             for name, entry in files.entries.items()
