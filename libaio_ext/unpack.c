@@ -140,6 +140,26 @@ INLINE void table4_rows(
         }
 }
 
+INLINE void mxfp4_rows(
+    const uint8_t *restrict codes, const uint8_t *restrict scales, size_t rows, size_t columns, void *restrict out, int type)
+{
+    static const float table[TABLE] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6};
+    enum { BYTES = GROUP / 2 };
+    float values[GROUP];
+    for (size_t row = 0; row < rows; row++) {
+        const uint8_t *mine = codes + row * BYTES;
+        const uint32_t power = scales[row] ? (uint32_t)scales[row] << 23 : 1u << 22;
+        uint8_t turned[BYTES];
+        float scale;
+        memcpy(&scale, &power, sizeof scale);
+        for (size_t i = 0; i < BYTES; i++)
+            turned[i] = (uint8_t)(mine[i] << 4 | mine[i] >> 4);
+        for (size_t i = 0; i < BYTES; i += 4)
+            look_up(table, turned + i, scale, values + 2 * i);
+        store(values, GROUP, out, row * columns, type);
+    }
+}
+
 /* Write the values of eight codes times `scale`. A code is a float of 8 bits: a sign, an exponent, and so many bits of mantissa; with
    3 the largest code alone is NaN, with 2 the largest exponent is infinity and NaN. No step is a subnormal float, which a process may
    have flushed to 0. In registers and without a table: a look-up of each code takes twice as long. */
@@ -218,6 +238,7 @@ INLINE void float8_rows(
 KERNEL(int8, int8_t, float)
 KERNEL(int4, uint8_t, uint16_t)
 KERNEL(table4, uint8_t, float)
+KERNEL(mxfp4, uint8_t, uint8_t)
 
 #define FLOAT8(form, mantissa, type_name, type)                                                                       \
     CLONED static void form##_##type_name(                                                                            \

@@ -23,3 +23,7 @@ int unpack_table4(uint64_t codes, uint64_t scales, uint64_t rows, uint64_t colum
    ceil(columns / group) for each row, one for each `group` of its elements. */
 int unpack_float8(
     uint64_t codes, uint64_t scales, uint64_t rows, uint64_t columns, uint64_t out, int type, uint64_t group, int mantissa);
+
+/* The same of codes that are floats of 4 bits, e2m1: a row is 32 elements, byte j of it has element 2 * j in its low and 2 * j + 1 in
+   its high half. `scales`: a byte for each row, a power of two with 127 added, of which 255 is infinity. `columns`: 32. */
+int unpack_mxfp4(uint64_t codes, uint64_t scales, uint64_t rows, uint64_t columns, uint64_t out, int type);

@@ -27,12 +27,16 @@ from transformers import (  # noqa: E402
 )
 
 from tests.four_bits import layers_as_elsewhere, values_of  # noqa: E402
-from tests.integrations.test_quantised import IDS, LLAMA, trained  # noqa: E402
+from tests.integrations.test_quantised import IDS, LLAMA, tokens, trained  # noqa: E402
 from tests.quick import quick  # noqa: E402
 from tiered import MisuseError, TieredStore, zero  # noqa: E402
 from tiered.integrations.kept import opening_of  # noqa: E402
-from tiered.integrations.packed import STATE  # noqa: E402
+from tiered.integrations.packed import STATE, united  # noqa: E402
 from tiered.integrations.transformers import from_pretrained, import_model, open_model  # noqa: E402
+from tiered.integrations.transformers.experts import expert_statistics  # noqa: E402
+from tiered.store.at_rest import StoreAtRest  # noqa: E402
+from tiered.zero.checkpoint.safetensors import export_at_rest  # noqa: E402
+from tiered.zero.construction.deferred import Files  # noqa: E402
 from tiered.zero.paging.pager import pager_of  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
@@ -303,6 +307,123 @@ def test_floats_of_8_bits_with_other_scales_are_named(tmp_path: Path) -> None:
         (tmp_path / "model.safetensors").write_bytes(before)
 
 
+GPT_OSS = LLAMA | {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+GPT_OSS |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def gpt_oss(folder: Path) -> Any:
+    """Save a model as gpt-oss is published, whose experts are floats of 4 bits; return it as transformers dequantises it."""
+    torch.manual_seed(0)
+    transformers.GptOssForCausalLM(transformers.GptOssConfig(**GPT_OSS)).to(torch.bfloat16).save_pretrained(folder)
+    made = {}
+    for name, value in load_file(folder / "model.safetensors").items():
+        if value.dim() != 3:
+            made[name] = value
+            continue
+        experts, columns, rows = value.shape
+        made[f"{name}_blocks"] = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+        made[f"{name}_scales"] = torch.randint(121, 126, (experts, rows, columns // 32), dtype=torch.uint8)
+    save_file(made, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    given = {"quantization_config": transformers.Mxfp4Config(dequantize=True), "dtype": torch.bfloat16, "device_map": "cpu"}
+    return AutoModelForCausalLM.from_pretrained(folder, **given)
+
+
+def test_experts_of_floats_of_4_bits(tmp_path: Path) -> None:
+    """Each expert lies in the store as in the files, and is read by itself."""
+    reference = gpt_oss(tmp_path / "packed")
+    values = reference.state_dict()
+    with torch.no_grad():
+        logits = reference(input_ids=IDS).logits
+    expected = tokens(reference)
+
+    def same(model: Any, slices: int) -> None:
+        packed = [one for one in pager_of(model).placements if one.packing is not None]
+        assert len(packed) == slices
+        assert sum(one.stored_nbytes for one in packed) < 0.54 * sum(one.numel for one in packed)
+        found = model.state_dict()
+        assert all(torch.equal(found[name], value) for name, value in values.items())
+        with torch.no_grad():
+            assert torch.equal(model(input_ids=IDS).logits, logits)
+        assert tokens(model) == expected
+
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        same(import_model(tmp_path / "packed", store, verify=True), 16)
+        store.close()
+    with TieredStore.open(tmp_path / "store", dram="1MiB", access="read") as store:
+        model = open_model(store)
+        same(model, 16)
+        found = expert_statistics(model)
+        assert found is not None
+        assert found.hits + found.misses > 0
+    with TieredStore.open(tmp_path / "whole", dram="2MiB") as store:
+        model = from_pretrained(AutoModelForCausalLM, tmp_path / "packed", store, paging=zero.Paging(experts="whole"))
+        same(model, 4)
+        zero.commit(model)
+        same(from_pretrained(AutoModelForCausalLM, tmp_path / "packed", store, existing="resume"), 4)
+        store.close()
+    with Files() as files:
+        for name, value in united(files.open(tmp_path / "packed"), {"quant_method": "mxfp4"}, "").items():
+            assert torch.equal(value.to(torch.bfloat16).clone().whole(), values[name])  # type: ignore[attr-defined]
+            rows = torch.empty(value.shape[-1], dtype=torch.bfloat16)
+            value[(1,) * (value.dim() - 1)].to(torch.bfloat16).write_to(rows)  # type: ignore[attr-defined]
+            assert torch.equal(rows, values[name][(1,) * (value.dim() - 1)])
+    with TieredStore.open(tmp_path / "store", dram="1MiB", access="read") as store:
+        zero.export(open_model(store), tmp_path / "of the model")
+    with StoreAtRest(tmp_path / "store") as at_rest:
+        export_at_rest(at_rest, tmp_path / "at rest")
+    for folder in "of the model", "at rest":
+        exported = load_file(tmp_path / folder / "model.safetensors")
+        assert exported.keys() == values.keys()
+        assert all(torch.equal(value, values[name]) for name, value in exported.items())
+
+
+def test_an_adapter_is_trained_over_experts_of_floats_of_4_bits(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    base = gpt_oss(tmp_path / "packed")
+    base.config.quantization_config = None
+
+    def adapted(base: Any) -> Any:
+        torch.manual_seed(1)
+        return peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj", "o_proj"]))
+
+    reference = adapted(AutoModelForCausalLM.from_config(base.config, dtype=torch.bfloat16))
+    reference.base_model.model.load_state_dict(
+        {name.replace("q_proj.", "q_proj.base_layer.").replace("o_proj.", "o_proj.base_layer."): value
+         for name, value in base.state_dict().items()}, strict=False
+    )  # fmt: skip
+    fused = torch.optim.AdamW([p for p in reference.parameters() if p.requires_grad], lr=1e-2, fused=True)
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        model = from_pretrained(AutoModelForCausalLM, tmp_path / "packed", store, prepare=adapted)
+        assert sum(one.packing is not None for one in pager_of(model).placements) == 16
+        model.eval(), reference.eval()
+        assert trained(model, zero.AdamW(model.parameters(), lr=1e-2), "plain", 2) == trained(reference, fused, "plain", 2)
+        expected = reference.state_dict()
+        assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+        store.close()
+
+
+def test_experts_of_floats_of_4_bits_that_are_damaged_are_named(tmp_path: Path) -> None:
+    gpt_oss(tmp_path)
+    weight = "model.layers.1.mlp.experts.down_proj"
+    blocks, scales = f"{weight}_blocks", f"{weight}_scales"
+    before = (tmp_path / "model.safetensors").read_bytes()
+    for change, says in (
+        (lambda tensors: tensors.pop(scales), "it lacks '_scales'"),
+        (lambda tensors: tensors.pop(blocks), "it lacks '_blocks'"),
+        (lambda tensors: tensors.update({scales: tensors[scales][:, :-1].clone()}), r"blocks of shape \[4, 128, 8, 16\]"),
+        (lambda tensors: tensors.update({blocks: tensors[blocks].to(torch.int16)}), "known are 16 bytes in a block"),
+    ):
+        changed(tmp_path, change)  # type: ignore[arg-type]
+        with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+            with pytest.raises(MisuseError, match=rf"weight '{weight}' in .* is packed in a way that is not known: .*{says}"):
+                import_model(tmp_path, store)
+            store.close()
+        (tmp_path / "model.safetensors").write_bytes(before)
+
+
 def test_other_models_have_the_values_of_bitsandbytes(tmp_path: Path) -> None:
     """GPT-2's layers are packed the other way round; BERT's loading assigns data; codes may be there as another type; a head
     with one output, and rows that a group of slices does not end with."""
@@ -331,6 +452,8 @@ def test_other_models_have_the_values_of_bitsandbytes(tmp_path: Path) -> None:
                 found = model.state_dict()[name]
                 conv = "transformer.h" in name
                 assert torch.equal(found, value.t() if conv else value), (number, name)
+            kept = sum(one.packing is not None and one.number == 0 for one in pager_of(model).placements)
+            assert kept == sum(len(value) > 1 for value in expected.values()), number
             ids = IDS % 64
             if any(value.shape[-1] % 64 for value in expected.values()):  # bitsandbytes' own may compute with wrong ones
                 reference = make()

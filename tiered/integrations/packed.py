@@ -18,16 +18,19 @@ import torch
 from tiered.errors import MisuseError, quoted
 from tiered.packing.float8 import ELEMENTS, FLOATS8, Float8
 from tiered.packing.form import Packing, powers
+from tiered.packing.mxfp4 import GROUP, Mxfp4
 from tiered.packing.quantised import TYPES
 from tiered.packing.table4 import BLOCK, NESTED, Table4, form_by_table
 from tiered.zero.construction.deferred import Deferred
 
-__all__ = ["is_known", "named", "united"]
+__all__ = ["is_known", "named", "united", "weight_of"]
 
 SCALES = {"fp8": "_scale_inv", "compressed-tensors": "_scale"}
 """What the scales of floats of 8 bits add to the name of their weight, by ``quant_method``."""
 OF_OTHERS = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale")
 """Ends of names of scales by which other programs quantise what a layer is given or caches. Here only weights are packed."""
+BLOCKS, POWERS = "_blocks", "_scales"
+"""What gpt-oss adds to the name of a weight: codes in blocks, and a power of two for each."""
 STATE = ".quant_state.bitsandbytes__"
 LARGEST, TABLE, NESTED_LARGEST, STEPS = ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map"
 TABLE_VALUES, STEP_VALUES = 16, 256
@@ -95,7 +98,8 @@ def is_known(how: object) -> bool:
     """Return whether weights are packed in a way that is known, as a configuration says how (``quantization_config``)."""
     if not isinstance(how, dict):
         return False
-    return (how.get("quant_method") == "bitsandbytes" and how.get("load_in_4bit") is True) or bool(_blocks(how))
+    by_table = how.get("quant_method") == "bitsandbytes" and how.get("load_in_4bit") is True
+    return by_table or how.get("quant_method") == "mxfp4" or bool(_blocks(how))
 
 
 def named(how: object) -> str:
@@ -125,11 +129,17 @@ def _blocks(how: Mapping[str, Any]) -> list[Block] | None:
 KNOWN = {(one.down, one.along) for one in FLOATS8}
 
 
+def weight_of(part: str) -> str:
+    """Return the name of the weight whose codes are a tensor of that name, where it is not the same."""
+    return part.removesuffix(BLOCKS)
+
+
 def united(tensors: Mapping[str, Deferred], how: Mapping[str, Any], where: str) -> dict[str, Deferred]:
     """Return the tensors of files with one for each weight that is packed, in place of its parts. ``how``: what the
     configuration says of it (``is_known``). Raises MisuseError, which names the weight and ``where`` it is, for parts that are
     missing or of other sizes, and for a way of packing that is not known."""
     blocks, scales = _blocks(how) or [], SCALES.get(str(how.get("quant_method")))
+    experts = how.get("quant_method") == "mxfp4"
     found = {name: one for name, one in tensors.items() if not blocks or not name.endswith(OF_OTHERS)}
     for name in list(found):
         weight, by_table, _ = name.partition(STATE)
@@ -138,6 +148,11 @@ def united(tensors: Mapping[str, Deferred], how: Mapping[str, Any], where: str) 
                 ends = [end for end in ("", LARGEST, TABLE, NESTED_LARGEST, STEPS) if weight + end in found]
                 parts = {end: found.pop(weight + end) for end in ends}
                 found[weight] = _by_table(parts, found.pop(name))
+            elif experts and name.endswith((BLOCKS, POWERS)):
+                weight = name.removesuffix(BLOCKS).removesuffix(POWERS)
+                if weight not in found:
+                    parts = {end: found.pop(weight + end) for end in (BLOCKS, POWERS) if weight + end in found}
+                    found[weight] = _experts(parts[BLOCKS], parts[POWERS])
             elif scales is not None and name.endswith(scales):
                 weight = name.removesuffix(scales)
                 found[weight] = _floats(found.pop(weight, None), found.pop(name), blocks)
@@ -147,6 +162,32 @@ def united(tensors: Mapping[str, Deferred], how: Mapping[str, Any], where: str) 
             why = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
             raise MisuseError(f"weight {quoted(weight)} in {where} is packed in a way that is not known: {why}") from None
     return found
+
+
+def _experts(codes: Deferred, scales: Deferred) -> Deferred:
+    """Return the weight of experts that consists of floats of 4 bits and their scales, as gpt-oss has it: the model has the two
+    dimensions of an expert the other way round. Raises ValueError."""
+    wrong = codes.dim() != 4 or codes.shape[3] != GROUP // 2 or not codes.numel() or scales.shape != codes.shape[:3]
+    if wrong or (codes.dtype, scales.dtype) != (torch.uint8, torch.uint8):
+        raise ValueError(
+            f"blocks of shape {list(codes.shape)} of {codes.dtype}, scales of {list(scales.shape)} of {scales.dtype}; known "
+            f"are {GROUP // 2} bytes in a block and a scale for each, of uint8"
+        )
+    shape = (*codes.shape[:2], codes.shape[2] * GROUP)
+    made = Deferred.packed(codes, shape, torch.float32, Mxfp4.form, partial(_pack_experts, codes, scales))
+    return made.transpose(1, 2)  # type: ignore[return-value]
+
+
+def _pack_experts(codes: Deferred, scales: Deferred, packing: Packing, packed: torch.Tensor, before: int) -> None:
+    assert isinstance(packing, Mxfp4)
+    count = math.prod(codes.shape[1:3])  # groups of an expert
+    first = before // GROUP // count
+    _refuse_cut(before, GROUP * count)
+    packed.zero_()
+    of_codes, of_scales = packing.parts(packed)
+    at = slice(first, first + packing.rows // count)
+    codes.write_to(of_codes.view(-1, *codes.shape[1:]), at)
+    scales.write_to(of_scales.view(-1, *scales.shape[1:]), at)
 
 
 def _floats(codes: Deferred | None, scales: Deferred, blocks: Sequence[Block]) -> Deferred:

@@ -1146,6 +1146,7 @@ def _write_deferred(placement: Placement, unit: torch.Tensor, deferred: Mapping[
     if placement.whole in deferred:
         values = deferred[placement.whole]
         if placement.packing is not None and values.form == placement.form:
+            assert values.stride()[values.dim() - len(placement.stride) :] == placement.stride, placement.name
             placement.fill_packed(unit, partial(values.write_packed, placement.packing))
             return
         with placement.filling(unit) as target:

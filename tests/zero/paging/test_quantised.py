@@ -21,6 +21,7 @@ from tiered import ManifestError, MisuseError, TieredStore, zero
 from tiered.packing import form
 from tiered.packing.float8 import FLOATS8, Float8
 from tiered.packing.form import Loss, Packing, has_kernels
+from tiered.packing.mxfp4 import Mxfp4
 from tiered.packing.quantised import FORMS, TYPES, packing_of, packing_where_fit
 from tiered.packing.table4 import form_by_table
 from tiered.store.at_rest import StoreAtRest
@@ -87,6 +88,12 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     elif not has_kernels():
         pytest.skip("the kernels were not built")
     return str(request.param)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors have the same bits, of which any NaN is one."""
+    either = torch.where(other.isnan() & one.isnan(), other, one)
+    return torch.equal(either.view(BIT_PATTERN[one.dtype]), other.view(BIT_PATTERN[one.dtype]))
 
 
 def unpacked(way: Packing, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -224,15 +231,33 @@ def test_floats_of_8_bits_are_unpacked_as_they_are_described(way: type[Float8], 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(form, "lib", None)
             found.append(unpacked(one, packed, dtype))
-        for each in found:
-            assert torch.equal(each.isnan(), expected.isnan())
-            both = [value.nan_to_num(1.0, math.inf, -math.inf) for value in (each, expected.to(dtype))]
-            assert torch.equal(both[0].view(BIT_PATTERN[dtype]), both[1].view(BIT_PATTERN[dtype]))
+        assert all(same_bits(each, expected.to(dtype)) for each in found)
 
 
-def test_powers_of_two() -> None:
-    expected = [2.0**-127 if code == 0 else math.inf if code == 255 else 2.0 ** (code - 127) for code in range(256)]
-    assert form.powers(torch.arange(256, dtype=torch.uint8)).tolist() == expected
+@pytest.mark.parametrize(("rows", "columns"), [(1, 32), (5, 96), (256, 64), (3, 4096)])
+def test_floats_of_4_bits_are_unpacked_as_they_are_described(rows: int, columns: int) -> None:
+    """Every code and every scale, of which the largest is infinity: so is what it scales, and 0 of it is NaN."""
+    torch.manual_seed(rows)
+    way = FORMS[Mxfp4.form].of(rows, columns)
+    assert way is not None
+    packed = torch.randint(0, 256, (way.nbytes,), dtype=torch.uint8)
+    scales = way.parts(packed)[1]
+    scales.copy_(torch.arange(scales.numel()))
+    packed[: way.codes_nbytes][: min(256, way.codes_nbytes)] = torch.arange(256, dtype=torch.uint8)[: way.codes_nbytes]
+    values = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    values += [-value for value in values]
+    powers = [2.0**-127 if code == 0 else math.inf if code == 255 else 2.0 ** (code - 127) for code in range(256)]
+    assert form.powers(torch.arange(256, dtype=torch.uint8)).tolist() == powers
+    expected = torch.empty(rows * columns)
+    for i in range(rows * columns):
+        byte = int(packed[i // 2])
+        expected[i] = single(values[byte >> 4 if i % 2 else byte & 15] * powers[int(scales[i // 32])])
+    for dtype in TYPES:
+        found = [unpacked(way, packed, dtype)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(form, "lib", None)
+            found.append(unpacked(way, packed, dtype))
+        assert all(same_bits(one, expected.to(dtype)) for one in found)
 
 
 @pytest.mark.parametrize("dtype", TYPES)

@@ -1,6 +1,6 @@
 """Mixtures of experts that generate: fetch the experts that a router chose at the same time, count hits, and speculate.
 
-All of it is around the forward of each module of experts, which is given the router's choices as ``top_k_index``. What that
+All of it is around the forward of each module of experts, which is given the router's choices (``CHOICES``). What that
 forward computes, and how (``experts_implementation=``), stays as it is: tokens are those of the same function in memory. A
 function of one's own in ``transformers.integrations.moe.ALL_EXPERTS_FUNCTIONS`` would be called in the same place, but the
 configuration would then name it, and ``generate()`` decides by that name what decoding uses on a device.
@@ -27,8 +27,8 @@ from tiered.zero.paging.tensors.compiling import passed, uncompiled
 __all__ = ["ExpertStatistics", "RoutedExperts", "around_experts", "expert_statistics", "routed_experts"]
 
 Speculate = Literal["on", "off"]
-CHOICES = "top_k_index"
-"""The argument of a module of experts that has the router's choices: a row for each token."""
+CHOICES = ("top_k_index", "router_indices")
+"""Names of the argument of a module of experts that has the router's choices: a row for each token."""
 DECAY = 0.8
 """Weight of a router's choices beside its next ones, in the share of tokens that chose an expert lately."""
 LIKELY = 0.5
@@ -162,7 +162,7 @@ def around_experts(model: _Model) -> _Model:
         signature = inspect.signature(type(module).forward)
         own = [one for one in module._parameters.values() if one is not None]
         alike = [handle.slices for one in own if (handle := getattr(one, "_tiered", None)) is not None and _of_experts(handle)]
-        if alike and CHOICES in signature.parameters:
+        if alike and signature.parameters.keys() & set(CHOICES):
             pager_of(model).call(module, _around(module, found, found.add(module, alike), signature))
     if found.sizes:
         pager_of(model).store.attached.made(_Routed, _Routed)[model] = found
@@ -181,7 +181,8 @@ def _around(
     def held(*args: Any, **kwargs: Any) -> Any:
         if is_dynamo_compiling() or torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        choices = signature.bind(module, *args, **kwargs).arguments.get(CHOICES)
+        given = signature.bind(module, *args, **kwargs).arguments
+        choices = next((given[name] for name in CHOICES if name in given), None)
         if not isinstance(choices, torch.Tensor):
             return forward(*args, **kwargs)
         return experts.compute(layer, choices, lambda: forward(*args, **kwargs))

@@ -37,7 +37,7 @@ from tiered.format.safetensors import INDEX, SINGLE, WeightFiles
 from tiered.integrations.hub import folder_of
 from tiered.integrations.importing import Import, ImportRecord, ImportSource, Told, begun, files_in, unit_of
 from tiered.integrations.kept import CONFIG, TOKENIZER, UNFINISHED, files_of, keep, kept_folder, only_model, opening_of
-from tiered.integrations.packed import united
+from tiered.integrations.packed import united, weight_of
 from tiered.integrations.transformers.experts import around_experts
 from tiered.integrations.transformers.shapes import CONFIG_BYTES, QUANTISED, config_of, is_packed, making, refuse_config
 from tiered.packing.form import Loss
@@ -256,7 +256,7 @@ def _deferring(files: Files, weights: Mapping[str, Deferred] | None, *, at_once:
             return original(path, *given, **options)
         tensors = mine.open(path)
         if weights is not None:
-            tensors = {name: weights[name] for name in tensors if name in weights}
+            tensors = {one: weights[one] for name in tensors for one in (name, weight_of(name)) if one in weights}
         return _DeferredFile(tensors, at_once)
 
     modeling_utils.safe_open = opened

@@ -695,6 +695,9 @@ def layout(
     strides = {parameter[0]: tuple(parameter[4]) for parameter in parameters}
     forms = {parameter[0]: parameter[3] for parameter in parameters if parameter[3] in FORMS}
     rows = {sliced: rows or None for sliced, (_, rows) in found.get("sliced", {}).items()}
+    for first, shape, _, _, stride in parameters:
+        if first.endswith("[0]") and rows.get(first.removesuffix("[0]"), 0) is None:
+            strides[first.removesuffix("[0]")] = (torch.Size(shape).numel(), *stride)
     apart = {parameter[0] for unit, described in found["units"] if unit.endswith("#1") for parameter in described}
     return limits_of(found), strides, rows, forms, apart
 

@@ -156,6 +156,9 @@ class CheckpointSource:
 
     def stride(self, name: str) -> tuple[int, ...]:
         """Return the strides that a parameter had. Raises as ``named``."""
+        if name in self._stacked:
+            first = self._slices[name][0]
+            return first.numel, *first.stride
         return _row_major_of(self._shape(name)) if name in self._slices else self.named(name).stride
 
     def described(self, name: str) -> tuple[torch.Size, torch.dtype, torch.dtype]:

@@ -279,13 +279,13 @@ class _Permuted(_Values):
 
     def __init__(self, source: _Values, dims: Sequence[int]) -> None:
         super().__init__([source.shape[dim] for dim in dims], source.dtype)
-        self._source, self._back = source, [dims.index(dim) for dim in range(len(dims))]
+        self.source, self.dims, self._back = source, dims, [dims.index(dim) for dim in range(len(dims))]
 
     def write(self, target: torch.Tensor, region: Region) -> None:
-        self._source.write(target.permute(self._back), tuple(region[dim] for dim in self._back))
+        self.source.write(target.permute(self._back), tuple(region[dim] for dim in self._back))
 
     def reads(self, region: Region) -> Iterator[Read]:
-        return self._source.reads(tuple(region[dim] for dim in self._back))
+        return self.source.reads(tuple(region[dim] for dim in self._back))
 
 
 class _Computed(_Values):
@@ -314,8 +314,8 @@ class _Computed(_Values):
 
 
 class _Packed(_Values):
-    """A matrix that files have packed in ``form``. ``pack`` copies some of its elements: it is given how they are packed, uint8
-    of as many bytes, and the number of elements before these."""
+    """A matrix, or one for each expert, that files have packed in ``form``, row major. ``pack`` copies some of the elements: it
+    is given how they are packed, uint8 of as many bytes, and the number of elements before these."""
 
     def __init__(
         self,
@@ -329,6 +329,10 @@ class _Packed(_Values):
         self.opened, self.form, self.pack = opened, form, pack
 
     def write(self, target: torch.Tensor, region: Region) -> None:
+        if len(self.shape) > 2:
+            for index in range(*region[0]):
+                self._of(index).write(target[index - region[0][0]], region[1:])
+            return
         last = self.opened.last
         if last is None or last[0] is not self:
             self.opened.last = None  # its memory first
@@ -340,6 +344,16 @@ class _Packed(_Values):
             packing.unpack(packed, values.view(-1))
             last = self.opened.last = self, [values]
         target.copy_(_part(last[1][0], region))
+
+    def _of(self, index: int) -> _Packed:
+        """Return one index along the first dimension."""
+        shape = self.shape[1:]
+        before = index * math.prod(shape)
+
+        def pack(packing: Packing, packed: torch.Tensor, inside: int) -> None:
+            self.pack(packing, packed, before + inside)
+
+        return _Packed(self.opened, shape, self.dtype, self.form, pack)
 
 
 def _part(tensor: torch.Tensor, region: Region) -> torch.Tensor:
@@ -459,15 +473,29 @@ class Deferred(torch.Tensor):
     def form(self) -> str | None:
         """The form, one of ``quantised.FORMS``, in which files have the values; None where they have them as they are, or more
         has to be done with them than to unpack and to cast them."""
-        contents = self.contents
-        source = contents.source if isinstance(contents, _Cast) else contents
-        return cast_form(source.form, source.dtype, self.dtype) if isinstance(source, _Packed) else None
+        packed = self._packed()
+        return None if packed is None else cast_form(packed.form, packed.dtype, self.dtype)
+
+    def _packed(self) -> _Packed | None:
+        """Return what files have packed, where this is it, or a cast of it, and has its elements in the files' order."""
+        contents, dims, casts = self.contents, list(range(self.dim())), 0
+        while isinstance(contents, _Cast | _Permuted):
+            if isinstance(contents, _Permuted):
+                dims = [contents.dims[dim] for dim in dims]
+            else:
+                casts += 1
+            contents = contents.source
+        if not isinstance(contents, _Packed) or casts > 1:
+            return None
+        row_major = torch.empty(contents.shape, dtype=contents.dtype, device="meta").stride()
+        return contents if self.stride() == tuple(row_major[dim] for dim in dims) else None
 
     def write_packed(self, packing: Packing, packed: torch.Tensor, before: int) -> None:
         """Copy what files have of a matrix with a ``form`` to ``packed``: as many elements as ``packing`` has, after
         ``before``."""
-        contents: Any = self.contents if isinstance(self.contents, _Packed) else self.contents.source  # type: ignore[attr-defined]
-        contents.pack(packing, packed, before)
+        found = self._packed()
+        assert found is not None
+        found.pack(packing, packed, before)
 
     def _region(self, at: int | slice) -> Region:
         region = _all(self.contents.shape)

@@ -400,13 +400,15 @@ def _of_one_slice(name: str) -> MisuseError:
 class Sliced:
     """Parameter that is divided along its first dimension: slice ``i`` is a parameter with the values of ``parameter[i]``, or,
     where there are ``rows`` of them in a slice, of ``parameter[i * rows : (i + 1) * rows]``. It has memory of its own where a
-    unit gives it some. Its name is ``NAME[i]``. ``most``: of more slices only the first so many are made."""
+    unit gives it some. Its name is ``NAME[i]``. ``most``: of more slices only the first so many are made. ``stride``: of a
+    slice (None: row major)."""
 
     parameter: nn.Parameter
     name: str
     stored: torch.dtype
     rows: int | None = None
     most: int | None = None
+    stride: tuple[int, ...] | None = None
     slices: list[nn.Parameter] = field(init=False)
     shape: torch.Size = field(init=False)
     dtype: torch.dtype = field(init=False)
@@ -435,7 +437,9 @@ class Sliced:
     def placements(self, index: int) -> list[Placement]:
         """Return the placement of each slice; ``index``: the parameter's in the model."""
         return [
-            Placement(one, f"{self.name}[{i}]", index, _row_major(one.shape), self.stored, sliced=self, number=i)
+            Placement(
+                *(one, f"{self.name}[{i}]", index, self.stride or _row_major(one.shape), self.stored), sliced=self, number=i
+            )
             for i, one in enumerate(self.slices)
         ]
 
@@ -616,7 +620,7 @@ def divide(
     exact_ones = _exact(model) if packs else set()
     if packs and shares > 1:
         raise MisuseError("a quantised model is of one process: leave out quantize, or open it in each process by itself")
-    experts = {} if shares > 1 else _experts(model, strides, slicing)
+    experts = {} if shares > 1 else _experts(model, strides, slicing, forms)
     large = {} if shares > 1 else _too_large(model, strides, limits, slicing, forms)
     outside = {parameter for alike in experts.values() for _, parameter in alike} | large.keys()
 
@@ -661,7 +665,10 @@ def divide(
     visit(model, "")
     del visit  # as in ``held_together``
     for prefix, alike in experts.items():
-        found = [Sliced(parameter, name, policy.stored(parameter.dtype)) for name, parameter in alike]
+        found = [
+            Sliced(parameter, name, policy.stored(parameter.dtype), stride=_slice_stride(parameter, strides))
+            for name, parameter in alike
+        ]
         plan.sliced |= {one.parameter: one for one in found}
         exact = any(parameter in exact_ones for _, parameter in alike)
         for placements in zip(*(one.placements(order[one.parameter]) for one in found), strict=True):
@@ -723,17 +730,23 @@ def experts_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _experts(
-    model: nn.Module, strides: Mapping[nn.Parameter, tuple[int, ...]], slicing: Slicing
+    model: nn.Module, strides: Mapping[nn.Parameter, tuple[int, ...]], slicing: Slicing, forms: Mapping[str, str]
 ) -> dict[str, list[tuple[str, nn.Parameter]]]:
-    """Return the parameters to slice, with their names, by the name of their module. One that several modules have, or that is
-    not row major, is not sliced."""
+    """Return the parameters to slice, with their names, by the name of their module. Not sliced is one that several modules
+    have, and one that is not row major; where it is packed its slices need to lie one after the other only."""
     uses = Counter(parameter for module in model.modules() for parameter in module._parameters.values())
     found = {}
     for prefix, module in model.named_modules():
         alike = [
             (f"{prefix}.{name}".lstrip("."), parameter)
             for name, parameter in experts_of(module)
-            if uses[parameter] == 1 and _will_be_row_major(parameter, strides)
+            if uses[parameter] == 1
+        ]
+        alike = [
+            (name, parameter)
+            for name, parameter in alike
+            if _will_be_row_major(parameter, strides)
+            or (forms.keys() & {name, f"{name}[0]"} and _slice_stride(parameter, strides) is not None)
         ]
         alike = [(name, parameter) for name, parameter in alike if slicing.allows(name)]
         if alike and slicing.experts:
@@ -837,6 +850,15 @@ def _will_be_row_major(parameter: nn.Parameter, strides: Mapping[nn.Parameter, t
     """Return whether a parameter is row major in its unit, as one is that has no memory yet."""
     stride = strides.get(parameter, parameter.stride())
     return stride == _row_major(parameter.shape) or not is_dense(parameter.shape, stride)
+
+
+def _slice_stride(parameter: nn.Parameter, strides: Mapping[nn.Parameter, tuple[int, ...]]) -> tuple[int, ...] | None:
+    """Return the strides that an index of a parameter along its first dimension has in memory; None where these do not lie one
+    after the other."""
+    stride, inside = strides.get(parameter, parameter.stride()), parameter.shape[1:]
+    if not is_dense(parameter.shape, stride):
+        return _row_major(inside)
+    return stride[1:] if stride[0] == inside.numel() else None
 
 
 def is_dense(shape: torch.Size, strides: tuple[int, ...]) -> bool:
