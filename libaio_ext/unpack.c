@@ -44,8 +44,10 @@ INLINE void store(const float *restrict values, size_t count, void *restrict out
             ((uint16_t *)out)[at + i] = to_bfloat16(values[i]);
 }
 
-INLINE void int8_rows(
-    const int8_t *restrict codes, const float *restrict scales, size_t rows, size_t columns, void *restrict out, int type)
+/* Each code times its scale times `share`, rounded after each. */
+INLINE void scaled_rows(
+    const int8_t *restrict codes, const float *restrict scales, size_t rows, size_t columns, void *restrict out, int type,
+    const float share)
 {
     enum { BLOCK = 256 };
     float values[BLOCK];
@@ -57,18 +59,30 @@ INLINE void int8_rows(
             if (type == UNPACK_FLOAT32) {
                 float *target = (float *)out + row * columns + column;
                 for (size_t i = 0; i < BLOCK; i++)
-                    target[i] = (float)mine[column + i] * scale;
+                    target[i] = (float)mine[column + i] * scale * share;
             } else {
                 for (size_t i = 0; i < BLOCK; i++)
-                    values[i] = (float)mine[column + i] * scale;
+                    values[i] = (float)mine[column + i] * scale * share;
                 store(values, BLOCK, out, row * columns + column, type);
             }
         }
         const size_t left = columns - column;
         for (size_t i = 0; i < left; i++)
-            values[i] = (float)mine[column + i] * scale;
+            values[i] = (float)mine[column + i] * scale * share;
         store(values, left, out, row * columns + column, type);
     }
+}
+
+INLINE void int8_rows(
+    const int8_t *restrict codes, const float *restrict scales, size_t rows, size_t columns, void *restrict out, int type)
+{
+    scaled_rows(codes, scales, rows, columns, out, type, 1);
+}
+
+INLINE void int8_largest_rows(
+    const int8_t *restrict codes, const float *restrict scales, size_t rows, size_t columns, void *restrict out, int type)
+{
+    scaled_rows(codes, scales, rows, columns, out, type, 1 / 127.f);
 }
 
 INLINE void int4_rows(
@@ -236,6 +250,7 @@ INLINE void float8_rows(
     }
 
 KERNEL(int8, int8_t, float)
+KERNEL(int8_largest, int8_t, float)
 KERNEL(int4, uint8_t, uint16_t)
 KERNEL(table4, uint8_t, float)
 KERNEL(mxfp4, uint8_t, uint8_t)

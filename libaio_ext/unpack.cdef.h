@@ -10,6 +10,10 @@ enum {
    major; `scales`: float32. 0, or -1 for another type. */
 int unpack_int8(uint64_t codes, uint64_t scales, uint64_t rows, uint64_t columns, uint64_t out, int type);
 
+/* The same with the largest value of a row in place of its scale: the product of both is rounded to float32 before it is divided by
+   127, which is a product, too. */
+int unpack_int8_largest(uint64_t codes, uint64_t scales, uint64_t rows, uint64_t columns, uint64_t out, int type);
+
 /* The same of 4 bits: a row is ceil(columns / 32) groups of 16 bytes, of which byte j has element j in its low and element
    j + 16 in its high half, each with 8 added. `scales`: bfloat16, one for each group. */
 int unpack_int4(uint64_t codes, uint64_t scales, uint64_t rows, uint64_t columns, uint64_t out, int type);

@@ -27,7 +27,7 @@ from transformers import (  # noqa: E402
 )
 
 from tests.four_bits import layers_as_elsewhere, values_of  # noqa: E402
-from tests.integrations.test_quantised import IDS, LLAMA, tokens, trained  # noqa: E402
+from tests.integrations.test_quantised import IDS, LAYERS, LLAMA, gpt2, llama, tokens, trained  # noqa: E402
 from tests.quick import quick  # noqa: E402
 from tiered import MisuseError, TieredStore, zero  # noqa: E402
 from tiered.integrations.kept import opening_of  # noqa: E402
@@ -307,6 +307,76 @@ def test_floats_of_8_bits_with_other_scales_are_named(tmp_path: Path) -> None:
         (tmp_path / "model.safetensors").write_bytes(before)
 
 
+def eight_bits(folder: Path, make: Callable[[], Any], dtype: torch.dtype, **options: Any) -> dict[str, torch.Tensor]:
+    """Save a model in ``folder / "packed"`` as bitsandbytes has it in 8 bits, and return the values of its matrices."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    make().to(dtype).save_pretrained(folder / "exact")
+    how = {"quantization_config": BitsAndBytesConfig(load_in_8bit=True, **options), "dtype": dtype, "device_map": "cpu"}
+    made = AutoModelForCausalLM.from_pretrained(folder / "exact", **how)
+    made.save_pretrained(folder / "packed")
+    layers = {name: one.weight for name, one in made.named_modules() if type(one).__name__ == "Linear8bitLt"}
+    dequantise = bitsandbytes.functional.int8_vectorwise_dequant
+    return {f"{name}.weight": dequantise(one.data, one.SCB).to(dtype) for name, one in layers.items()}
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype"), [(llama, torch.bfloat16), (gpt2, torch.float32)]
+)  # GPT-2's layers are packed the other way round
+def test_a_checkpoint_of_bitsandbytes_in_8_bits(tmp_path: Path, make: Callable[[], Any], dtype: torch.dtype) -> None:
+    """The model computes with the dequantised weights, and an adapter has the gradients of one over these in memory."""
+    peft = pytest.importorskip("peft")
+    values = eight_bits(tmp_path, make, dtype)
+    count, conv = len(values), make is gpt2
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "exact", dtype=dtype)
+    with torch.no_grad():
+        for name, value in values.items():
+            reference.get_parameter(name).copy_(value.t() if conv else value)
+        logits = reference(input_ids=IDS).logits
+        with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+            model = import_model(tmp_path / "packed", store, verify=True)
+            assert sum(one.packing is not None for one in pager_of(model).placements) == count
+            found = model.state_dict()
+            assert all(torch.equal(found[name], value) for name, value in reference.state_dict().items())
+            assert torch.equal(model(input_ids=IDS).logits, logits)
+            store.close()
+        with TieredStore.open(tmp_path / "store", dram="1MiB", access="read") as store:
+            assert torch.equal(open_model(store)(input_ids=IDS).logits, logits)
+
+    def adapted(base: Any) -> Any:
+        torch.manual_seed(1)
+        return peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=LAYERS[make], fan_in_fan_out=conv)).eval()
+
+    with TieredStore.open(tmp_path / "trained", dram="1MiB") as store:
+        model = from_pretrained(AutoModelForCausalLM, tmp_path / "packed", store, prepare=adapted)
+        reference = adapted(reference)
+        fused = torch.optim.AdamW([p for p in reference.parameters() if p.requires_grad], lr=1e-2, fused=True)
+        assert trained(model, zero.AdamW(model.parameters(), lr=1e-2), "plain", 2) == trained(reference, fused, "plain", 2)
+        expected = reference.state_dict()
+        assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+        store.close()
+
+
+def test_8_bits_of_bitsandbytes_that_are_damaged_are_named(tmp_path: Path) -> None:
+    eight_bits(tmp_path, llama, torch.bfloat16)
+    layer = "model.layers.1.mlp.up_proj"
+    weight, largest, order = f"{layer}.weight", f"{layer}.SCB", f"{layer}.weight_format"
+    before = (tmp_path / "packed" / "model.safetensors").read_bytes()
+    for change, says in (
+        (lambda tensors: tensors.pop(weight), r"it lacks '\.weight'"),
+        (lambda tensors: tensors.pop(largest), r"it lacks '\.SCB'"),
+        (lambda tensors: tensors.update({largest: tensors[largest][1:].clone()}), r"largest values of shape \[159\]"),
+        (lambda tensors: tensors.update({weight: tensors[weight].float()}), "of torch.float32; known are matrices of int8"),
+        (lambda tensors: tensors.update({order: torch.tensor(2, dtype=torch.uint8)}), "its '.weight_format' is not 0"),
+    ):
+        changed(tmp_path / "packed", change)  # type: ignore[arg-type]
+        with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+            with pytest.raises(MisuseError, match=rf"weight '{weight}' in .* is packed in a way that is not known: .*{says}"):
+                import_model(tmp_path / "packed", store)
+            store.close()
+        (tmp_path / "packed" / "model.safetensors").write_bytes(before)
+
+
 GPT_OSS = LLAMA | {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
 GPT_OSS |= {"num_local_experts": 4, "num_experts_per_tok": 2}
 
@@ -553,7 +623,7 @@ def test_a_configuration_alone_is_no_packed_checkpoint(tmp_path: Path) -> None:
 FLOAT = {"num_bits": 8, "type": "float", "strategy": "channel"}
 REFUSED: dict[str, dict[str, Any]] = {
     "of 'gptq'": {"quant_method": "gptq", "bits": 4},
-    "of 'bitsandbytes'": {"quant_method": "bitsandbytes", "load_in_8bit": True},
+    "of 'bitsandbytes'": {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": True},
     "of 'fp8', 100 x 128": {"quant_method": "fp8", "weight_block_size": [100, 128]},
     "of 'fp8'": {"quant_method": "fp8", "expert_dtype": "fp4"},
     "of 'compressed-tensors', 'pack-quantized'": {

@@ -1,8 +1,9 @@
 """Weights that the files of a checkpoint have packed, as deferred matrices.
 
 A weight is there in parts, by names that begin with its own. Of bitsandbytes (4 bits, NF4 or FP4): codes, largest values,
-tables, and a text that says how it was packed (``bitsandbytes.functional.QuantState``). Of floats of 8 bits: these, and their
-scales, of which the configuration says what each is for. The parts go to the store as they are; nothing is packed anew.
+tables, and a text that says how it was packed (``bitsandbytes.functional.QuantState``); in 8 bits: codes and largest values. Of
+floats of 8 bits: these, and their scales, of which the configuration says what each is for. Of floats of 4 bits (gpt-oss):
+blocks, and a power of two for each. The parts go to the store as they are; nothing is packed anew.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from tiered.errors import MisuseError, quoted
 from tiered.packing.float8 import ELEMENTS, FLOATS8, Float8
 from tiered.packing.form import Packing, powers
+from tiered.packing.integers import Int8Largest
 from tiered.packing.mxfp4 import GROUP, Mxfp4
 from tiered.packing.quantised import TYPES
 from tiered.packing.table4 import BLOCK, NESTED, Table4, form_by_table
@@ -31,6 +33,9 @@ OF_OTHERS = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", "
 """Ends of names of scales by which other programs quantise what a layer is given or caches. Here only weights are packed."""
 BLOCKS, POWERS = "_blocks", "_scales"
 """What gpt-oss adds to the name of a weight: codes in blocks, and a power of two for each."""
+WEIGHT, ROWS, FORMAT = ".weight", ".SCB", ".weight_format"
+"""Ends of the names of what bitsandbytes has of a weight in 8 bits: codes, largest values of rows, and their order."""
+ROW_MAJOR = 0
 STATE = ".quant_state.bitsandbytes__"
 LARGEST, TABLE, NESTED_LARGEST, STEPS = ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map"
 TABLE_VALUES, STEP_VALUES = 16, 256
@@ -98,8 +103,9 @@ def is_known(how: object) -> bool:
     """Return whether weights are packed in a way that is known, as a configuration says how (``quantization_config``)."""
     if not isinstance(how, dict):
         return False
-    by_table = how.get("quant_method") == "bitsandbytes" and how.get("load_in_4bit") is True
-    return by_table or how.get("quant_method") == "mxfp4" or bool(_blocks(how))
+    if how.get("quant_method") == "bitsandbytes":
+        return (how.get("load_in_4bit") is True) is not (how.get("load_in_8bit") is True)
+    return how.get("quant_method") == "mxfp4" or bool(_blocks(how))
 
 
 def named(how: object) -> str:
@@ -139,7 +145,7 @@ def united(tensors: Mapping[str, Deferred], how: Mapping[str, Any], where: str) 
     configuration says of it (``is_known``). Raises MisuseError, which names the weight and ``where`` it is, for parts that are
     missing or of other sizes, and for a way of packing that is not known."""
     blocks, scales = _blocks(how) or [], SCALES.get(str(how.get("quant_method")))
-    experts = how.get("quant_method") == "mxfp4"
+    experts, eight_bits = how.get("quant_method") == "mxfp4", how.get("load_in_8bit") is True
     found = {name: one for name, one in tensors.items() if not blocks or not name.endswith(OF_OTHERS)}
     for name in list(found):
         weight, by_table, _ = name.partition(STATE)
@@ -148,6 +154,11 @@ def united(tensors: Mapping[str, Deferred], how: Mapping[str, Any], where: str) 
                 ends = [end for end in ("", LARGEST, TABLE, NESTED_LARGEST, STEPS) if weight + end in found]
                 parts = {end: found.pop(weight + end) for end in ends}
                 found[weight] = _by_table(parts, found.pop(name))
+            elif eight_bits and name.endswith(ROWS):
+                weight = name.removesuffix(ROWS) + WEIGHT
+                ends = [end for end in (WEIGHT, FORMAT) if name.removesuffix(ROWS) + end in found]
+                parts = {end: found.pop(name.removesuffix(ROWS) + end) for end in ends}
+                found[weight] = _by_rows(parts, found.pop(name))
             elif experts and name.endswith((BLOCKS, POWERS)):
                 weight = name.removesuffix(BLOCKS).removesuffix(POWERS)
                 if weight not in found:
@@ -158,6 +169,8 @@ def united(tensors: Mapping[str, Deferred], how: Mapping[str, Any], where: str) 
                 found[weight] = _floats(found.pop(weight, None), found.pop(name), blocks)
             elif tensors[name].dtype in ELEMENTS and f"{name}{scales}" not in tensors:
                 raise KeyError(scales)
+            elif eight_bits and tensors[name].dtype is torch.int8 and name.removesuffix(WEIGHT) + ROWS not in tensors:
+                raise KeyError(ROWS)
         except (KeyError, TypeError, ValueError, msgspec.DecodeError) as error:
             why = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
             raise MisuseError(f"weight {quoted(weight)} in {where} is packed in a way that is not known: {why}") from None
@@ -176,6 +189,28 @@ def _experts(codes: Deferred, scales: Deferred) -> Deferred:
     shape = (*codes.shape[:2], codes.shape[2] * GROUP)
     made = Deferred.packed(codes, shape, torch.float32, Mxfp4.form, partial(_pack_experts, codes, scales))
     return made.transpose(1, 2)  # type: ignore[return-value]
+
+
+def _by_rows(parts: Mapping[str, Deferred], largest: Deferred) -> Deferred:
+    """Return the weight that consists of codes of 8 bits and the ``largest`` value of each row. Raises KeyError, ValueError."""
+    codes = parts[WEIGHT]
+    if codes.dim() != 2 or not codes.numel() or codes.dtype is not torch.int8:
+        raise ValueError(f"shape {list(codes.shape)} of {codes.dtype}; known are matrices of int8")
+    if (largest.shape, largest.dtype) != (codes.shape[:1], torch.float32):
+        raise ValueError(f"largest values of shape {list(largest.shape)} of {largest.dtype}; known is one float32 for each row")
+    order = parts.get(FORMAT)
+    if order is not None and (order.numel() != 1 or int(order.whole()) != ROW_MAJOR):
+        raise ValueError(f"its {FORMAT!r} is not {ROW_MAJOR}, which is row by row")
+    return Deferred.packed(codes, codes.shape, torch.float32, Int8Largest.form, partial(_pack_rows, codes, largest))
+
+
+def _pack_rows(codes: Deferred, largest: Deferred, packing: Packing, packed: torch.Tensor, before: int) -> None:
+    assert isinstance(packing, Int8Largest)
+    _refuse_cut(before, packing.columns)
+    packed.zero_()
+    first = before // packing.columns
+    for part, target in zip((codes, largest), packing.parts(packed), strict=True):
+        part.write_to(target, slice(first, first + packing.rows))
 
 
 def _pack_experts(codes: Deferred, scales: Deferred, packing: Packing, packed: torch.Tensor, before: int) -> None:

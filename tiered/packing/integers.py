@@ -1,5 +1,5 @@
 """``int8`` and ``int4``: whole numbers and scales. A value is ``code * scale``, computed in float32 and rounded once to the
-parameter's type, ties to even.
+parameter's type, ties to even; but of ``Int8Largest``, which is for files.
 
 - ``int8``: codes from -127 to 127, one float32 scale for each row: that of its largest absolute value (vector-wise absmax
   quantisation: Dettmers et al., 2022, LLM.int8(), https://arxiv.org/abs/2208.07339, section 2.1).
@@ -19,7 +19,7 @@ import torch
 
 from tiered.packing.form import Packing
 
-__all__ = ["Int4", "Int8"]
+__all__ = ["Int4", "Int8", "Int8Largest"]
 
 GROUP = 32
 DIVISORS = (-8.0, -7.0, -9.0)
@@ -51,6 +51,21 @@ class Int8(Packing):
     def _unpack(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         codes, scales = parts
         out.view(codes.shape).copy_(codes.to(torch.float32).mul_(scales[:, None]))
+
+
+class Int8Largest(Int8):
+    """What bitsandbytes has packed: in place of a scale the largest absolute value of a row, which a
+    code of 127 stands for. A value is ``code * largest / 127``, rounded to float32 after each product."""
+
+    form = "int8 by row, float32 largest values"
+    kernel = "unpack_int8_largest"
+
+    def _pack(self, exact: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        raise NotImplementedError("largest values are taken from files as they are")
+
+    def _unpack(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        codes, largest = parts
+        out.view(codes.shape).copy_(codes.to(torch.float32).mul_(largest[:, None]).mul_(1 / 127))
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from tiered import ManifestError, MisuseError, TieredStore, zero
 from tiered.packing import form
 from tiered.packing.float8 import FLOATS8, Float8
 from tiered.packing.form import Loss, Packing, has_kernels
+from tiered.packing.integers import Int8Largest
 from tiered.packing.mxfp4 import Mxfp4
 from tiered.packing.quantised import FORMS, TYPES, packing_of, packing_where_fit
 from tiered.packing.table4 import form_by_table
@@ -276,6 +277,25 @@ def test_nf4_has_the_values_of_bitsandbytes(kernel: str, shape: tuple[int, int],
     expected = values_of(codes, state).view(-1)
     assert torch.equal(unpacked(way, packed, dtype).view(BIT_PATTERN[dtype]), expected.view(BIT_PATTERN[dtype]))
     assert math.isclose(loss.error, float((expected.double() - values.view(-1).double()).square().sum()), rel_tol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_int8_of_files_has_the_values_of_bitsandbytes(kernel: str, dtype: torch.dtype) -> None:
+    """Every code, and largest values from 0 and tiny ones on, with infinity and NaN among them."""
+    functional = pytest.importorskip("bitsandbytes").functional
+    torch.manual_seed(0)
+    for rows, columns in ((1, 256), (9, 700), (4, 100_001)):
+        way = FORMS[Int8Largest.form](rows, columns)
+        packed = torch.zeros(way.nbytes, dtype=torch.uint8)
+        codes, largest = way.parts(packed)
+        codes.copy_(torch.randint(-128, 128, codes.shape, dtype=torch.int8))
+        codes[0, :256] = torch.arange(-128, 128)
+        largest.copy_(torch.randn(rows).abs() * 2.0 ** torch.randint(-140, 120, (rows,)))
+        if rows > 3:
+            largest[1:4] = torch.tensor([0.0, math.inf, math.nan])
+        expected = functional.int8_vectorwise_dequant(codes, largest).view(-1)
+        assert expected.dtype is torch.float32
+        assert same_bits(unpacked(way, packed, dtype), expected.to(dtype))
 
 
 def test_nf4_needs_whole_blocks_and_bitsandbytes_to_pack(monkeypatch: pytest.MonkeyPatch) -> None:
