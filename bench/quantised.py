@@ -2,6 +2,7 @@
 
     .venv/bin/python -m bench.quantised                          Markdown, some minutes
     .venv/bin/python -m bench.quantised --layers 16 --share 25% --rounds 3
+    .venv/bin/python -m bench.quantised --kernels                the last table alone, half a minute
 
 A Llama of random weights is imported once in each form (all compute in fp32). Then a round generates with each form in turn,
 from a store that is open for reading with ``--share`` of the fp32 weights as memory, and the next round begins with another
@@ -41,6 +42,14 @@ FORMS: dict[str, dict[str, Any]] = {
     "int8": {"quantize": "int8"},
     "int4": {"quantize": "int4"},
 }
+OF_FILES = (
+    "int8 by row, float32 largest values",
+    "float8_e4m3fn by 128 x 128, float32 scales",
+    "float8_e4m3fn by 1 x 32, float32 scales",
+    "float8_e5m2 by 1 x all, float32 scales",
+    "float4_e2m1 by 32, scales of powers of two",
+)
+"""Forms of checkpoints that others have packed."""
 SKIPPED = 2
 """Tokens that are not counted."""
 
@@ -73,31 +82,35 @@ def measured(folder: Path, dram: int, tokens: int) -> tuple[list[float], list[in
 
 
 def kernels() -> None:
-    """Print what unpacking makes."""
+    """Print what unpacking makes, of forms that there are to choose and of some that files have."""
     from tiered.packing import form, quantised
 
     rows, columns = 2048, 4096
     print("\n| form | to | C, GB/s | torch, 1 thread | torch, all threads | copy, 1 thread |\n|---|---|---:|---:|---:|---:|")
     threads = torch.get_num_threads()
-    for quantize in quantised.QUANTIZE:
+    for name in (*quantised.QUANTIZE, *OF_FILES):
         for dtype in quantised.TYPES:
             values = torch.randn(rows * columns).to(dtype)
-            packing = quantised.packing_where_fit(quantize, torch.Size((rows, columns)), (columns, 1), dtype)
+            if name in OF_FILES:
+                packing = quantised.packing_of(name, torch.Size((rows, columns)), (columns, 1))
+            else:
+                packing = quantised.packing_where_fit(name, torch.Size((rows, columns)), (columns, 1), dtype)
             assert packing is not None
-            packed, out = torch.empty(packing.nbytes, dtype=torch.uint8), torch.empty_like(values)
-            packing.pack(values, packed, "w")
+            packed, out = torch.randint(0, 127, (packing.nbytes,), dtype=torch.uint8), torch.empty_like(values)
+            if name not in OF_FILES:
+                packing.pack(values, packed, "w")
 
             unpack, copy = partial(packing.unpack, packed, out), partial(out.copy_, values)
             torch.set_num_threads(1)
             cells = [rate(unpack, out) if form.has_kernels() else "none"]
-            with mock.patch.object(quantised, "lib", None):
+            with mock.patch.object(form, "lib", None):
                 cells.append(rate(unpack, out))
                 torch.set_num_threads(threads)
                 cells.append(rate(unpack, out))
             torch.set_num_threads(1)
             cells.append(rate(copy, out))
             torch.set_num_threads(threads)
-            print(f"| {quantize} | {str(dtype).removeprefix('torch.')} | {' | '.join(cells)} |", flush=True)
+            print(f"| {name} | {str(dtype).removeprefix('torch.')} | {' | '.join(cells)} |", flush=True)
 
 
 def rate(call: Callable[[], object], out: torch.Tensor) -> str:
@@ -118,12 +131,16 @@ def main() -> int:
     parser.add_argument("--share", default="50%", help="memory, as a share of the fp32 weights (default: 50%%)")
     parser.add_argument("--tokens", type=int, default=8, help="counted in each run")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--kernels", action="store_true", help="print the last table alone")
     options = parser.parse_args()
     from tiered.integrations.kept import opening_of
     from tiered.integrations.transformers import import_model
 
     quiet()
     print(told_environment(environment()) + "\n")
+    if options.kernels:
+        kernels()
+        return 0
     with tempfile.TemporaryDirectory(dir=options.dir) as place:
         folder = Path(place)
         weights = made(folder, options.layers, options.width)
