@@ -34,6 +34,7 @@ from tiered.integrations.kept import opening_of  # noqa: E402
 from tiered.integrations.packed import STATE, united  # noqa: E402
 from tiered.integrations.transformers import from_pretrained, import_model, open_model  # noqa: E402
 from tiered.integrations.transformers.experts import expert_statistics  # noqa: E402
+from tiered.packing.quantised import FORMS  # noqa: E402
 from tiered.store.at_rest import StoreAtRest  # noqa: E402
 from tiered.zero.checkpoint.safetensors import export_at_rest  # noqa: E402
 from tiered.zero.construction.deferred import Files  # noqa: E402
@@ -168,27 +169,35 @@ Floats = tuple[torch.dtype, tuple[int | None, int | None], torch.dtype]
 SQUARES: Floats = (torch.float8_e4m3fn, (128, 128), torch.float32)
 
 
-def floats(folder: Path, kind: Floats = SQUARES, method: str = "fp8") -> dict[str, torch.Tensor]:
+def large() -> Any:
+    return LlamaForCausalLM(LlamaConfig(**LLAMA | {"hidden_size": 256, "intermediate_size": 640}))
+
+
+def floats(
+    folder: Path, kind: Floats = SQUARES, method: str = "fp8", make: Callable[[], Any] = large
+) -> dict[str, torch.Tensor]:
     """Save a model whose matrices are floats of 8 bits with scales; return the values of its matrices in float32."""
     torch.manual_seed(0)
     element, block, scale_type = kind
-    sizes = LLAMA | {"hidden_size": 256, "intermediate_size": 640}
-    LlamaForCausalLM(LlamaConfig(**sizes)).to(torch.bfloat16).save_pretrained(folder)
+    make().to(torch.bfloat16).save_pretrained(folder)
     made: dict[str, torch.Tensor] = {}
     values: dict[str, torch.Tensor] = {}
     for name, value in load_file(folder / "model.safetensors").items():
-        if value.dim() != 2 or "layers" not in name:
+        if value.dim() != 2 or "layers" not in name or "mlp.gate.weight" in name:
             made[name] = value
             continue
         down, along = (size or whole for size, whole in zip(block, value.shape, strict=True))
-        blocks = value.float().view(value.shape[0] // down, down, value.shape[1] // along, along)
+        rows, columns = value.shape
+        filled = torch.nn.functional.pad(value.float(), (0, -columns % along, 0, -rows % down))
+        blocks = filled.view(-(-rows // down), down, -(-columns // along), along)
         scales = (blocks.abs().amax((1, 3)) / 448).log2().ceil().exp2().mul(1 + (scale_type.itemsize > 1) * 0.75)
-        codes = (blocks / scales[:, None, :, None]).view(value.shape).to(element)
+        spread = scales.repeat_interleave(down, 0)[:rows].repeat_interleave(along, 1)[:, :columns]
+        codes = (value.float() / spread).to(element)
         stored = scales.log2().add(127).to(torch.uint8) if scale_type is torch.uint8 else scales.to(scale_type)
         made |= {name: codes, f"{name}_scale_inv" if method == "fp8" else f"{name}_scale": stored}
         if scales.numel() == 1:
             made[f"{name}_scale_inv" if method == "fp8" else f"{name}_scale"] = stored.view(() if method == "fp8" else (1,))
-        values[name] = codes.float() * scales.repeat_interleave(down, 0).repeat_interleave(along, 1)
+        values[name] = codes.float() * spread
     made["model.layers.0.mlp.up_proj.input_scale"] = torch.ones(1)
     save_file(made, folder / "model.safetensors", metadata={"format": "pt"})
     how: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": list(block)}
@@ -286,6 +295,60 @@ def test_values_are_those_of_compressed_tensors(tmp_path: Path) -> None:
             parts = {"weight": files[name], "weight_scale": files[f"{name}_scale"]}
             found = compressors.NaiveQuantizationCompressor.decompress(parts, scheme)["weight"]
             assert torch.equal(found, value.to(torch.bfloat16))
+
+
+def mixture() -> Any:
+    sizes = LLAMA | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "head_dim": 32}
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes))
+
+
+def test_experts_that_are_joined_stay_packed(tmp_path: Path) -> None:
+    """transformers stacks the matrices of experts, and puts two of each together: these are one packed matrix, where the first
+    ends with a block. Else, and where each has one scale, they are unpacked."""
+    for number, (block, slices) in enumerate({(32, 32): 16, (1, None): 16, (64, 32): 8, (None, None): 0}.items()):
+        folder, fp8 = tmp_path / str(number), block[1] == 32
+        method = "fp8" if fp8 else "compressed-tensors"
+        exact = floats(folder, (torch.float8_e4m3fn, block, torch.float32), method, mixture)
+        values = {name: value.to(torch.bfloat16) for name, value in exact.items()}
+        with TieredStore.open(folder / "store", dram="1MiB") as store:
+            model = import_model(folder, store, verify=True)
+            packed = [one for one in pager_of(model).placements if one.packing is not None and one.sliced is not None]
+            assert len(packed) == slices, block
+            found = model.state_dict()
+            for layer, expert in product(range(2), range(4)):
+                name = f"model.layers.{layer}.mlp.experts"
+                gate, up, down = (values[f"{name}.{expert}.{one}_proj.weight"] for one in ("gate", "up", "down"))
+                assert torch.equal(found[f"{name}.gate_up_proj"][expert], torch.cat((gate, up)))
+                assert torch.equal(found[f"{name}.down_proj"][expert], down)
+            if number == 0:
+                reference = AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16)
+                reference.load_state_dict(found)
+                assert tokens(model) == tokens(reference)
+            store.close()
+
+
+@pytest.mark.parametrize("block", [(64, 64), (1, None)])
+def test_matrices_that_are_joined_are_divided_anywhere(tmp_path: Path, block: tuple[int | None, int | None]) -> None:
+    exact = floats(tmp_path, (torch.float8_e5m2, block, torch.float32), "compressed-tensors")
+    how = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    names = [f"model.layers.0.{name}.weight" for name in ("mlp.up_proj", "self_attn.q_proj", "mlp.gate_proj")]
+    expected = torch.cat([exact[name] for name in names])
+    with Files() as files:
+        weights = united(files.open(tmp_path), how, "")
+        joined: Any = torch.cat([weights[name] for name in names])
+        assert joined.form == weights[names[0]].form
+        assert joined[1:].form is None
+        assert torch.cat([joined, weights["lm_head.weight"]], 0).form is None  # type: ignore[attr-defined]
+        together = FORMS[joined.form].rows_together(256)
+        for first, last in ((0, 1536), (0, 640), (600, 1000), (640, 896), (832, 1500), (1472, 1536)):
+            first -= first % together
+            last = last if last == 1536 else last - last % together
+            packing = FORMS[joined.form].of(last - first, 256)
+            assert packing is not None
+            packed, found = torch.empty(packing.nbytes, dtype=torch.uint8), torch.empty((last - first) * 256)
+            joined.write_packed(packing, packed, first * 256)
+            packing.unpack(packed, found)
+            assert torch.equal(found.view(-1, 256), expected[first:last])
 
 
 def test_floats_of_8_bits_with_other_scales_are_named(tmp_path: Path) -> None:
@@ -420,7 +483,13 @@ def test_experts_of_floats_of_4_bits(tmp_path: Path) -> None:
         assert tokens(model) == expected
 
     with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
-        same(import_model(tmp_path / "packed", store, verify=True), 16)
+        model = import_model(tmp_path / "packed", store, verify=True)
+        same(model, 16)
+        for implementation in ("eager", "batched_mm"):
+            with torch.no_grad():
+                for one in (model, reference):
+                    one.set_experts_implementation(implementation)
+                assert torch.equal(model(input_ids=IDS).logits, reference(input_ids=IDS).logits), implementation
         store.close()
     with TieredStore.open(tmp_path / "store", dram="1MiB", access="read") as store:
         model = open_model(store)

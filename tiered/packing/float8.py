@@ -50,6 +50,10 @@ class Float8(Packing):
         return 4 * down * along
 
     @classmethod
+    def joins(cls) -> bool:
+        return cls.down is not None
+
+    @classmethod
     def rows_together(cls, columns: int) -> int:
         return cls.down or 1
 
@@ -61,6 +65,9 @@ class Float8(Packing):
         """Return codes, and for each row its scales."""
         codes = packed[: self.codes_nbytes].view(self.rows, self.columns)
         return codes, self.squares(packed).repeat_interleave(self.down or self.rows, 0)[: self.rows]
+
+    def views_by_rows(self, packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return packed[: self.codes_nbytes].view(self.rows, self.columns), self.squares(packed)
 
     def _pack(self, exact: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
         raise NotImplementedError("floats of 8 bits are taken from files as they are")

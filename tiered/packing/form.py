@@ -77,6 +77,11 @@ class Packing:
         return cls(rows, columns)
 
     @classmethod
+    def joins(cls) -> bool:
+        """Return whether matrices that are packed so are one where they follow one another, row by row."""
+        return False
+
+    @classmethod
     def rows_together(cls, columns: int) -> int:
         """Return at multiples of how many rows, as the parameter has them, it can be divided without packing it anew."""
         return 1
@@ -85,6 +90,17 @@ class Packing:
         """Return codes, scales, and what else it takes to unpack them, of ``packed``, uint8 of shape (nbytes,), each with
         ``rows`` as its first dimension."""
         raise NotImplementedError
+
+    def views_by_rows(self, packed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """View all that ``packed`` consists of. What belongs to some rows has their share of the first dimension."""
+        return self.parts(packed)
+
+    def place(self, packed: torch.Tensor, part: Packing, packed_part: torch.Tensor, first: int) -> None:
+        """Copy ``packed_part``, which is as ``part`` says, to ``packed``, from row ``first`` on: a multiple of
+        ``rows_together``. Only where the form ``joins``."""
+        for target, source in zip(self.views_by_rows(packed), part.views_by_rows(packed_part), strict=True):
+            at = first * target.shape[0] // self.rows
+            target[at : at + source.shape[0]].copy_(source)
 
     @torch.no_grad()
     def pack(self, values: torch.Tensor, packed: torch.Tensor, name: str) -> Loss:

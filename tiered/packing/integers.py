@@ -60,6 +60,10 @@ class Int8Largest(Int8):
     form = "int8 by row, float32 largest values"
     kernel = "unpack_int8_largest"
 
+    @classmethod
+    def joins(cls) -> bool:
+        return True
+
     def _pack(self, exact: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
         raise NotImplementedError("largest values are taken from files as they are")
 

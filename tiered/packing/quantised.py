@@ -18,7 +18,7 @@ from tiered.packing.integers import Int4, Int8, Int8Largest
 from tiered.packing.mxfp4 import Mxfp4
 from tiered.packing.table4 import TABLES, DoubleTable4, Table4, form_by_table
 
-__all__ = ["FORMS", "QUANTIZE", "TYPES", "Quantize", "cast_form", "packing_of", "packing_where_fit"]
+__all__ = ["FORMS", "LEAST_COLUMNS", "QUANTIZE", "TYPES", "Quantize", "cast_form", "packing_of", "packing_where_fit"]
 
 Quantize = Literal["int8", "int4", "nf4"]
 QUANTIZE: tuple[Quantize, ...] = ("int8", "int4", "nf4")

@@ -17,7 +17,8 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
@@ -25,7 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from tiered.errors import MisuseError
 from tiered.format.safetensors import CODES, WeightFiles
 from tiered.packing.form import Packing
-from tiered.packing.quantised import FORMS, cast_form
+from tiered.packing.quantised import FORMS, LEAST_COLUMNS, cast_form
 from tiered.tensors.steps import written_by
 from tiered.zero.paging.units import ALL
 
@@ -66,8 +67,33 @@ class _Values:
         """Yield what ``write`` reads straight from files, in that order. What needs other reads may be left out."""
         yield from ()
 
+    def matrices(self) -> tuple[list[list[_Packed]], int]:
+        """Return, for each index along all dimensions but the last two, matrices that files have packed, of which the rows
+        follow one another; and how many casts these have gone through. Nothing where there are none."""
+        return [], 0
+
+    @cached_property
+    def packed(self) -> _Parts:
+        rows, casts = self.matrices()
+        found = [one for several in rows for one in several]
+        if len(found) > 1:
+            kind, columns = FORMS[found[0].form], found[0].shape[-1]
+            alike = {(one.form, one.dtype, one.shape[-1], len(one.shape)) for one in found}
+            whole = all(one.shape[0] % kind.rows_together(columns) == 0 for one in found[:-1])
+            matrices = len(found[0].shape) == 2 and columns >= LEAST_COLUMNS
+            if not kind.joins() or len(alike) > 1 or not matrices or not whole:
+                found = []
+        return _Parts(found, casts)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> _Values:
         return self  # it never changes
+
+
+class _Parts(NamedTuple):
+    """Matrices that files have packed, which make one as they follow one another."""
+
+    parts: list[_Packed]
+    casts: int
 
 
 class Files:
@@ -192,6 +218,10 @@ class _Cast(_Values):
     def reads(self, region: Region) -> Iterator[Read]:
         return self.source.reads(region)
 
+    def matrices(self) -> tuple[list[list[_Packed]], int]:
+        found, casts = self.source.matrices()
+        return found, casts + 1
+
 
 class _Joined(_Values):
     """``torch.cat`` along ``dim``."""
@@ -208,6 +238,13 @@ class _Joined(_Values):
     def reads(self, region: Region) -> Iterator[Read]:
         for part, _, _, inside in self._overlapping(region):
             yield from part.reads(inside)
+
+    def matrices(self) -> tuple[list[list[_Packed]], int]:
+        found = [part.matrices() for part in self._parts]
+        if self._dim != len(self.shape) - 2 or not all(rows for rows, _ in found):
+            return [], 0
+        together = zip(*(rows for rows, _ in found), strict=True)
+        return [[one for several in index for one in several] for index in together], max(casts for _, casts in found)
 
     def _overlapping(self, region: Region) -> Iterator[tuple[_Values, int, int, Region]]:
         """Yield the parts that have something of ``region``: from which index to which, and the region in the part."""
@@ -237,6 +274,12 @@ class _Stacked(_Values):
         inside = region[: self._dim] + region[self._dim + 1 :]
         for index in range(*region[self._dim]):
             yield from self._parts[index].reads(inside)
+
+    def matrices(self) -> tuple[list[list[_Packed]], int]:
+        found = [part.matrices() for part in self._parts]
+        if self._dim or not all(rows for rows, _ in found):
+            return [], 0
+        return [index for rows, _ in found for index in rows], max(casts for _, casts in found)
 
 
 class _Narrowed(_Values):
@@ -344,6 +387,9 @@ class _Packed(_Values):
             packing.unpack(packed, values.view(-1))
             last = self.opened.last = self, [values]
         target.copy_(_part(last[1][0], region))
+
+    def matrices(self) -> tuple[list[list[_Packed]], int]:
+        return [[self]], 0
 
     def _of(self, index: int) -> _Packed:
         """Return one index along the first dimension."""
@@ -473,11 +519,12 @@ class Deferred(torch.Tensor):
     def form(self) -> str | None:
         """The form, one of ``quantised.FORMS``, in which files have the values; None where they have them as they are, or more
         has to be done with them than to unpack and to cast them."""
-        packed = self._packed()
-        return None if packed is None else cast_form(packed.form, packed.dtype, self.dtype)
+        found = self._packed()
+        return None if not found else cast_form(found[0].form, found[0].dtype, self.dtype)
 
-    def _packed(self) -> _Packed | None:
-        """Return what files have packed, where this is it, or a cast of it, and has its elements in the files' order."""
+    def _packed(self) -> list[_Packed]:
+        """Return what files have packed, where its elements, one part after the other, are those of this in the order of
+        memory, but for one cast; none otherwise."""
         contents, dims, casts = self.contents, list(range(self.dim())), 0
         while isinstance(contents, _Cast | _Permuted):
             if isinstance(contents, _Permuted):
@@ -485,17 +532,28 @@ class Deferred(torch.Tensor):
             else:
                 casts += 1
             contents = contents.source
-        if not isinstance(contents, _Packed) or casts > 1:
-            return None
         row_major = torch.empty(contents.shape, dtype=contents.dtype, device="meta").stride()
-        return contents if self.stride() == tuple(row_major[dim] for dim in dims) else None
+        if casts + contents.packed.casts > 1 or self.stride() != tuple(row_major[dim] for dim in dims):
+            return []
+        return contents.packed.parts
 
     def write_packed(self, packing: Packing, packed: torch.Tensor, before: int) -> None:
         """Copy what files have of a matrix with a ``form`` to ``packed``: as many elements as ``packing`` has, after
         ``before``."""
         found = self._packed()
-        assert found is not None
-        found.pack(packing, packed, before)
+        if len(found) == 1:
+            found[0].pack(packing, packed, before)
+            return
+        packed.zero_()
+        end, begin = before + packing.rows * packing.columns, 0
+        for one in found:
+            first, last = max(begin, before), min(begin + math.prod(one.shape), end)
+            if first < last:
+                part = type(packing)((last - first) // packing.columns, packing.columns)
+                of_part = torch.empty(part.nbytes, dtype=torch.uint8, device="cpu")
+                one.pack(part, of_part, first - begin)
+                packing.place(packed, part, of_part, (first - before) // packing.columns)
+            begin += math.prod(one.shape)
 
     def _region(self, at: int | slice) -> Region:
         region = _all(self.contents.shape)
