@@ -190,9 +190,12 @@ def floats(
         rows, columns = value.shape
         filled = torch.nn.functional.pad(value.float(), (0, -columns % along, 0, -rows % down))
         blocks = filled.view(-(-rows // down), down, -(-columns // along), along)
-        scales = (blocks.abs().amax((1, 3)) / 448).log2().ceil().exp2().mul(1 + (scale_type.itemsize > 1) * 0.75)
+        whole = element is torch.int8
+        scales = (blocks.abs().amax((1, 3)) / (127 if whole else 448)).log2().ceil().exp2()
+        scales *= 1 if scale_type.itemsize == 1 else 1.75
         spread = scales.repeat_interleave(down, 0)[:rows].repeat_interleave(along, 1)[:, :columns]
-        codes = (value.float() / spread).to(element)
+        codes = value.float() / spread
+        codes = (codes.round() if whole else codes).to(element)
         stored = scales.log2().add(127).to(torch.uint8) if scale_type is torch.uint8 else scales.to(scale_type)
         made |= {name: codes, f"{name}_scale_inv" if method == "fp8" else f"{name}_scale": stored}
         if scales.numel() == 1:
@@ -205,10 +208,11 @@ def floats(
         how["weight_block_size"] = None
     if method != "fp8":
         strategy = {(None, None): "tensor", (1, None): "channel", (1, 32): "group"}.get(block, "block")
-        weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False}
+        numbers = ("int", "int-quantized") if element is torch.int8 else ("float", "float-quantized")
+        weights = {"num_bits": 8, "type": numbers[0], "strategy": strategy, "symmetric": True, "dynamic": False}
         more = {"group": {"group_size": 32}, "block": {"block_structure": list(block)}}.get(strategy, {})
         group = {"targets": ["Linear"], "weights": weights | more, "input_activations": None, "output_activations": None}
-        how = {"quant_method": method, "format": "float-quantized", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+        how = {"quant_method": method, "format": numbers[1], "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = how | {"modules_to_not_convert": ["lm_head"]}
     (folder / "config.json").write_text(json.dumps(config))
@@ -255,7 +259,8 @@ def test_a_checkpoint_of_floats_of_8_bits(tmp_path: Path, kind: Floats, unit: in
     "kind",
     [
         (torch.float8_e4m3fn, (1, None), torch.bfloat16), (torch.float8_e4m3fn, (None, None), torch.float32),
-        (torch.float8_e4m3fn, (128, 128), torch.bfloat16), (torch.float8_e4m3fn, (1, 32), torch.uint8),
+        (torch.float8_e4m3fn, (128, 128), torch.bfloat16), (torch.int8, (1, None), torch.bfloat16),
+        (torch.int8, (None, None), torch.float32),
     ],
 )  # fmt: skip
 def test_a_checkpoint_of_compressed_tensors(tmp_path: Path, kind: Floats) -> None:
@@ -285,10 +290,11 @@ def test_a_checkpoint_of_compressed_tensors(tmp_path: Path, kind: Floats) -> Non
 
 def test_values_are_those_of_compressed_tensors(tmp_path: Path) -> None:
     compressors, quantization = (pytest.importorskip(f"compressed_tensors.{name}") for name in ("compressors", "quantization"))
-    for number, (strategy, block) in enumerate({"channel": (1, None), "tensor": (None, None)}.items()):
+    blocks, elements = {"channel": (1, None), "tensor": (None, None)}, {"float": torch.float8_e4m3fn, "int": torch.int8}
+    for number, (strategy, kind) in enumerate(product(blocks, elements)):
         folder = tmp_path / str(number)
-        exact = floats(folder, (torch.float8_e4m3fn, block, torch.bfloat16), "compressed-tensors")
-        args = quantization.QuantizationArgs(num_bits=8, type="float", strategy=strategy)
+        exact = floats(folder, (elements[kind], blocks[strategy], torch.bfloat16), "compressed-tensors")
+        args = quantization.QuantizationArgs(num_bits=8, type=kind, strategy=strategy)
         scheme = quantization.QuantizationScheme(targets=["Linear"], weights=args)
         files = load_file(folder / "model.safetensors")
         for name, value in exact.items():
@@ -304,11 +310,10 @@ def mixture() -> Any:
 
 def test_experts_that_are_joined_stay_packed(tmp_path: Path) -> None:
     """transformers stacks the matrices of experts, and puts two of each together: these are one packed matrix, where the first
-    ends with a block. Else, and where each has one scale, they are unpacked."""
-    for number, (block, slices) in enumerate({(32, 32): 16, (1, None): 16, (64, 32): 8, (None, None): 0}.items()):
-        folder, fp8 = tmp_path / str(number), block[1] == 32
-        method = "fp8" if fp8 else "compressed-tensors"
-        exact = floats(folder, (torch.float8_e4m3fn, block, torch.float32), method, mixture)
+    ends with a block. Else they are unpacked."""
+    for number, (block, slices) in enumerate({(32, 32): 16, (64, 32): 8}.items()):
+        folder = tmp_path / str(number)
+        exact = floats(folder, (torch.float8_e4m3fn, block, torch.float32), make=mixture)
         values = {name: value.to(torch.bfloat16) for name, value in exact.items()}
         with TieredStore.open(folder / "store", dram="1MiB") as store:
             model = import_model(folder, store, verify=True)
@@ -327,7 +332,7 @@ def test_experts_that_are_joined_stay_packed(tmp_path: Path) -> None:
             store.close()
 
 
-@pytest.mark.parametrize("block", [(64, 64), (1, None)])
+@pytest.mark.parametrize("block", [(64, 64), (1, None), (None, None)])
 def test_matrices_that_are_joined_are_divided_anywhere(tmp_path: Path, block: tuple[int | None, int | None]) -> None:
     exact = floats(tmp_path, (torch.float8_e5m2, block, torch.float32), "compressed-tensors")
     how = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
@@ -336,6 +341,9 @@ def test_matrices_that_are_joined_are_divided_anywhere(tmp_path: Path, block: tu
     with Files() as files:
         weights = united(files.open(tmp_path), how, "")
         joined: Any = torch.cat([weights[name] for name in names])
+        if block == (None, None):  # each has a scale of its own
+            assert joined.form is None
+            return
         assert joined.form == weights[names[0]].form
         assert joined[1:].form is None
         assert torch.cat([joined, weights["lm_head.weight"]], 0).form is None  # type: ignore[attr-defined]
@@ -358,7 +366,8 @@ def test_floats_of_8_bits_with_other_scales_are_named(tmp_path: Path) -> None:
         (lambda tensors: tensors.update({scales: torch.ones(1, 1)}), r"scales of shape \[1, 1\] of torch\.float"),
         (lambda tensors: tensors.update({scales: torch.ones(2, 5, dtype=torch.int32)}), r"scales of .* of torch\.int32"),
         (lambda tensors: tensors.pop(scales), "it lacks '_scale_inv'"),
-        (lambda tensors: tensors.update({weight: tensors[weight].to(torch.float8_e4m3fnuz)}), "known are matrices of float8"),
+        (lambda tensors: tensors.update({weight: tensors[weight].to(torch.float8_e4m3fnuz)}), "known are matrices of"),
+        (lambda tensors: tensors.update({weight: tensors[weight].float().to(torch.int8)}), "of torch.int8; known are"),
         (lambda tensors: tensors.pop(weight), "it lacks ''"),
     ):
         before = (tmp_path / "model.safetensors").read_bytes()
@@ -695,6 +704,10 @@ REFUSED: dict[str, dict[str, Any]] = {
     "of 'bitsandbytes'": {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": True},
     "of 'fp8', 100 x 128": {"quant_method": "fp8", "weight_block_size": [100, 128]},
     "of 'fp8'": {"quant_method": "fp8", "expert_dtype": "fp4"},
+    "of 'fp8', a list x 128": {"quant_method": "fp8", "weight_block_size": [[128], 128]},
+    "of 'compressed-tensors', 'int-quantized'": {
+        "format": "int-quantized", "config_groups": {"a": {"weights": FLOAT | {"type": "int", "strategy": "token"}}}
+    },
     "of 'compressed-tensors', 'pack-quantized'": {
         "format": "pack-quantized", "config_groups": {"a": {"weights": FLOAT | {"num_bits": 4, "type": "int"}}}
     },

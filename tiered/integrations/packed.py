@@ -9,7 +9,7 @@ blocks, and a power of two for each. The parts go to the store as they are; noth
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from tiered.errors import MisuseError, quoted
 from tiered.packing.float8 import ELEMENTS, FLOATS8, Float8
 from tiered.packing.form import Packing, powers
-from tiered.packing.integers import Int8Largest
+from tiered.packing.integers import Int8, Int8Largest
 from tiered.packing.mxfp4 import GROUP, Mxfp4
 from tiered.packing.quantised import TYPES
 from tiered.packing.table4 import BLOCK, NESTED, Table4, form_by_table
@@ -29,6 +29,8 @@ __all__ = ["is_known", "named", "united", "weight_of"]
 
 SCALES = {"fp8": "_scale_inv", "compressed-tensors": "_scale"}
 """What the scales of floats of 8 bits add to the name of their weight, by ``quant_method``."""
+FORMATS = {"float-quantized", "int-quantized", "naive-quantized", "mxfp8-quantized"}
+"""Those of compressed-tensors whose codes have a byte each."""
 OF_OTHERS = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale")
 """Ends of names of scales by which other programs quantise what a layer is given or caches. Here only weights are packed."""
 BLOCKS, POWERS = "_blocks", "_scales"
@@ -70,8 +72,10 @@ class _Weights(msgspec.Struct):
     @property
     def block(self) -> Block | None:
         """What has a scale; None for what is not known."""
-        if (self.num_bits, self.type, self.symmetric) != (8, "float", True):
+        if (self.num_bits, self.symmetric) != (8, True) or self.type not in ("float", "int"):
             return None
+        if self.type == "int":
+            return {"tensor": (None, None), "channel": (1, None)}.get(self.strategy)
         if self.strategy == "group" and self.group_size is not None:
             return 1, self.group_size
         return {"tensor": (None, None), "channel": (1, None), "block": self.block_structure}.get(self.strategy)
@@ -93,7 +97,7 @@ class _Compressed(msgspec.Struct):
         """What has a scale, of each group of layers; None where one is packed in a way that is not known."""
         sparse = (self.sparsity_config or {}).get("format", "dense") != "dense"
         formats = {group.format or self.format for group in self.config_groups.values()}
-        if sparse or self.transform_config or not formats <= {"float-quantized", "naive-quantized", "mxfp8-quantized"}:
+        if sparse or self.transform_config or not formats <= FORMATS:
             return None
         found = [group.weights.block for group in self.config_groups.values()]
         return None if None in found else [block for block in found if block is not None]
@@ -118,10 +122,11 @@ def named(how: object) -> str:
 
 
 def _blocks(how: Mapping[str, Any]) -> list[Block] | None:
-    """Return what may have a scale, of floats of 8 bits; None for what is packed otherwise."""
+    """Return what may have a scale, of codes that have a byte each; None for what is packed otherwise."""
     if how.get("quant_method") == "fp8" and how.get("expert_dtype", "fp8") == "fp8":
         given = how.get("weight_block_size", [128, 128])
-        found: list[Block] = [(None, None)] if given is None else [tuple(given)] if isinstance(given, list) else []
+        sizes = isinstance(given, list) and len(given) == 2 and all(type(one) is int for one in given)
+        found: list[Block] = [(None, None)] if given is None else [(given[0], given[1])] if sizes else []
     elif how.get("quant_method") == "compressed-tensors":
         try:
             found = msgspec.convert(how, _Compressed).blocks or []
@@ -132,7 +137,7 @@ def _blocks(how: Mapping[str, Any]) -> list[Block] | None:
     return found if all(block in KNOWN for block in found) else None
 
 
-KNOWN = {(one.down, one.along) for one in FLOATS8}
+KNOWN = {one.block for one in FLOATS8}
 
 
 def weight_of(part: str) -> str:
@@ -146,6 +151,7 @@ def united(tensors: Mapping[str, Deferred], how: Mapping[str, Any], where: str) 
     missing or of other sizes, and for a way of packing that is not known."""
     blocks, scales = _blocks(how) or [], SCALES.get(str(how.get("quant_method")))
     experts, eight_bits = how.get("quant_method") == "mxfp4", how.get("load_in_8bit") is True
+    known = (*ELEMENTS, torch.int8) if how.get("quant_method") == "compressed-tensors" else tuple(ELEMENTS)
     found = {name: one for name, one in tensors.items() if not blocks or not name.endswith(OF_OTHERS)}
     for name in list(found):
         weight, by_table, _ = name.partition(STATE)
@@ -166,8 +172,8 @@ def united(tensors: Mapping[str, Deferred], how: Mapping[str, Any], where: str) 
                     found[weight] = _experts(parts[BLOCKS], parts[POWERS])
             elif scales is not None and name.endswith(scales):
                 weight = name.removesuffix(scales)
-                found[weight] = _floats(found.pop(weight, None), found.pop(name), blocks)
-            elif tensors[name].dtype in ELEMENTS and f"{name}{scales}" not in tensors:
+                found[weight] = _scaled(found.pop(weight, None), found.pop(name), blocks, known)
+            elif tensors[name].dtype in known and f"{name}{scales}" not in tensors:
                 raise KeyError(scales)
             elif eight_bits and tensors[name].dtype is torch.int8 and name.removesuffix(WEIGHT) + ROWS not in tensors:
                 raise KeyError(ROWS)
@@ -204,13 +210,18 @@ def _by_rows(parts: Mapping[str, Deferred], largest: Deferred) -> Deferred:
     return Deferred.packed(codes, codes.shape, torch.float32, Int8Largest.form, partial(_pack_rows, codes, largest))
 
 
-def _pack_rows(codes: Deferred, largest: Deferred, packing: Packing, packed: torch.Tensor, before: int) -> None:
-    assert isinstance(packing, Int8Largest)
+def _pack_rows(codes: Deferred, scales: Deferred, packing: Packing, packed: torch.Tensor, before: int) -> None:
+    """``scales``: what each row has, or one number for all."""
+    assert isinstance(packing, Int8)
     _refuse_cut(before, packing.columns)
     packed.zero_()
     first = before // packing.columns
-    for part, target in zip((codes, largest), packing.parts(packed), strict=True):
-        part.write_to(target, slice(first, first + packing.rows))
+    of_codes, of_rows = packing.parts(packed)
+    codes.write_to(of_codes, slice(first, first + packing.rows))
+    if scales.numel() == 1:
+        of_rows.copy_(scales.whole().view(1))
+    else:
+        scales.write_to(of_rows.view(-1, *scales.shape[1:]), slice(first, first + packing.rows))
 
 
 def _pack_experts(codes: Deferred, scales: Deferred, packing: Packing, packed: torch.Tensor, before: int) -> None:
@@ -225,21 +236,25 @@ def _pack_experts(codes: Deferred, scales: Deferred, packing: Packing, packed: t
     scales.write_to(of_scales.view(-1, *scales.shape[1:]), at)
 
 
-def _floats(codes: Deferred | None, scales: Deferred, blocks: Sequence[Block]) -> Deferred:
-    """Return the weight that consists of floats of 8 bits and ``scales``, of which each is for one of ``blocks``. Raises
-    KeyError and ValueError."""
+def _scaled(codes: Deferred | None, scales: Deferred, blocks: Sequence[Block], known: Collection[torch.dtype]) -> Deferred:
+    """Return the weight that consists of codes of 8 bits, of a ``known`` type, and ``scales``, of which each is for one of
+    ``blocks``. Raises KeyError and ValueError."""
     if codes is None:
         raise KeyError("")
-    if codes.dim() != 2 or not codes.numel() or codes.dtype not in ELEMENTS:
-        raise ValueError(f"shape {list(codes.shape)} of {codes.dtype}; known are matrices of float8_e4m3fn and float8_e5m2")
-    forms = [one for one in FLOATS8 if one.element is codes.dtype and (one.down, one.along) in blocks]
-    grids = {one.form: one.scales_of(*codes.shape) for one in forms}
+    if codes.dim() != 2 or not codes.numel() or codes.dtype not in known:
+        raise ValueError(f"shape {list(codes.shape)} of {codes.dtype}; known are matrices of {', '.join(map(str, known))}")
+    rows, columns = codes.shape
+    whole = codes.dtype is torch.int8
+    grids = [(one.form, one.scales_of(rows, columns)) for one in FLOATS8 if one.element is codes.dtype and one.block in blocks]
+    if whole:
+        grids = [(Int8.form, (rows if down else 1, 1)) for down, along in blocks if down in (1, None) and along is None]
     shape = (1, 1) if scales.numel() == 1 else tuple(scales.shape)
-    found = [form for form, grid in grids.items() if grid == shape]  # where there are two, their blocks have the same elements
-    if not found or scales.dtype not in (*TYPES, EXPONENTS, torch.uint8):
-        known = " or ".join(f"{list(grid)} ({form})" for form, grid in grids.items())
-        raise ValueError(f"scales of shape {list(scales.shape)} of {scales.dtype}; known are {known}")
-    return Deferred.packed(codes, codes.shape, torch.float32, found[0], partial(_pack_floats, codes, scales))
+    found = [form for form, grid in grids if grid == shape]  # where there are two, their blocks have the same elements
+    if not found or scales.dtype not in (TYPES if whole else (*TYPES, EXPONENTS, torch.uint8)):
+        those = " or ".join(f"{list(grid)} ({form})" for form, grid in grids)
+        raise ValueError(f"scales of shape {list(scales.shape)} of {scales.dtype}; known are {those}")
+    pack = partial(_pack_rows if whole else _pack_floats, codes, scales)
+    return Deferred.packed(codes, codes.shape, torch.float32, found[0], pack)
 
 
 def _pack_floats(codes: Deferred, scales: Deferred, packing: Packing, packed: torch.Tensor, before: int) -> None:
@@ -251,7 +266,7 @@ def _pack_floats(codes: Deferred, scales: Deferred, packing: Packing, packed: to
     codes.write_to(target, slice(first, first + packing.rows))
     squares = packing.squares(packed)
     found = torch.empty(squares.shape, dtype=scales.dtype, device="cpu")
-    if scales.dim() < 2:
+    if scales.numel() == 1:
         scales.write_to(found.view(scales.shape))
     else:
         at = first // down if down else 0

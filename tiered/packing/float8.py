@@ -29,6 +29,7 @@ class Float8(Packing):
     element: ClassVar[torch.dtype]
     down: ClassVar[int | None]
     along: ClassVar[int | None]
+    block: ClassVar[tuple[int | None, int | None]]
 
     @classmethod
     def scales_of(cls, rows: int, columns: int) -> tuple[int, int]:
@@ -84,7 +85,7 @@ class Float8(Packing):
 def _made(element: torch.dtype, down: int | None, along: int | None) -> type[Float8]:
     block = f"{'all' if down is None else down} x {'all' if along is None else along}"
     named = f"{str(element).removeprefix('torch.')} by {block}, float32 scales"
-    return type("Float8", (Float8,), {"element": element, "down": down, "along": along, "form": named})
+    return type("Float8", (Float8,), {"element": element, "down": down, "along": along, "block": (down, along), "form": named})
 
 
 FLOATS8: tuple[type[Float8], ...] = tuple(_made(*one) for one in product(ELEMENTS, DOWN, ALONG))

@@ -39,6 +39,10 @@ class Int8(Packing):
     def scales_nbytes(self) -> int:
         return 4 * self.rows
 
+    @classmethod
+    def joins(cls) -> bool:
+        return True
+
     def parts(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         codes = packed[: self.codes_nbytes].view(torch.int8).view(self.rows, self.columns)
         return codes, packed[self._scales_at : self.nbytes].view(torch.float32)
@@ -59,10 +63,6 @@ class Int8Largest(Int8):
 
     form = "int8 by row, float32 largest values"
     kernel = "unpack_int8_largest"
-
-    @classmethod
-    def joins(cls) -> bool:
-        return True
 
     def _pack(self, exact: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
         raise NotImplementedError("largest values are taken from files as they are")

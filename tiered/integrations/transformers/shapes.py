@@ -33,7 +33,7 @@ MOST_MODULES = 1 << 18
 LARGEST = 2**31 - 1
 """Rows, columns, positions or tokens."""
 QUANTISED = (
-    "what is packed otherwise than by bitsandbytes, as floats of 8 bits (fp8, and compressed-tensors), or as mxfp4, cannot be "
+    "what is packed otherwise than by bitsandbytes, in 8 bits by fp8 or compressed-tensors, or as mxfp4, cannot be "
     "paged: take the model that is not quantised, and policy=zero.Policy(quantize=) or --quantize to save room"
 )
 
