@@ -86,8 +86,8 @@ $(STAMP): pyproject.toml setup.py $(wildcard libaio_ext/*.[ch] libaio_ext/*.map 
 
 # What tiered/integrations is tested against. Where it cannot be installed, those tests are skipped.
 $(LIBRARIES): $(STAMP) tests/libraries.txt
-	@$(BIN)/pip install -q '$(TORCH)' -c tests/libraries.txt --no-build-isolation -e '.[test,dev,hf,lightning,nf4]' \
-		|| echo "setup: without transformers, accelerate, peft, trl, lightning and bitsandbytes; their tests are skipped"
+	@$(BIN)/pip install -q '$(TORCH)' -c tests/libraries.txt --no-build-isolation -e '.[test,dev,hf,lightning,nf4,gguf]' \
+		|| echo "setup: without transformers, accelerate, peft, trl, lightning, bitsandbytes and gguf; their tests are skipped"
 	@touch $(LIBRARIES)
 
 $(DOCUMENTATION): $(STAMP)

@@ -32,6 +32,7 @@ from bench.llama import config_of, generated, quiet
 from tiered import TieredStore
 from tiered.cli.output import told_environment
 from tiered.measuring.meters import environment, turns
+from tiered.packing.gguf import BLOCKS
 from tiered.types import format_size
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -48,6 +49,7 @@ OF_FILES = (
     "float8_e4m3fn by 1 x 32, float32 scales",
     "float8_e5m2 by 1 x all, float32 scales",
     "float4_e2m1 by 32, scales of powers of two",
+    *(kind.form for kind in BLOCKS.values()),
 )
 """Forms of checkpoints that others have packed."""
 SKIPPED = 2
@@ -82,7 +84,7 @@ def measured(folder: Path, dram: int, tokens: int) -> tuple[list[float], list[in
 
 
 def kernels() -> None:
-    """Print what unpacking makes, of forms that there are to choose and of some that files have."""
+    """Print what unpacking makes, of forms that there are to choose and of some that files have, of random bytes."""
     from tiered.packing import form, quantised
 
     rows, columns = 2048, 4096

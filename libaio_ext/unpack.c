@@ -281,3 +281,127 @@ int unpack_float8(
         return -1;
     return 0;
 }
+
+/* Blocks of GGUF files. Their float16 is converted by steps that are no subnormal floats, as that of float8_e4m3fn is. */
+
+enum { K_BLOCK = 256, Q8_0_BYTES = 34, Q4_K_BYTES = 144, Q5_K_BYTES = 176, Q6_K_BYTES = 210 };
+
+INLINE float from_float16(const uint8_t *restrict at)
+{
+    const uint32_t half = (uint32_t)at[0] | (uint32_t)at[1] << 8, exponent = half >> 10 & 31, mantissa = half & 0x3ff;
+    const uint32_t bits = (exponent == 31 ? 0x7f800000 : (exponent + 112) << 23) | mantissa << 13;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    if (!exponent)
+        value = (float)mantissa * 0x1p-24f;
+    return half & 0x8000 ? -value : value;
+}
+
+INLINE void q8_0_blocks(const uint8_t *restrict blocks, size_t count, void *restrict out, int type)
+{
+    float values[GROUP];
+    for (size_t block = 0; block < count; block++) {
+        const uint8_t *mine = blocks + block * Q8_0_BYTES;
+        const float scale = from_float16(mine);
+        for (size_t i = 0; i < GROUP; i++)
+            values[i] = (float)(int8_t)mine[2 + i] * scale;
+        store(values, GROUP, out, block * GROUP, type);
+    }
+}
+
+/* Codes of 4 bits, or of 5 of which the fifth lie together: 32 bytes with that of one group in each bit. */
+INLINE void k_blocks(const uint8_t *restrict blocks, size_t count, void *restrict out, int type, int bits)
+{
+    enum { GROUPS = K_BLOCK / GROUP };
+    float values[2 * GROUP];
+    for (size_t block = 0; block < count; block++) {
+        const uint8_t *mine = blocks + block * (bits == 5 ? Q5_K_BYTES : Q4_K_BYTES), *six = mine + 4, *fifth = mine + 16;
+        const uint8_t *codes = bits == 5 ? fifth + GROUP : fifth;
+        const float scale = from_float16(mine), minimum = from_float16(mine + 2);
+        float scales[GROUPS], minimums[GROUPS];
+        for (size_t i = 0; i < GROUPS / 2; i++) {
+            scales[i] = (float)(six[i] & 63) * scale;
+            scales[i + 4] = (float)((six[i + 8] & 15) | (six[i] >> 2 & 48)) * scale;
+            minimums[i] = (float)(six[i + 4] & 63) * minimum;
+            minimums[i + 4] = (float)(six[i + 8] >> 4 | (six[i + 4] >> 2 & 48)) * minimum;
+        }
+        for (size_t group = 0; group < GROUPS; group += 2) {
+            const uint8_t *both = codes + group / 2 * GROUP;
+            for (size_t i = 0; i < GROUP; i++) {
+                const int high = bits == 5 ? (fifth[i] >> group & 1) << 4 : 0;
+                values[i] = (float)((both[i] & 15) | high) * scales[group] - minimums[group];
+            }
+            for (size_t i = 0; i < GROUP; i++) {
+                const int high = bits == 5 ? (fifth[i] >> (group + 1) & 1) << 4 : 0;
+                values[GROUP + i] = (float)(both[i] >> 4 | high) * scales[group + 1] - minimums[group + 1];
+            }
+            store(values, 2 * GROUP, out, block * K_BLOCK + group * GROUP, type);
+        }
+    }
+}
+
+INLINE void q4_k_blocks(const uint8_t *restrict blocks, size_t count, void *restrict out, int type)
+{
+    k_blocks(blocks, count, out, type, 4);
+}
+
+INLINE void q5_k_blocks(const uint8_t *restrict blocks, size_t count, void *restrict out, int type)
+{
+    k_blocks(blocks, count, out, type, 5);
+}
+
+INLINE void q6_k_blocks(const uint8_t *restrict blocks, size_t count, void *restrict out, int type)
+{
+    enum { SCALED = 16, HALF = K_BLOCK / 2 };
+    float values[HALF];
+    for (size_t block = 0; block < count; block++) {
+        const uint8_t *mine = blocks + block * Q6_K_BYTES;
+        const float scale = from_float16(mine + 208);
+        float scales[K_BLOCK / SCALED];
+        for (size_t i = 0; i < K_BLOCK / SCALED; i++)
+            scales[i] = (float)(int8_t)mine[192 + i] * scale;
+        for (size_t half = 0; half < 2; half++) {
+            for (size_t part = 0; part < 2; part++) {
+                const uint8_t *lower = mine + half * 64 + part * SCALED, *upper = mine + 128 + half * GROUP + part * SCALED;
+                const float *by = scales + half * 8 + part;
+                float *to = values + part * SCALED;
+                for (size_t i = 0; i < SCALED; i++) {
+                    const int one = lower[i], other = lower[GROUP + i], two = upper[i];
+                    to[i] = (float)(((one & 15) | (two & 3) << 4) - 32) * by[0];
+                    to[GROUP + i] = (float)(((other & 15) | (two & 12) << 2) - 32) * by[2];
+                    to[2 * GROUP + i] = (float)((one >> 4 | (two & 48)) - 32) * by[4];
+                    to[3 * GROUP + i] = (float)((other >> 4 | (two & 192) >> 2) - 32) * by[6];
+                }
+            }
+            for (size_t group = 0; group < HALF; group += GROUP)
+                store(values + group, GROUP, out, block * K_BLOCK + half * HALF + group, type);
+        }
+    }
+}
+
+#define BLOCKS_VARIANT(form, type_name, type)                                                                         \
+    CLONED static void form##_##type_name(const uint8_t *blocks, size_t count, void *out)                             \
+    {                                                                                                                 \
+        form##_blocks(blocks, count, out, type);                                                                      \
+    }
+
+#define BLOCKS_KERNEL(form)                                                                                           \
+    BLOCKS_VARIANT(form, float32, UNPACK_FLOAT32)                                                                     \
+    BLOCKS_VARIANT(form, bfloat16, UNPACK_BFLOAT16)                                                                   \
+    int unpack_##form(uint64_t blocks, uint64_t count, uint64_t out, int type)                                        \
+    {                                                                                                                 \
+        const uint8_t *from = (const uint8_t *)(uintptr_t)blocks;                                                     \
+        void *to = (void *)(uintptr_t)out;                                                                            \
+        if (type == UNPACK_FLOAT32)                                                                                   \
+            form##_float32(from, count, to);                                                                          \
+        else if (type == UNPACK_BFLOAT16)                                                                             \
+            form##_bfloat16(from, count, to);                                                                         \
+        else                                                                                                          \
+            return -1;                                                                                                \
+        return 0;                                                                                                     \
+    }
+
+BLOCKS_KERNEL(q8_0)
+BLOCKS_KERNEL(q4_k)
+BLOCKS_KERNEL(q5_k)
+BLOCKS_KERNEL(q6_k)

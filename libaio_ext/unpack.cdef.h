@@ -31,3 +31,10 @@ int unpack_float8(
 /* The same of codes that are floats of 4 bits, e2m1: a row is 32 elements, byte j of it has element 2 * j in its low and 2 * j + 1 in
    its high half. `scales`: a byte for each row, a power of two with 127 added, of which 255 is infinity. `columns`: 32. */
 int unpack_mxfp4(uint64_t codes, uint64_t scales, uint64_t rows, uint64_t columns, uint64_t out, int type);
+
+/* Values of `count` blocks of GGUF files, which follow one another: 34 bytes of 32 elements (q8_0), 144, 176 and 210 bytes of 256
+   (q4_k, q5_k and q6_k). Computed in float32 in the order of ggml, and rounded once to `type`, ties to even. 0, or -1 for another type. */
+int unpack_q8_0(uint64_t blocks, uint64_t count, uint64_t out, int type);
+int unpack_q4_k(uint64_t blocks, uint64_t count, uint64_t out, int type);
+int unpack_q5_k(uint64_t blocks, uint64_t count, uint64_t out, int type);
+int unpack_q6_k(uint64_t blocks, uint64_t count, uint64_t out, int type);

@@ -21,6 +21,7 @@
      +- ManifestError
      +- RankError                 another rank is lost, late, or does something else
      +- SafetensorsError
+     +- GgufError
      +- TorchFileError            a file of torch.save is damaged, or has what could run code
      +- InterruptedStep           an exception cut off a training step that cannot be resumed: says what to call
 
@@ -55,6 +56,7 @@ __all__ = [
     "CommitError",
     "CorruptionError",
     "ForkedStore",
+    "GgufError",
     "InterruptedStep",
     "InterruptedStore",
     "KeyNotFound",
@@ -337,6 +339,10 @@ class RankError(TieredError):
 
 class SafetensorsError(TieredError):
     """A file is not a safetensors file, is damaged, or does not match its folder's index."""
+
+
+class GgufError(TieredError):
+    """A file is not a GGUF file, is damaged, or is cut short."""
 
 
 class TorchFileError(TieredError):

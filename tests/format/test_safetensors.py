@@ -105,7 +105,7 @@ def test_a_hostile_header(tmp_path: Path, header: Any, data: bytes, says: str) -
 @pytest.mark.parametrize(
     ("begins", "says"),
     [
-        (b"GGUF\3\0\0\0", "a GGUF file of llama.cpp, .* name the folder"),
+        (b"GGUF\3\0\0\0", "a GGUF file, .*: tiered import FILE.gguf STORE"),
         (b"PK\3\4", "save_pretrained"),
         (b"\x80\2", "save_pretrained"),
     ],

@@ -18,11 +18,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import msgspec
 
-from tiered.errors import MisuseError, SafetensorsError, shortened, shown
+from tiered.errors import MisuseError, SafetensorsError, TieredError, shortened, shown
 from tiered.format.direct_reader import DirectReader
 from tiered.types import LARGEST, TensorSpec
 
@@ -34,7 +34,7 @@ INDEX = "model.safetensors.index.json"
 """The index: which tensor is in which file."""
 SINGLE = "model.safetensors"
 OTHERS = {
-    b"GGUF": "a GGUF file of llama.cpp, which is not read: name the folder of the model that it was made from",
+    b"GGUF": "a GGUF file, which is read as a model: tiered import FILE.gguf STORE",
     b"PK\x03\x04": "one of torch.save: transformers' model.save_pretrained(folder) writes safetensors",
     b"\x80\x02": "one of torch.save: transformers' model.save_pretrained(folder) writes safetensors",
 }
@@ -196,6 +196,9 @@ class WeightFiles:
     several files with ``model.safetensors.index.json``). ``entries`` are by name. A context manager; one file is open at a
     time."""
 
+    damaged: ClassVar[type[TieredError]] = SafetensorsError
+    """What a file that changes while it is read raises."""
+
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Read the headers. Raises MisuseError where there is no such file, SafetensorsError for damage, and OSError."""
         self.path = os.fspath(path)
@@ -213,7 +216,7 @@ class WeightFiles:
 
     def _add(self, file: str, names: set[str] | None) -> None:
         told = _told(file)
-        entries = read_header(self._open(file), told)
+        entries = self.read_entries(self._open(file), told)
         there = {entry.name for entry in entries}
         if names is not None and names != there:
             lacks, has = sorted(names - there), sorted(there - names)
@@ -222,6 +225,10 @@ class WeightFiles:
         for entry in entries:
             self.entries[entry.name] = entry
             self._files[entry.name] = file
+
+    def read_entries(self, fd: int, told: str) -> list[SafetensorsEntry]:
+        """Return the tensors of an open file, which errors name ``told``. Raises as ``__init__``."""
+        return read_header(fd, told)
 
     def _open(self, file: str) -> int:
         if file != self._open_path or self._fd < 0:
@@ -253,7 +260,7 @@ class WeightFiles:
             at = entry.offset + start + done
             count = os.preadv(fd, [piece], at)
             if not count:
-                raise SafetensorsError(f"{_told(self._files[name])} became shorter while it was read")
+                raise self.damaged(f"{_told(self._files[name])} became shorter while it was read")
             # In whole pieces of the file: the kernel reads ahead in large folios, and to drop a part of one costs more than to
             # read it.
             begin, end = at // READ_BYTES * READ_BYTES, (at + count) // READ_BYTES * READ_BYTES

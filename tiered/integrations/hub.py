@@ -27,14 +27,16 @@ def is_hub_name(what: str | os.PathLike[str]) -> bool:
     return isinstance(what, str) and NAME.fullmatch(what) is not None and not os.path.lexists(what)
 
 
-def folder_of(what: str | os.PathLike[str], needed: Literal["config", "model"]) -> Path:
+def folder_of(what: str | os.PathLike[str], needed: Literal["config", "model"], file: str | None = None) -> Path:
     """Return the folder of a model: ``what`` itself, or where the files of the hub's model of that name are.
 
-    ``needed``: its ``config.json``, or weights in safetensors files, tokenizer and all that an import keeps. Raises MisuseError
-    where ``huggingface_hub`` is absent or does not have the files."""
+    ``needed``: its ``config.json``, or weights in safetensors files, tokenizer and all that an import keeps; or one ``file``.
+    Raises MisuseError where ``huggingface_hub`` is absent or does not have the files."""
     if not is_hub_name(what):
         return Path(what)
     name = os.fspath(what)
+    if file is not None:
+        return _fetched(name, [file])
     if needed == "config":
         return _fetched(name, [CONFIG])
     folder = _fetched(name, [*FILES, INDEX])

@@ -83,8 +83,9 @@ def _worded(option: str, value: str | None) -> str:
 
 
 def files_in(folder: Path) -> dict[str, tuple[int, int]]:
-    """Return size and time of the last change of the files that a model's values come from, by name."""
-    found = [path for pattern in ("*.safetensors", "*.safetensors.index.json", "config.json") for path in folder.glob(pattern)]
+    """Return size and time of the last change of the files that a model's values come from, by name. A file is one itself."""
+    patterns = "*.safetensors", "*.safetensors.index.json", "config.json"
+    found = [folder] if folder.is_file() else [path for pattern in patterns for path in folder.glob(pattern)]
     return {path.name: (path.stat().st_size, path.stat().st_mtime_ns) for path in found}
 
 
@@ -228,8 +229,9 @@ class Import:
         now = files_in(folder)
         for file in sorted(now.keys() | self._source.files.keys()):
             if now.get(file) != self._source.files.get(file):
+                changed = folder if folder.name == file else folder / file
                 raise MisuseError(
-                    f"{folder / file} was changed while it was imported: import again, with existing='overwrite' "
+                    f"{changed} was changed while it was imported: import again, with existing='overwrite' "
                     "(--existing overwrite)"
                 )
         key = f"{self._name}/files/{UNFINISHED}"

@@ -7,7 +7,7 @@ caller's thread, or where that was not built by torch, with the same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -182,12 +182,15 @@ class Packing:
 
     def _unpack_in_c(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Unpack some rows of ``parts`` by the C kernel into ``out``, of float32 or bfloat16."""
-        codes, scales = parts
         kind = lib.UNPACK_FLOAT32 if out.dtype is torch.float32 else lib.UNPACK_BFLOAT16
-        kernel = getattr(lib, self.kernel)
-        places = codes.data_ptr(), scales.data_ptr()
-        done = kernel(*places, codes.shape[0], self.columns, out.data_ptr(), kind, *self._more())
+        done = self._call(getattr(lib, self.kernel), parts, out, kind)
         assert done == 0, out.dtype
+
+    def _call(self, kernel: Callable[..., int], parts: Sequence[torch.Tensor], out: torch.Tensor, kind: int) -> int:
+        """Call the kernel of this form. Returns what it does."""
+        codes, scales = parts
+        places = codes.data_ptr(), scales.data_ptr()
+        return kernel(*places, codes.shape[0], self.columns, out.data_ptr(), kind, *self._more())
 
     def _more(self) -> tuple[int, ...]:
         """Return what else the kernel is given."""

@@ -14,6 +14,7 @@ import torch
 
 from tiered.packing.float8 import FLOATS8
 from tiered.packing.form import Packing
+from tiered.packing.gguf import BLOCKS
 from tiered.packing.integers import Int4, Int8, Int8Largest
 from tiered.packing.mxfp4 import Mxfp4
 from tiered.packing.table4 import TABLES, DoubleTable4, Table4, form_by_table
@@ -28,7 +29,7 @@ LEAST_ELEMENTS, LEAST_COLUMNS = 1024, 32
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Element types that are packed."""
 
-_ALL: tuple[type[Packing], ...] = (Int8, Int8Largest, Int4, *FLOATS8, Mxfp4, *TABLES)
+_ALL: tuple[type[Packing], ...] = (Int8, Int8Largest, Int4, *FLOATS8, Mxfp4, *TABLES, *BLOCKS.values())
 FORMS: dict[str, type[Packing]] = {one.form: one for one in _ALL}
 """By the name that a record has: it never changes its meaning."""
 _OF_OPTION: dict[str, type[Packing]] = {"int8": Int8, "int4": Int4, "nf4": DoubleTable4}

@@ -291,3 +291,45 @@ def test_a_model_of_deferred_parameters_is_paged(tmp_path: Path) -> None:
         assert torch.equal(model(ids), expected(ids))
         for name, value in model.state_dict().items():
             assert torch.equal(value, expected.state_dict()[name])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_rows_are_gathered_in_any_order(
+    seed: int, files: tuple[Files, dict[str, Deferred]], known: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Permuted, some of them, one twice, runs over the end of a matrix; in pieces, and in three dimensions."""
+    monkeypatch.setattr(deferred, "READ_AT_ONCE", 100)
+    draw = random.Random(seed)
+    order = [draw.randrange(12) for _ in range(12)]
+    if seed % 3:
+        begin = draw.randrange(12)
+        order = [*range(begin, 12), *range(begin)] if seed % 3 == 1 else [*range(1, 6), 0, *range(6, 12)]
+    expected = torch.cat([known["a"], known["b"]])[order].view(3, 4, 8)
+    found = Deferred.gathered([files[1]["a"], files[1]["b"]], torch.tensor(order), (3, 4, 8))
+    assert same(found.whole(), expected)
+    for at in (2, slice(1, 3)):
+        part = torch.empty_like(expected[at])
+        found.write_to(part, at)
+        assert same(part, expected[at])
+    assert same(found[1:, 2, 3:6].whole(), expected[1:, 2, 3:6])
+    assert same(found.transpose(0, 2).to(torch.float64).whole(), expected.transpose(0, 2).double())
+    straight = Deferred.gathered([files[1]["a"]], torch.arange(6), (2, 3, 8))
+    assert same(straight.whole(), known["a"].view(2, 3, 8))
+
+
+def test_rows_are_converted_some_at_a_time(
+    files: tuple[Files, dict[str, Deferred]], known: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deferred, "READ_AT_ONCE", 60)
+    most: list[int] = []
+
+    def twice(rows: torch.Tensor) -> torch.Tensor:
+        most.append(len(rows))
+        return rows[:, ::2] * 2
+
+    found = Deferred.converted(files[1]["a"], twice, (6, 4), torch.float32)
+    assert same(found.whole(), known["a"][:, ::2] * 2)
+    assert same(found[2:5].t().whole(), known["a"][2:5, ::2].t() * 2)
+    assert max(most) < 6
+    computed = Deferred.computed(lambda values: values.sum(0), files[1]["a"], (8,))
+    assert same(computed.whole(), known["a"].sum(0))

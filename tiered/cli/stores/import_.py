@@ -32,9 +32,9 @@ or with mp_rank_..._model_states.pt is a checkpoint, all else is tensors; --as s
 --dram of memory, however large the files are; the largest single tensor must fit. A command that is stopped has
 committed nothing, but for a model.
 
-A model, the folder of a Hugging Face model or its name on the hub, is in the store afterwards as one to use: tiered
-generate goes on with a prompt, tiered.integrations.transformers.open_model(store) returns it in Python. The store
-keeps its configuration and tokenizer, too, so that the folder is not needed any more. Weights are read once and
+A model, the folder of a Hugging Face model, its name on the hub or a .gguf file, is in the store afterwards as one to
+use: tiered generate goes on with a prompt, tiered.integrations.transformers.open_model(store) returns it in Python.
+The store keeps its configuration and tokenizer, too, so that SOURCE is not needed any more. Weights are read once and
 written once, a unit at a time, and what is there is committed every few seconds: when the command is stopped, or
 dies, the same command goes on where it was. Until then nothing else uses the model. --verify reads everything again,
 from the disk and from SOURCE, and compares.
@@ -52,6 +52,7 @@ examples:
   tiered import model.safetensors state/
   tiered import llama/ state/
   tiered import meta-llama/Llama-3.2-1B state/       of the Hugging Face hub
+  tiered import llama-q4_k_m.gguf state/             weights stay packed as they are
   tiered import llama/ state/ --compute float32      for processors that are slow with bf16
   tiered import llama/ state/ --quantize int8        inexact: a byte for each weight of a matrix
   tiered import llama/ state/ --as tensors --dram 2GiB --existing overwrite
@@ -67,7 +68,9 @@ EARLIER = Spelling(
 def add_parser(commands: Commands) -> None:
     """Add ``import`` to the commands."""
     parser = command(commands, "import", "put a model, a checkpoint or tensors into a store", DESCRIPTION, EXAMPLES, EARLIER)
-    parser.add_argument("source", metavar="SOURCE", help="a .safetensors file, a folder, or org/name of a model on the hub")
+    parser.add_argument(
+        "source", metavar="SOURCE", help="a .safetensors or .gguf file, a folder, or org/name of a model on the hub"
+    )
     add_store(parser, "the store's folder, made where absent")
     parser.add_argument("--as", dest="kind", choices=KINDS, help="what SOURCE is (default: what its files say)")
     parser.add_argument("--dram", metavar="SIZE", type=size, help="host memory of the store (default: half of what is free)")
@@ -165,9 +168,9 @@ def _kind_of(source: str, tag: str | None) -> str:
 
     if tag is not None:
         return "deepspeed"
-    if is_hub_name(source):
-        return "model"
     folder = Path(source).expanduser()
+    if is_hub_name(source) or (folder.suffix == ".gguf" and folder.is_file()):
+        return "model"
     saved = (folder / LATEST).is_file() or is_saved(folder)
     if (folder / "config.json").is_file() and not (saved and not any(folder.glob("*.safetensors"))):
         return "model"
@@ -181,6 +184,9 @@ def _refuse_half_a_model(source: Path) -> None:
 
     if source.name == CONFIG:
         raise MisuseError(f"{shown(str(source), 1000)} is the configuration of a model: name its folder")
+    found = next((file.name for file in sorted(source.glob("*.gguf"))), None)
+    if found is not None and not any(source.glob("*.safetensors")):
+        raise MisuseError(f"{shown(str(source), 1000)} has GGUF files: name one of them, such as {shown(found)!r}")
     others = [file for file in FILES if (source / file).is_file()]
     if others:
         raise MisuseError(

@@ -4,6 +4,7 @@
   experts, a base model's weights in one with a head) are its own; but the files give it tensors whose values are read when
   ``zero.page`` fills the units (``zero/construction/deferred.py``). What it initialises waits in the store, within
   ``zero.init``.
+  Of a GGUF file it is given these tensors (``gguf.py``).
 - ``import_model`` does so once and for all: ``open_model`` then opens the model without the folder that it came from.
 
 ``Trainer`` is not imported here: with what it brings, that takes seconds, which a program that generates would wait for.
@@ -39,6 +40,7 @@ from tiered.integrations.importing import Import, ImportRecord, ImportSource, To
 from tiered.integrations.kept import CONFIG, TOKENIZER, UNFINISHED, files_of, keep, kept_folder, only_model, opening_of
 from tiered.integrations.packed import united, weight_of
 from tiered.integrations.transformers.experts import around_experts
+from tiered.integrations.transformers.gguf import ENDING, GgufModel
 from tiered.integrations.transformers.shapes import CONFIG_BYTES, QUANTISED, config_of, is_packed, making, refuse_config
 from tiered.packing.form import Loss
 from tiered.packing.quantised import QUANTIZE, Quantize
@@ -63,7 +65,6 @@ ELSEWHERE = "the store decides where parameters are: leave it out"
 REFUSED = {
     **dict.fromkeys(("device_map", "max_memory", "offload_folder", "tp_plan", "tp_size", "distributed_config"), ELSEWHERE),
     "quantization_config": "weights are packed as they come to the store: give policy=zero.Policy(quantize='nf4'), or 'int8'",
-    "gguf_file": "GGUF files are read as a whole: convert them to safetensors (transformers' save_pretrained)",
     "state_dict": "the weights are read from the folder: leave it out, or call zero.page on a model that you made of it",
     "output_loading_info": "it would return two things: leave it out; what is missing is logged",
 }
@@ -79,12 +80,14 @@ def from_pretrained(
     name: str = "model",
     existing: str = "refuse",
     prepare: Callable[[Any], Any] | None = None,
+    gguf_file: str | None = None,
     **options: Any,
 ) -> Any:
     """Return the model in ``folder`` with its parameters in ``store``: ``cls.from_pretrained``, then ``zero.page``.
 
     ``cls``: ``AutoModelForCausalLM`` and the like, or a model's class. ``folder``: a local folder with ``config.json`` and
-    safetensors files, with or without an index, or the name of a model on the Hugging Face hub, ``"org/name"``. Values are
+    safetensors files, with or without an index, or the name of a model on the Hugging Face hub, ``"org/name"``; or the path of
+    a GGUF file. Values are
     read once, from the files to their places in the store's units, expert by expert where a parameter has several, and
     nothing is initialised first but what the files lack (a new head, which ``transformers`` logs). At most an eighth of the
     store's DRAM budget is in memory beside it; or one parameter with what it is made of, where ``transformers`` converts it by
@@ -92,31 +95,50 @@ def from_pretrained(
 
     ``prepare``: called with the model before it is paged; returns what is paged: ``lambda model: peft.get_peft_model(model,
     config)``. The place to resize embeddings, too.
+    ``gguf_file``: the name of a GGUF file in the folder, or the hub's, from which configuration and weights come. Matrices of
+    the types Q8_0, Q4_K, Q5_K and Q6_K stay packed in the store, where they are used as they lie in the file; needs the
+    library ``gguf``. With ``dtype="auto"`` the model is in float32, or in the type of its matrices where that has 16 bits.
     ``dtype``, ``config``, ``attn_implementation`` and other ``options``: as in ``cls.from_pretrained``. ``name``, ``existing``,
     ``micro_batch``, ``policy``, ``paging`` and the rest: as in ``zero.page``. With ``existing="resume"``, or
     "continue" where the store has a checkpoint, the values come from the last commit in the store, and only the configuration
     is read from the folder.
 
-    Raises MisuseError (no such folder, no safetensors files, an adapter, a quantised model, an option that cannot be), what
-    ``cls.from_pretrained`` raises, and what ``zero.init`` and ``zero.page`` raise.
+    Raises MisuseError (no such folder, no safetensors files, an adapter, a quantised model, an option that cannot be),
+    GgufError, what ``cls.from_pretrained`` raises, and what ``zero.init`` and ``zero.page`` raise.
     """
     begins = start(store, name, options.get("source")) if existing == "continue" else existing
-    path = _checked(folder, store, "config" if begins == "resume" else "model")
-    with _read(cls, path, store, dtype, begins, prepare, options) as (model, paging):
+    path = _checked(folder, store, "config" if begins == "resume" else "model", gguf_file)
+    with _read(cls, path, _gguf_in(path), store, dtype, begins, prepare, options) as (model, paging):
         return around_experts(zero.page(model, store, name=name, existing=existing, **paging))
 
 
-def _checked(folder: str | os.PathLike[str], store: TieredStore, needed: Literal["config", "model"] = "model") -> Path:
-    """Return the path of a model's folder. Raises MisuseError for arguments of other types, and as ``hub.folder_of``."""
+def _checked(
+    folder: str | os.PathLike[str], store: TieredStore, needed: Literal["config", "model"], gguf_file: str | None
+) -> Path:
+    """Return the path of a model's folder, or of its GGUF file. Raises MisuseError for arguments of other types, and as
+    ``hub.folder_of``."""
     expect_type(store, TieredStore, "a model is read into a TieredStore")
     path_of(folder, "the folder of a model")
-    return folder_of(folder, needed)
+    path = folder_of(folder, needed, gguf_file)
+    if gguf_file is None:
+        if path.is_file() and path.suffix != ENDING:
+            raise MisuseError(f"{path} is a file: name a model's folder, or a file that ends with {ENDING}")
+        return path
+    if not (path / gguf_file).is_file():
+        raise MisuseError(f"{path} has no file {shown(gguf_file)!r}")
+    return path / gguf_file
+
+
+def _gguf_in(path: Path) -> GgufModel | None:
+    """Return the model of a GGUF file; None for a folder of other files. Raises MisuseError and GgufError."""
+    return GgufModel(path) if path.is_file() else None
 
 
 @contextmanager
 def _read(
     cls: Any,
     path: Path,
+    gguf: GgufModel | None,
     store: TieredStore,
     dtype: torch.dtype | str,
     existing: str,
@@ -131,15 +153,14 @@ def _read(
     if prepare is not None and not callable(prepare):
         raise MisuseError(f"prepare= is {PREPARES}, and {quoted(prepare)} is none")
     paging = {option: options.pop(option) for option in PAGING & options.keys()}
-    _refuse_folder(path)
     config = options.pop("config", None)
-    refuse_config(path)
-    document = json_of(path / CONFIG, CONFIG_BYTES)
-    packed = is_packed(document)
+    packed = _packs(path, gguf)
     if packed and existing != "resume":
         _refuse_packing(path, getattr(paging.get("policy"), "quantize", None))
-    if config is None and (existing == "resume" or packed):
-        config = config_of(path, trust_remote_code=bool(options.get("trust_remote_code")))
+    if config is None and (existing == "resume" or packed or gguf is not None):
+        config = _config(path, gguf, options)
+    if gguf is not None and dtype == "auto":
+        dtype = gguf.dtype
     if getattr(config, "quantization_config", None) is not None:
         raise MisuseError(f"{path}: {QUANTISED}")
     if existing == "resume":
@@ -149,22 +170,27 @@ def _read(
                 model = _prepared(prepare, model)
         yield model, paging
         return
-    _refuse_pickled(path, options)
+    if gguf is None:
+        _refuse_pickled(path, options)
 
     preparing: list[bool] = []
+    weights: Mapping[str, Deferred] | None = None
+    kind, place = cls, None if gguf is not None else path
 
-    def load() -> Any:
+    def load(at_once: bool = False) -> Any:
         preparing.clear()
         with reading_one_at_a_time(), zero.init(store):
             given = {"config": config, "dtype": dtype, "local_files_only": True, **options}
+            if gguf is not None and weights is not None:
+                given["state_dict"] = {name: _DeferredSlice(one, at_once) for name, one in weights.items()}
             if missing == "refuse":
                 given |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
                 with making(f"transformers cannot make the model in {shown(str(path), 1000)}"):
-                    model, found = cls.from_pretrained(path, **given)
+                    model, found = kind.from_pretrained(place, **given)
                 _refuse_missing(path, found)
                 _warn_of_more(path, found)
             else:
-                model = cls.from_pretrained(path, **given)
+                model = kind.from_pretrained(place, **given)
             if getattr(model, "hf_quantizer", None) is not None:
                 raise MisuseError(f"{path}: {QUANTISED}")
             files.at_once = True
@@ -176,9 +202,12 @@ def _read(
     with Files() as files:
         drawn = torch.get_rng_state()
         try:
-            weights = None
-            if packed:
-                weights = united(files.open(path), document["quantization_config"], shown(str(path), 1000))
+            if gguf is not None:
+                without = _without_values(cls, path, copy.deepcopy(config), dtype, options)
+                kind, weights = type(without), gguf.weights(files, without)
+            elif packed:
+                how = json_of(path / CONFIG, CONFIG_BYTES)["quantization_config"]
+                weights = united(files.open(path), how, shown(str(path), 1000))
                 if all(one.form is None for one in weights.values()):
                     raise MisuseError(f"{path} has no weight that is packed, and its {CONFIG} says that they are")
                 for last in _transposed(cls, path, config, dtype, options):
@@ -193,10 +222,10 @@ def _read(
             model = None
         if model is None:  # a conversion, or ``prepare``, writes to tensors of the files
             torch.set_rng_state(drawn)
-            if packed:
+            if weights is not None:
                 try:
                     with _deferring(files, weights, at_once=True):
-                        model = load()
+                        model = load(at_once=True)
                 except MisuseError:
                     if not preparing:
                         raise
@@ -207,6 +236,20 @@ def _read(
             else:
                 model = load()
         yield model, paging
+
+
+def _packs(path: Path, gguf: GgufModel | None) -> bool:
+    """Return whether files have packed weights. Raises MisuseError for a folder without a configuration that can be read."""
+    if gguf is not None:
+        return gguf.packed
+    _refuse_folder(path)
+    refuse_config(path)
+    return is_packed(json_of(path / CONFIG, CONFIG_BYTES))
+
+
+def _config(path: Path, gguf: GgufModel | None, options: Mapping[str, Any]) -> Any:
+    """Return the configuration in the files."""
+    return config_of(path, trust_remote_code=bool(options.get("trust_remote_code"))) if gguf is None else gguf.config()
 
 
 def _refuse_missing(path: Path, found: dict[str, Any]) -> None:
@@ -328,6 +371,8 @@ def _refuse_folder(path: Path) -> None:
                 f"{path} has an adapter: give the folder of its base model, and prepare=lambda model: "
                 "peft.PeftModel.from_pretrained(model, ...)"
             )
+        for file in sorted(path.glob(f"*{ENDING}")):
+            raise MisuseError(f"{path} has GGUF files and no config.json: name one of them, {file}, or gguf_file={file.name!r}")
         raise MisuseError(
             f"{path} is no folder with a config.json: give a local folder, or a name on the Hugging Face hub, \"org/name\""
         )
@@ -396,6 +441,7 @@ def import_model(
     verify: bool = False,
     missing: Missing = "refuse",
     progress: Told | None = None,
+    gguf_file: str | None = None,
     **options: Any,
 ) -> Any:
     """Put the model in ``folder``, or of that name on the hub, into ``store`` with all that ``open_model`` needs, commit, and
@@ -413,6 +459,7 @@ def import_model(
     ``verify``: read everything from the disk again, and from the files, and compare, before the model is committed.
     ``missing``: "refuse" weights that the files lack, and those of another shape, with MisuseError; or "initialise" them (a new
     head), which ``transformers`` logs.
+    ``gguf_file``: as in ``from_pretrained``. The store keeps the tokenizer that ``transformers`` makes of the file's.
     ``options``: as in ``from_pretrained``.
 
     All changes in the store are committed every few seconds. An import that ends early (an exception, SIGKILL, power loss) goes
@@ -422,23 +469,25 @@ def import_model(
 
     Raises MisuseError as ``from_pretrained``, for files that change meanwhile, and for a model that has some parameters in fp32
     beside others in 16 bits where ``compute`` would round them; with ``quantize`` where there is nothing to quantise, or NaN or
-    infinity; SafetensorsError for files that are damaged or cut short; TieredError where ``verify`` finds other values; what
-    ``zero.commit`` raises.
+    infinity; SafetensorsError and GgufError for files that are damaged or cut short; TieredError where ``verify`` finds other
+    values; what ``zero.commit`` raises.
     """
-    path = _checked(folder, store)
+    path = _checked(folder, store, "model", gguf_file)
     one_of("existing", existing, ("refuse", "overwrite"))
     one_of("missing", missing, get_args(Missing))
     if compute not in (None, torch.float32):
         raise MisuseError(f"compute is torch.float32, or None for the checkpoint's own type, not {compute!r}")
-    _refuse_folder(path)
-    _refuse_pickled(path, options)
-    _refuse_damaged(path, options)
-    files = files_of(path)
-    config = options.get("config") or config_of(path, trust_remote_code=bool(options.get("trust_remote_code")))
+    gguf = _gguf_in(path)
+    if gguf is None:
+        _refuse_folder(path)
+        _refuse_pickled(path, options)
+        _refuse_damaged(path, options)
+    config = options.get("config") or _config(path, gguf, options)
     _refuse_kind(path, cls, config)
-    if is_packed(json_of(path / CONFIG, CONFIG_BYTES)):
+    if _packs(path, gguf):
         _refuse_packing(path, quantize)
-    stored = _dtype_of(path, config)
+    files = files_of(path) if gguf is None else gguf.tokenizer_files()
+    stored = _dtype_of(path, config) if gguf is None else gguf.dtype
     dtype = stored if compute is None else compute
     policy = zero.Policy(storage=None if dtype is stored else stored, quantize=quantize)
     source = _source(path, cls, dtype, policy, largest_unit, options)
@@ -456,11 +505,12 @@ def import_model(
         verify=verify,
         told=progress,
     )
-    prepare = None if dtype is stored else lambda model: _refuse_rounding(model, path, stored)
+    kinds = set() if dtype is stored else _kinds(path) if gguf is None else gguf.kinds
+    prepare = None if dtype is stored else lambda model: _refuse_rounding(model, kinds, stored)
     try:
         with (
             nullcontext() if progress is None else _telling(progress),
-            _read(cls, path, store, dtype, existing, prepare, options, missing) as (model, paging),
+            _read(cls, path, gguf, store, dtype, existing, prepare, options, missing) as (model, paging),
         ):
             largest = unit_of(model) if largest_unit is None else largest_unit
             largest = largest if goes_on is None else min(largest, goes_on.unit)
@@ -608,11 +658,11 @@ def _refuse_kind(path: Path, cls: Any, config: Any) -> None:
         )
 
 
-def _refuse_rounding(model: Any, path: Path, stored: torch.dtype) -> Any:
-    """Raise MisuseError for a model some of whose parameters transformers keeps in fp32, where the files have fp32: a policy
-    would round them."""
+def _refuse_rounding(model: Any, kinds: set[str], stored: torch.dtype) -> Any:
+    """Raise MisuseError for a model some of whose parameters transformers keeps in fp32, where the files have fp32 among
+    ``kinds``: a policy would round them."""
     code = CODES[_named(stored)]
-    if all(kind in (code, "BOOL") or not kind.startswith(("F", "BF")) for kind in _kinds(path)):
+    if all(kind in (code, "BOOL") or not kind.startswith(("F", "BF")) for kind in kinds):
         return model
     patterns = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if stored is torch.float16:

@@ -21,7 +21,7 @@ from tiered.errors import MisuseError, quoted, shown
 from tiered.format.foreign.documents import json_of
 from tiered.integrations.packed import is_known, named
 
-__all__ = ["QUANTISED", "config_of", "is_packed", "making", "model_of", "refuse_config", "with_adapters"]
+__all__ = ["QUANTISED", "config_of", "is_packed", "making", "model_of", "refuse_config", "refuse_document", "with_adapters"]
 
 CONFIG, CONFIG_BYTES = "config.json", 16 << 20
 """The file of a configuration, and how many bytes it may have: some have the labels of ten thousands of classes."""
@@ -58,8 +58,11 @@ def config_of(folder: str | os.PathLike[str], *, trust_remote_code: bool = False
 def refuse_config(folder: str | os.PathLike[str]) -> None:
     """Raise MisuseError where the ``config.json`` in ``folder`` cannot be read, is of a quantised model, or asks for more
     layers, experts or labels than a model has, or for a tensor with more rows or columns."""
-    document = json_of(Path(folder, CONFIG), CONFIG_BYTES)
-    where = shown(os.fspath(Path(folder, CONFIG)), 1000)
+    refuse_document(json_of(Path(folder, CONFIG), CONFIG_BYTES), shown(os.fspath(Path(folder, CONFIG)), 1000))
+
+
+def refuse_document(document: Any, where: str) -> None:
+    """Raise MisuseError as ``refuse_config`` for what a configuration says. ``where``: in which file."""
     if not isinstance(document, dict):
         raise MisuseError(f"{where} is no configuration of a model, but {quoted(document)}")
     if document.get("quantization_config") is not None and not is_packed(document):

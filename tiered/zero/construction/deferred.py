@@ -15,9 +15,12 @@ from __future__ import annotations
 
 import math
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
+from itertools import accumulate, product
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from tiered.errors import MisuseError
 from tiered.format.safetensors import CODES, WeightFiles
 from tiered.packing.form import Packing
+from tiered.packing.gguf import Blocks
 from tiered.packing.quantised import FORMS, LEAST_COLUMNS, cast_form
 from tiered.tensors.steps import written_by
 from tiered.zero.paging.units import ALL
@@ -112,11 +116,16 @@ class Files:
     def open(self, path: str | os.PathLike[str]) -> dict[str, Deferred]:
         """Return the tensors of a file by name. Raises OSError, SafetensorsError for a file that is damaged or cut short, and
         MisuseError for an element type that this torch does not have."""
-        files = WeightFiles(path)
+        return self.tensors_of(WeightFiles(path))
+
+    def tensors_of(self, files: WeightFiles) -> dict[str, Deferred]:
+        """Return the tensors of a reader, which is closed, by name. Raises MisuseError for an element type that this torch does
+        not have."""
         files.close()
         for name, entry in files.entries.items():
             if not hasattr(torch, entry.spec.dtype):
-                raise MisuseError(f"{name!r} of {path} is of {entry.spec.dtype}, which torch {torch.__version__} does not have")
+                kind = f"{entry.spec.dtype}, which torch {torch.__version__} does not have"
+                raise MisuseError(f"{name!r} of {files.path} is of {kind}")
         return {
             name: Deferred(_InFile(self, files, name, entry.spec.shape, getattr(torch, entry.spec.dtype)))
             for name, entry in files.entries.items()
@@ -356,9 +365,109 @@ class _Computed(_Values):
         return last[1]
 
 
-class _Packed(_Values):
-    """A matrix, or one for each expert, that files have packed in ``form``, row major. ``pack`` copies some of the elements: it
-    is given how they are packed, uint8 of as many bytes, and the number of elements before these."""
+class _ByRow(_Values):
+    """Rows, of all dimensions but the last, that are made some at a time."""
+
+    def write(self, target: torch.Tensor, region: Region) -> None:
+        *outer, (start, stop), along = region
+        step = max(1, READ_AT_ONCE // (4 * max(1, self.shape[-1])))
+        for index in product(*(range(*one) for one in outer)) if target.numel() else ():
+            place, before = target, 0
+            for at, (first, _), size in zip(index, outer, self.shape, strict=False):
+                place, before = place[at - first], before * size + at
+            before *= self.shape[-2]
+            for first in range(start, stop, step):
+                last = min(stop, first + step)
+                rows = self.rows(before + first, before + last)
+                place[first - start : last - start].copy_(rows[:, slice(*along)])
+
+    def rows(self, first: int, last: int) -> torch.Tensor:
+        """Return some rows, in memory."""
+        raise NotImplementedError
+
+
+class _Converted(_ByRow):
+    """Rows that ``convert`` makes of rows of a matrix."""
+
+    def __init__(
+        self, source: _Values, convert: Callable[[torch.Tensor], torch.Tensor], shape: Sequence[int], dtype: torch.dtype
+    ) -> None:
+        super().__init__(shape, dtype)
+        self._source, self._convert = source, convert
+
+    def rows(self, first: int, last: int) -> torch.Tensor:
+        given = torch.empty((last - first, self._source.shape[1]), dtype=self._source.dtype, device="cpu")
+        self._source.write(given, ((first, last), (0, self._source.shape[1])))
+        return self._convert(given)
+
+
+class RowOrder:
+    """Which rows there are of several matrices. ``sizes``: how many each matrix has; ``order``, int64 of shape (n,): numbers of
+    rows of all matrices, counted on from one to the next. Runs of rows are kept, not rows."""
+
+    def __init__(self, sizes: Sequence[int], order: torch.Tensor) -> None:
+        self.count = order.numel()
+        self._ends = list(accumulate(sizes))
+        begins = torch.cat((order.new_zeros(1), (order.diff() != 1).nonzero().view(-1) + 1))
+        self._starts, self._begins = order[begins].tolist(), begins.tolist()
+
+    @property
+    def straight(self) -> bool:
+        """Return whether these are all rows of one matrix, as they follow one another."""
+        return self._starts == [0] and [self.count] == self._ends
+
+    def _runs(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the first row of each run, the row behind its last, and where it is, of some rows."""
+        for number in range(bisect_right(self._begins, first) - 1, len(self._begins)):
+            begin = max(first, self._begins[number])
+            if begin >= last:
+                return
+            end = min(last, self._begins[number + 1] if number + 1 < len(self._begins) else self.count)
+            start = self._starts[number] + begin - self._begins[number]
+            yield start, start + end - begin, begin - first
+
+    def write(self, target: torch.Tensor, first: int, read: Callable[[int, int, torch.Tensor], None]) -> None:
+        """Write as many rows as ``target`` has, from number ``first`` on. ``read`` writes rows of a matrix, whose number it is
+        given with that of its first row, to a tensor. Rows that lie near to one another are read together."""
+        runs = list(self._runs(first, first + target.shape[0]))
+        low, high = min(run[0] for run in runs), max(run[1] for run in runs)
+        owner = bisect_right(self._ends, low)
+        if runs[1:] and high - low <= 2 * target.shape[0] and high <= self._ends[owner]:
+            span = torch.empty((high - low, *target.shape[1:]), dtype=target.dtype, device="cpu")
+            read(owner, low - self._before(owner), span)
+            order = torch.cat([torch.arange(*run[:2], dtype=torch.int64, device="cpu") for run in runs])
+            target.copy_(span[order - low])
+            return
+        for start, end, at in runs:
+            while start < end:
+                owner = bisect_right(self._ends, start)
+                stop = min(end, self._ends[owner])
+                read(owner, start - self._before(owner), target[at : at + stop - start])
+                start, at = stop, at + stop - start
+
+    def _before(self, owner: int) -> int:
+        return self._ends[owner - 1] if owner else 0
+
+
+class _Gathered(_ByRow):
+    """Rows of ``parts``, matrices of one type, in an order."""
+
+    def __init__(self, parts: Sequence[_Values], order: RowOrder, shape: Sequence[int]) -> None:
+        super().__init__(shape, parts[0].dtype)
+        self._parts, self._order = parts, order
+
+    def rows(self, first: int, last: int) -> torch.Tensor:
+        found = torch.empty((last - first, self.shape[-1]), dtype=self.dtype, device="cpu")
+        self._order.write(found, first, self._read)
+        return found
+
+    def _read(self, owner: int, first: int, target: torch.Tensor) -> None:
+        self._parts[owner].write(target, ((first, first + target.shape[0]), (0, self.shape[-1])))
+
+
+class _Packed(_ByRow):
+    """A matrix, or several along the dimensions before, that files have packed in ``form``, row major. ``pack`` copies some of
+    the elements: it is given how they are packed, uint8 of as many bytes, and the number of elements before these."""
 
     def __init__(
         self,
@@ -372,6 +481,9 @@ class _Packed(_Values):
         self.opened, self.form, self.pack = opened, form, pack
 
     def write(self, target: torch.Tensor, region: Region) -> None:
+        if FORMS[self.form].rows_together(self.shape[-1]) == 1 and region[-1] == (0, self.shape[-1]):
+            super().write(target, region)
+            return
         if len(self.shape) > 2:
             for index in range(*region[0]):
                 self._of(index).write(target[index - region[0][0]], region[1:])
@@ -379,13 +491,7 @@ class _Packed(_Values):
         last = self.opened.last
         if last is None or last[0] is not self:
             self.opened.last = None  # its memory first
-            values = torch.empty(self.shape, dtype=self.dtype, device="cpu")
-            packing = FORMS[self.form].of(*self.shape)
-            assert packing is not None, "an odd number of elements"
-            packed = torch.empty(packing.nbytes, dtype=torch.uint8, device="cpu")
-            self.pack(packing, packed, 0)
-            packing.unpack(packed, values.view(-1))
-            last = self.opened.last = self, [values]
+            last = self.opened.last = self, [self.rows(0, math.prod(self.shape[:-1])).view(self.shape)]
         target.copy_(_part(last[1][0], region))
 
     def matrices(self) -> tuple[list[list[_Packed]], int]:
@@ -400,6 +506,15 @@ class _Packed(_Values):
             self.pack(packing, packed, before + inside)
 
         return _Packed(self.opened, shape, self.dtype, self.form, pack)
+
+    def rows(self, first: int, last: int) -> torch.Tensor:
+        values = torch.empty((last - first, self.shape[-1]), dtype=self.dtype, device="cpu")
+        packing = FORMS[self.form].of(*values.shape)
+        assert packing is not None, "an odd number of elements"
+        packed = torch.empty(packing.nbytes, dtype=torch.uint8, device="cpu")
+        self.pack(packing, packed, first * self.shape[-1])
+        packing.unpack(packed, values.view(-1))
+        return values
 
 
 def _part(tensor: torch.Tensor, region: Region) -> torch.Tensor:
@@ -501,6 +616,33 @@ class Deferred(torch.Tensor):
         return Deferred(_Packed(_files_of([part]), shape, dtype, form, pack))
 
     @staticmethod
+    def converted(
+        rows: Deferred, convert: Callable[[torch.Tensor], torch.Tensor], shape: Sequence[int], dtype: torch.dtype
+    ) -> Deferred:
+        """Return what ``convert`` makes of rows of a matrix, some at a time."""
+        return Deferred(_Converted(rows.contents, convert, shape, dtype))
+
+    @staticmethod
+    def gathered(parts: Sequence[Deferred], order: torch.Tensor, shape: Sequence[int]) -> Deferred:
+        """Return rows of ``parts``, matrices of one type, in the order that ``RowOrder`` is given. ``shape``: of which all
+        dimensions but the last are rows. Parts that are packed alike in blocks of rows stay so."""
+        values = [part.contents for part in parts]
+        first, rows = values[0], RowOrder([one.shape[0] for one in values], order)
+        if rows.straight and isinstance(first, _InFile):
+            return Deferred(_InFile(first.opened, first.files, first.name, shape, first.dtype))
+        forms = {one.form if isinstance(one, _Packed) else None for one in values}
+        form = forms.pop()
+        if form is None or forms or not issubclass(FORMS[form], Blocks):
+            return Deferred(_Gathered(values, rows, shape))
+        return Deferred(_Packed(_files_of(parts), shape, first.dtype, form, partial(_pack_rows, values, rows)))
+
+    @staticmethod
+    def computed(call: Callable[[torch.Tensor], torch.Tensor], source: Deferred, shape: Sequence[int]) -> Deferred:
+        """Return what ``call`` makes of a tensor in memory, of the same type."""
+        meta = torch.empty(tuple(shape), dtype=source.dtype, device="meta")
+        return Deferred(_Computed(_files_of([source]), call, (source,), {}, 0, meta))
+
+    @staticmethod
     def read_by(
         read: Callable[[torch.Tensor, int, int], None], shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
     ) -> Deferred:
@@ -596,6 +738,17 @@ class Deferred(torch.Tensor):
             with suppress(NotImplementedError, RuntimeError):  # torch knows no result without values
                 return _recorded(func, args, kwargs, mine)
         return func(*_in_memory(args), **_in_memory(kwargs))
+
+
+def _pack_rows(parts: Sequence[Any], order: RowOrder, packing: Packing, packed: torch.Tensor, before: int) -> None:
+    """Copy blocks of rows, which come after ``before`` elements, to ``packed``."""
+    assert isinstance(packing, Blocks)
+
+    def read(owner: int, first: int, target: torch.Tensor) -> None:
+        rows = replace(packing, rows=target.shape[0])
+        parts[owner].pack(rows, target.view(-1), first * packing.columns)
+
+    order.write(packed.view(packing.rows, packing.row_nbytes), before // packing.columns, read)
 
 
 def _refused(tensor: Deferred, what: str) -> MisuseError:
