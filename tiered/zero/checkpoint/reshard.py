@@ -497,25 +497,23 @@ def _reshard_unit(
                 for kind, value in held.items()
             }
             states.load(part, param, shaped)
-    if any(said["there"] for said in gradients.values()):
-        store.create(f"{key}/grad", TensorSpec("uint8", (unit.nbytes // unit.shares,), 1))
-        with store.lease(f"{key}/grad", access=Access.WRITE) as gradient:
-            gradient.zero_()
+
+    def fill(what: str, nbytes: int) -> None:
+        """Create a tensor that lies as the unit does, from what the parts have of that kind; the rest is zeros."""
+        store.create(f"{key}/{what}", TensorSpec("uint8", (nbytes,), 1))
+        with store.lease(f"{key}/{what}", access=Access.WRITE) as memory:
+            memory.zero_()
             for part in parts.values():
-                values = read(part, "grad")
+                values = read(part, what)
                 if values is not None:
-                    part.flat(gradient, 0, part.numel).copy_(values)
-            del gradient
+                    part.flat(memory, 0, part.numel).copy_(values)
+            del memory
+
+    if any(said["there"] for said in gradients.values()):
+        fill("grad", unit.nbytes // unit.shares)
     averages = source.records[0].get("average")
     if averages is not None:
-        store.create(f"{key}/average", TensorSpec("uint8", (average_nbytes(unit),), 1))
-        with store.lease(f"{key}/average", access=Access.WRITE) as average:
-            average.zero_()
-            for part in parts.values():
-                values = read(part, "average")
-                if values is not None:
-                    part.flat(average, 0, part.numel).copy_(values)
-            del average
+        fill("average", average_nbytes(unit))
     stale = sorted(part.name for part in states.stale_masters)
     shown = {"states": states_shown(states)} if states.used else {}
     averaged = {} if averages is None else {"averaged": averages["updates"]}
