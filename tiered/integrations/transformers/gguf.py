@@ -2,18 +2,20 @@
 
 Names, configuration, tokenizer, and what becomes of each tensor on its way into a model are those of ``transformers``
 (``modeling_gguf_pytorch_utils``) and of the library ``gguf``, which it uses. ``transformers`` unpacks every tensor to float32
-in memory. Here its processors are given the numbers of rows in place of values: a tensor whose rows only move, or stay, is then
+in memory. Here its functions are given the numbers of rows in place of values: a tensor whose rows only move, or stay, is then
 a deferred one of those rows, also of packed ones, as a row is whole blocks. A tensor that is turned is turned; one of which a
-processor makes other values is computed by it when it is written.
+function makes other values is computed by it when it is written. There are functions on arrays for each architecture, and, of
+architectures with a newer loader, conversions of tensors.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -47,8 +49,8 @@ class GgufModel:
     """The model in a GGUF file."""
 
     def __init__(self, path: Path) -> None:
-        """Read the header. Raises MisuseError without the library ``gguf``, for an architecture whose values would not be
-        right, and for a type of tensors that the library does not unpack; GgufError for damage; OSError."""
+        """Read the header. Raises MisuseError without the library ``gguf``, for one of several parts, and for a type of tensors
+        that the library does not unpack; GgufError for damage; OSError."""
         try:
             import gguf
         except ImportError as error:
@@ -108,15 +110,11 @@ class GgufModel:
     @cached_property
     def _document(self) -> dict[str, Any]:
         """What ``transformers`` says in the place of a ``config.json``."""
-        try:
-            from transformers.integrations.gguf import GGUF_ARCHS as others
-        except ImportError:  # before 5.24
-            others = {}
-        if self._architecture in others:
-            raise MisuseError(
-                f"{self._where} has a model of the architecture {quoted(self._architecture)}, which is not read from GGUF "
-                "files: take its safetensors files"
-            )
+        if self._newer is not None:
+            with making(f"transformers does not read {self._where}"):
+                document: dict[str, Any] = self._newer.get_gguf_config(*self._newer.read_gguf_metadata(self.path))
+            refuse_document(document, self._where)
+            return document
         words, known = self.file.metadata.get(TOKENS), f"{self._architecture}.vocab_size" in self.file.metadata
         counts = {} if known or not isinstance(words, int) else {TOKENS: words}
         with tempfile.TemporaryDirectory(prefix="tiered-") as made, making(f"transformers does not read {self._where}"):
@@ -127,6 +125,15 @@ class GgufModel:
             found.setdefault("vocab_size", words)
         refuse_document(found, self._where)
         return found
+
+    @cached_property
+    def _newer(self) -> Any:
+        """The loader of ``transformers`` from 5.24 on, where the architecture is one of its own; else None."""
+        try:
+            from transformers.integrations import gguf as newer
+        except ImportError:
+            return None
+        return newer if self._architecture in newer.GGUF_ARCHS else None
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """Return the files of the tokenizer that ``transformers`` makes of the file's, by name; none, with a warning, where it
@@ -178,23 +185,41 @@ class GgufModel:
     def weights(self, files: Files, model: nn.Module) -> dict[str, Deferred]:
         """Return deferred tensors by the names that ``model`` (on the meta device) has of them. Warns of tensors that the model
         does not take. Raises MisuseError where ``transformers`` makes of tensors what is not known here."""
+        shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+        given = files.tensors_of(self.file)
+        tensors = {name: self._tensor(name, given[name]) for name in self.file.tensors}
+        if self._newer is not None:
+            return self._by_conversions(tensors, model, shapes)
+        found, left = self._by_processors(tensors, model, shapes)
+        if left:
+            warnings.warn(
+                f"{self._where} has tensors that {type(model).__name__} of transformers does not take, and that are left out: "
+                f"{first_of(left)}",
+                stacklevel=2,
+            )
+        return found
+
+    def _by_processors(
+        self, tensors: Mapping[str, Deferred], model: nn.Module, shapes: Mapping[str, torch.Size]
+    ) -> tuple[dict[str, Deferred], list[str]]:
+        """Return what functions on arrays make of each tensor, and the names of tensors that these leave out."""
         loader = _loader()
         processor = loader.TENSOR_PROCESSORS.get(self._architecture, loader.TensorProcessor)(config=self._document)
         with making(f"transformers does not know the tensors of {self._where}"):
             names = loader.get_gguf_hf_weights_map(model, processor)
-        shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-        given = files.tensors_of(self.file)
         found: dict[str, Deferred] = {}
         sources, left = _Sources(), []
         aside: dict[str, torch.Tensor] = {}
-        for name in self.file.tensors:
-            tensor = self._tensor(name, given[name])
+        for name, tensor in tensors.items():
             probe = sources.add(tensor, self.file.tensors[name].shape)
 
             def process(values: np.ndarray[Any, Any], name: str = name, into: dict[str, torch.Tensor] = aside) -> Any:
                 given = {"tensor_key_mapping": names, "parsed_parameters": {"tensors": into}}
                 with np.errstate(all="ignore"):
                     return processor.process(weights=values, name=name, **given)
+
+            def values_of(values: np.ndarray[Any, Any], process: Callable[..., Any] = process) -> Any:
+                return process(values, into={}).weights
 
             known = {target: int(made.count_nonzero()) for target, made in aside.items()}
             try:
@@ -208,23 +233,61 @@ class GgufModel:
             for one, rows in (parts if target is None else {**parts, target: numbers}).items():
                 moved = None if rows is None else sources.moved(rows, self.file.tensors[name].shape)
                 if moved is None and (one != target or one not in shapes):
-                    raise MisuseError(
-                        f"transformers makes {quoted(one)} of tensor {quoted(name)} in {self._where} in a way that is not "
-                        "known here: take the model's safetensors files"
-                    )
-                found[one] = self._computed(tensor, name, process, shapes[one]) if moved is None else moved
+                    raise self._unknown(one, name)
+                if moved is None:
+                    moved = self._computed(tensor, name, values_of, shapes[one])
+                found[one] = moved
             if target is None and not changed:
                 left.append(name)
             sources.forget_unless(bool(aside))
         if aside:
             raise MisuseError(f"{self._where} lacks a part of {quoted(next(iter(aside)))}")
-        if left:
-            warnings.warn(
-                f"{self._where} has tensors that {type(model).__name__} of transformers does not take, and that are left out: "
-                f"{first_of(left)}",
-                stacklevel=2,
-            )
+        return found, left
+
+    def _by_conversions(
+        self, tensors: Mapping[str, Deferred], model: Any, shapes: Mapping[str, torch.Size]
+    ) -> dict[str, Deferred]:
+        """Return what the newer loader's conversions, which are functions on tensors, make of each tensor, or of several."""
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+        mapping = self._newer.get_gguf_conversion_mapping(self._architecture, model.config)
+        renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+        converters = [one for one in mapping if isinstance(one, WeightConverter)]
+        by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+        members: dict[str, list[tuple[str, str | None]]] = {}
+        for name in tensors:
+            target, pattern = rename_source_key(name, renamings, converters)
+            members.setdefault(target, []).append((name, pattern))
+        found: dict[str, Deferred] = {}
+        for target, those in members.items():
+            sources, (name, pattern) = _Sources(), those[-1]
+
+            def convert(
+                *values: np.ndarray[Any, Any], those: Any = those, target: str = target, pattern: Any = pattern
+            ) -> Any:
+                if pattern is None:
+                    return values[0]
+                converter = copy.deepcopy(by_pattern[pattern])
+                for (one, its), value in zip(those, values, strict=True):
+                    converter.add_tensor(target, one, its, torch.from_numpy(value))
+                (made,) = converter.convert(target, config=model.config).values()
+                return (made[0] if isinstance(made, list) else made).numpy()
+
+            probes = [sources.add(tensors[one], self.file.tensors[one].shape) for one, _ in those]
+            try:
+                moved = sources.moved(convert(*probes), self.file.tensors[name].shape)
+            except Exception:  # it needs all columns, or a tensor is missing
+                moved = None
+            if moved is None and (len(those) > 1 or target not in shapes):
+                raise self._unknown(target, name)
+            found[target] = self._computed(tensors[name], name, convert, shapes[target]) if moved is None else moved
         return found
+
+    def _unknown(self, target: str, name: str) -> MisuseError:
+        return MisuseError(
+            f"transformers makes {quoted(target)} of tensor {quoted(name)} in {self._where} in a way that is not known here: "
+            "take the model's safetensors files"
+        )
 
     def _tensor(self, name: str, rows: Deferred) -> Deferred:
         """Return a tensor of the file as a matrix of its rows, or as a vector."""
@@ -241,13 +304,13 @@ class GgufModel:
             rows, lambda given: torch.from_numpy(self._unpacked(given.numpy(), tensor.type, name)), shape, torch.float32
         )
 
-    def _computed(self, tensor: Deferred, name: str, process: Any, shape: torch.Size) -> Deferred:
+    def _computed(self, tensor: Deferred, name: str, process: Callable[[Any], Any], shape: torch.Size) -> Deferred:
         """Return what a processor makes of the values of a tensor, all of which it is given at once."""
         true = self.file.tensors[name].shape
 
         def call(values: torch.Tensor) -> torch.Tensor:
             with making(f"transformers cannot convert tensor {quoted(name)} in {self._where}"):
-                made = torch.from_numpy(np.copy(process(values.view(true).numpy(), into={}).weights))
+                made = torch.from_numpy(np.copy(process(values.view(true).numpy())))
             if made.shape != shape:
                 raise MisuseError(
                     f"tensor {quoted(name)} in {self._where} becomes one of shape {list(made.shape)}, and the model's has "
