@@ -84,6 +84,17 @@ def test_the_smallest_budget_is_what_generate_asks_for(form: str, tmp_path: Path
     assert main([*given, str(smallest)]) == 0
 
 
+def test_files_that_are_packed_are_said_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    llama().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    asked = ["plan", str(tmp_path), "--generate", "--no-measure"]
+    for method in (None, "bitsandbytes"):
+        how = {"quant_method": method, "load_in_4bit": True}
+        (tmp_path / "config.json").write_text(json.dumps(config | ({"quantization_config": how} if method else {})))
+        assert main(asked) == 0
+        assert ("have packed weights ('bitsandbytes'), which" in capsys.readouterr().out) is (method is not None)
+
+
 def test_no_budget_is_smaller_than_that_of_a_store() -> None:
     assert set(weights_of(moe()).least.values()) == {MIB}
 

@@ -253,6 +253,14 @@ def model_of_folder(what: str) -> nn.Module:
     return model_of(str(folder))
 
 
+def packed_by(what: str) -> str | None:
+    """Return by which method the files of a folder, or of a name on the hub, have packed weights, as the config.json says;
+    None where they have not."""
+    from tiered.integrations.transformers.shapes import method_of
+
+    return method_of(folder_of(what, "config"))
+
+
 def adapted(model: nn.Module, rank: int) -> nn.Module:
     """Return ``model``, of transformers and on the meta device, with adapters of that rank on all linear layers, which alone
     are trained. Raises MisuseError without peft, and for a mixture of experts."""

@@ -13,6 +13,7 @@ from tiered.cli.output import counted, rate, table, write_report
 from tiered.measuring.meters import environment
 from tiered.planning.generation import FORMS, PlannedTokens, PlannedWeights, Sequences, plan_generation, weights_of
 from tiered.planning.machine import Machine
+from tiered.planning.sources import packed_by
 from tiered.store.opening import SMALLEST_DRAM, default_dram
 from tiered.types import format_size
 
@@ -30,6 +31,11 @@ def print_generation(parsed: argparse.Namespace, model: nn.Module, machine: Mach
     name = os.path.basename(os.path.abspath(parsed.model))
     if parsed.json != "-":
         print(_described(name, weights, machine, asked, conversation, found))
+        if method := packed_by(parsed.model):
+            print(
+                f"note      the files have packed weights ({method}), which an import takes as they are, in fewer bytes than "
+                "the row 'as it is' says: take the row with as many bits a weight"
+            )
     budget = {"dram": asked, "planned_dram": dram, "fits": asked == dram}
     report = {"model": name, **budget, "weights": asdict(weights), "conversation": asdict(conversation)}
     forms = [asdict(one) | {"seconds": one.seconds, "limit": one.limit} for one in found]

@@ -21,7 +21,10 @@ from tiered.errors import MisuseError, quoted, shown
 from tiered.format.foreign.documents import json_of
 from tiered.integrations.packed import is_known, named
 
-__all__ = ["QUANTISED", "config_of", "is_packed", "making", "model_of", "refuse_config", "refuse_document", "with_adapters"]
+__all__ = [
+    *("QUANTISED", "config_of", "is_packed", "making"),
+    *("method_of", "model_of", "refuse_config", "refuse_document", "with_adapters"),
+]
 
 CONFIG, CONFIG_BYTES = "config.json", 16 << 20
 """The file of a configuration, and how many bytes it may have: some have the labels of ten thousands of classes."""
@@ -53,6 +56,12 @@ def config_of(folder: str | os.PathLike[str], *, trust_remote_code: bool = False
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # transformers would make other modules; here the parameters are packed
     return config
+
+
+def method_of(folder: str | os.PathLike[str]) -> str | None:
+    """Return by which method the weights in a folder are packed, as its ``config.json`` says; None where they are not."""
+    how = json_of(Path(folder, CONFIG), CONFIG_BYTES).get("quantization_config")
+    return quoted(how.get("quant_method")) if isinstance(how, dict) else None
 
 
 def refuse_config(folder: str | os.PathLike[str]) -> None:
