@@ -44,13 +44,9 @@ _CONVERTED = "the engine has an optimizer of tiered with the settings of the one
 _OTHER_OPTIMIZER = "an optimizer that is neither torch's nor tiered's is refused by name, with the mend"
 _PICKLED = "it pickles the model: a paged one is saved by state_dict() (docs/limits.md); copy.deepcopy gives one in memory"
 _WRAPPED = "FullyShardedDataParallel around a paged model is refused by name: zero.page(stage=) divides it among ranks"
-_RESIZED = "embeddings of a paged model keep their size, and another one is refused by name: resize before zero.page"
-_RETYPED = "parameters of a paged model keep their element type, and another one is refused by name: give it before zero.page"
 _ANEW = "the second Trainer is a new process here, which opens the store anew; so the first one's store is closed"
 
 DIFFERENCES = (
-    Difference("transformers-models", "::test_resize_*", "cannot be given .data of", _RESIZED),
-    Difference("transformers-models", "::test_eager_matches_*", "cannot be given .data of", _RETYPED),
     Difference("peft-custom_models", "::test_merge_layers[[]*", "cannot be copied or pickled", _PICKLED),
     Difference("peft-custom_models", "::test_save_load_roundtrip_fsdp_*", "FullyShardedDataParallel would take", _WRAPPED),
     *(
