@@ -45,6 +45,7 @@ from tests.quick import quick  # noqa: E402
 from tiered import MisuseError, TieredStore, UncommittedWarning, zero  # noqa: E402
 from tiered.integrations.transformers import TieredCallback, TieredTrainer, from_pretrained  # noqa: E402
 from tiered.integrations.transformers.training import ADAM_LIKE, OF_TORCH  # noqa: E402
+from tiered.zero.paging.tensors.stored import StoredTensor  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 KINDS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8}
@@ -335,10 +336,8 @@ def test_the_end_of_the_block_commits_a_training_that_saved_nothing(tmp_path: Pa
         return trainer(TieredTrainer, paged(llama(), store, existing=existing), tmp_path, lr_scheduler_type="cosine")
 
     folder = tmp_path / "store"
-    with (
-        warnings.catch_warnings(action="error", category=UncommittedWarning),
-        TieredStore.open(folder, dram="4MiB") as store,
-    ):
+    with warnings.catch_warnings(), TieredStore.open(folder, dram="4MiB") as store:
+        warnings.simplefilter("error", UncommittedWarning)
         first = made(store, "refuse")
         first.train()
         expected = {name: value.clone() for name, value in first.model.state_dict().items()}
@@ -403,6 +402,40 @@ def test_modules_of_a_paged_base_are_saved_with_an_adapter(store: TieredStore, s
     assert same_losses == losses
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+@pytest.mark.parametrize("kind", ["LoRA", "AdaLoRA", "VeRA", "a head", "two"])
+def test_of_a_base_nothing_is_read_to_save_an_adapter(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """peft makes a dict of all values, the base's among them, before it takes those of the adapter."""
+    peft = pytest.importorskip("peft")
+    options = {"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+    config: Any = peft.LoraConfig(r=4, **options, modules_to_save=["lm_head"] if kind == "a head" else None)
+    if kind == "AdaLoRA":
+        config = peft.AdaLoraConfig(init_r=4, target_r=2, total_step=4, **options)
+    elif kind == "VeRA":
+        config = peft.VeraConfig(r=4, **options)
+
+    def prepared(base: Any) -> Any:
+        torch.manual_seed(0)
+        model = peft.get_peft_model(base, config)
+        if kind == "two":
+            model.add_adapter("other", peft.LoraConfig(r=2, **options))
+        return model
+
+    trainer(Trainer, prepared(llama()), tmp_path).save_model(str(tmp_path / "reference"))
+    with TieredStore.open(tmp_path / "store", dram="4MiB") as store:
+        made = trainer(TieredTrainer, paged(prepared(llama()), store), tmp_path)
+        copied: list[int] = []
+        clone = StoredTensor.clone
+        monkeypatch.setattr(StoredTensor, "clone", lambda one: copied.append(one.numel()) or clone(one))
+        made.save_model(str(tmp_path / "saved"))
+        whole = sum(parameter.numel() for parameter in made.model.parameters())
+        assert sum(copied) < whole / (2 if kind == "a head" else 5)
+        store.close()
+    files = sorted(path.relative_to(tmp_path / "reference") for path in (tmp_path / "reference").rglob("*.safetensors"))
+    assert len(files) == (2 if kind == "two" else 1)
+    for file in files:
+        assert (tmp_path / "saved" / file).read_bytes() == (tmp_path / "reference" / file).read_bytes()
 
 
 def test_an_adapter_is_made_before_paging_and_resumed(tmp_path: Path, pretrained: Path) -> None:

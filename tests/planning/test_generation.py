@@ -18,6 +18,7 @@ from tests.cli.test_generate import llama, moe
 from tests.cli.train.test_train import failure
 from tiered import Machine, MisuseError, TieredStore
 from tiered.cli.main import main
+from tiered.measuring import probes
 from tiered.measuring.probes import measured_machine
 from tiered.planning.generation import FORMS, PlannedWeights, Sequences, plan_generation, weights_of
 
@@ -203,7 +204,9 @@ def test_a_budget_without_its_unit(options: tuple[str, ...], tmp_path: Path, cap
     assert "did you mean '12GiB'?" in failure(capsys, "plan", tmp_path, *options, "--no-measure", "--dram", "12")
 
 
-def test_updates_are_not_measured(tmp_path: Path) -> None:
+def test_updates_are_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TURNS": 1, "STEPS": 2, "HASHED": MIB, "MOVED": MIB, "LONG": 0.0}.items():
+        monkeypatch.setattr(probes, name, value)
     asked: list[str] = []
     machine = measured_machine(str(tmp_path), progress=lambda what, share: asked.append(what), of="generation")
     assert any(what.startswith("measuring leases") for what in asked)

@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -539,12 +540,38 @@ def _generations(run: Path, store: TieredStore) -> dict[Path, int]:
 
 
 class _Values(Mapping[str, Any]):
-    """Values of ``state_dict``, each copied when it is asked for: of an adapter, peft asks for a few."""
+    """Values of the ``state_dict`` of a ``PeftModel``, each copied when it is asked for. peft goes over all of them, and keeps
+    those of its adapters: the others have no values here, or the whole base would be in memory."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._listed = model.state_dict(destination=StateListing(), keep_vars=True)
+    def __init__(self, model: Any) -> None:
+        self._listed: Mapping[str, Any] = model.state_dict(destination=StateListing(), keep_vars=True)
+        self._empty = {
+            name: torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, torch.Tensor) else value
+            for name, value in self._listed.items()
+        }
+        self._kept = self._of_adapters(model)
+
+    def _of_adapters(self, model: Any) -> set[str]:
+        """Return the names whose values peft keeps, as it says itself: it is shown tensors without values."""
+        from peft import get_peft_model_state_dict
+
+        names, kept = {id(value): name for name, value in self._empty.items()}, set[str]()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it says them again when it saves
+            found = [
+                value
+                for adapter in model.peft_config
+                for value in get_peft_model_state_dict(model, state_dict=self._empty, adapter_name=adapter).values()
+            ]
+        kept |= {names[id(value)] for value in found if id(value) in names}
+        if any(id(value) not in names for value in found):  # it computes with values, as for AdaLoRA
+            prefix = getattr(model.base_model, "prefix", "lora_")
+            kept |= {name for name, value in self._listed.items() if getattr(value, "requires_grad", True) or prefix in name}
+        return kept
 
     def __getitem__(self, name: str) -> Any:
+        if name not in self._kept:
+            return self._empty[name]
         value = self._listed[name]
         return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
