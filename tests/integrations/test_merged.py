@@ -30,6 +30,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], str | None]] = {
     "int4, the other way round": (gpt2, LINEAR | {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}, "int4"),
     "exact, embedding, biases": (llama, LINEAR | {"target_modules": ["embed_tokens", "q_proj"], "bias": "lora_only"}, None),
     "exact, slices of experts": (experts, LINEAR | {"target_modules": ["v_proj"], "target_parameters": EXPERTS}, None),
+    "VeRA, whose matrices are shared": (llama, {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_weights": False}, "int8"),
     "a table of tokens": (llama, LINEAR | {"trainable_token_indices": {"embed_tokens": [1, 3]}}, None),
 }
 
@@ -47,7 +48,7 @@ def test_values_are_those_of_merging_in_memory(tmp_path: Path, case: str, dtype:
 
     def adapted(model: Any) -> Any:
         torch.manual_seed(1)
-        found = peft.get_peft_model(model, peft.LoraConfig(**options))
+        found = peft.get_peft_model(model, (peft.VeraConfig if "VeRA" in case else peft.LoraConfig)(**options))
         with torch.no_grad():
             for name, parameter in found.named_parameters():
                 if parameter.requires_grad:

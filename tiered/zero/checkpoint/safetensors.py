@@ -159,15 +159,16 @@ class Replaced(NamedTuple):
 
 @dataclass(frozen=True)
 class Changes:
-    """What an export has otherwise than the model: some ``modules``, by their names, and names without a ``prefix``."""
+    """What an export has otherwise than the model: some ``modules``, by their names; names without a ``prefix``, and nothing
+    whose name does not begin with it."""
 
     modules: Mapping[str, Replaced]
     prefix: str = ""
 
     def of(self, name: str) -> str | None:
-        """Return the name that a tensor is exported by; None where another one takes its place."""
+        """Return the name that a tensor is exported by; None for one that is not exported, or in whose place another one is."""
         parts = name.split(".")
-        if any(".".join(parts[:count]) in self.modules for count in range(1, len(parts))):
+        if not name.startswith(self.prefix) or any(".".join(parts[:count]) in self.modules for count in range(1, len(parts))):
             return None
         return name.removeprefix(self.prefix)
 
