@@ -176,6 +176,8 @@ def test_the_model_and_the_drive_are_looked_at_before_anything_is_measured(
     """A measurement would say so first."""
     monkeypatch.setattr("tiered.cli.output.INTERVAL", 0.0)
     assert "has no config.json" in failure(capsys, "plan", tmp_path)
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    assert "is a GGUF file, of which there are no plans yet: name the model" in failure(capsys, "plan", tmp_path / "x.gguf")
     (tmp_path / "models" / "Llama-3-8B").mkdir(parents=True)
     for name, told in (("Llama-3-8b", "; did you mean 'Llama-3-8B'?"), ("other", ": name one of a transformers model")):
         said = failure(capsys, "plan", tmp_path / "models" / name)

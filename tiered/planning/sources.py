@@ -239,6 +239,11 @@ def model_of_folder(what: str) -> nn.Module:
         near = meant(folder.name, sorted(one.name for one in folder.parent.glob("*") if one.is_dir()))
         wanted = ": name one of a transformers model, or org/name on the Hugging Face hub"
         raise MisuseError(f"there is no folder {shown(what, 1000)}{near or wanted}")
+    if Path(folder).is_file() and Path(folder).suffix == ".gguf":
+        raise MisuseError(
+            f"{what} is a GGUF file, of which there are no plans yet: name the model that it was made of, a folder with a "
+            "config.json or org/name on the Hugging Face hub"
+        )
     if not Path(folder, "config.json").is_file():
         if any(Path(folder).glob("manifest.*")):
             raise MisuseError(f"{what} is a store, and a plan is made of shapes: name the folder that its model was read from")
