@@ -9,7 +9,6 @@ import pty
 import select
 import shutil
 import signal
-import subprocess
 import sys
 import termios
 import time
@@ -25,8 +24,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
+from tests import programs
 from tests.cli.test_generate import PROMPT, UNIT, llama, quiet, write_tokenizer
-from tests.programs import ONE_THREAD
+from tests.programs import MODELS, ONE_THREAD
 from tiered import TieredStore
 from tiered.cli.generate.live import Display
 from tiered.cli.main import main
@@ -162,7 +162,7 @@ def test_what_a_template_refuses_is_one_line(stores: dict[str, Path], capsys: py
     )
     without = "import sys; sys.modules['jinja2'] = None; from tiered.cli.main import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", without, *given(stores["template"], "--prompt", PROMPT)]
-    done = subprocess.run(command, capture_output=True, text=True, env=ONE_THREAD, timeout=120, check=False)
+    done = programs.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert "the chat template of this model needs jinja2 (" in done.stderr.splitlines()[-1]
     assert done.stderr.endswith("): pip install -U jinja2, or give --raw, for the prompt as it is\n")
@@ -246,15 +246,22 @@ def test_a_signal_ends_the_answer_and_keeps_it(
     assert told["prompt_tokens"] > len("it is deep")
 
 
+TAKES_THE_TERMINAL = """if True:
+    import fcntl, runpy, termios
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    runpy.run_module("tiered", run_name="__main__", alter_sys=True)
+"""
+
+
 class Terminal:
-    """A command in a terminal of its own: what it shows, and what is typed."""
+    """A command of ``tiered`` in a terminal of its own: what it shows, and what is typed."""
 
     def __init__(self, command: list[str]) -> None:
         self._master, slave = pty.openpty()
         environment = {**ONE_THREAD, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
-        self.process = subprocess.Popen(
-            command, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True,
-            preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
+        self.process = programs.Popen(
+            [sys.executable, "-c", TAKES_THE_TERMINAL, *command],
+            stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True, imported=MODELS,
         )  # fmt: skip
         os.close(slave)
         self.shown = ""
@@ -290,7 +297,7 @@ def test_a_conversation_at_a_terminal(stores: dict[str, Path], tmp_path: Path) -
     store = tmp_path / "store"
     shutil.copytree(stores["template"], store)
     assert main(given(store, "--prompt", PROMPT, "--keep", "talk")) == 0
-    command = [sys.executable, "-m", "tiered", *given(store, "--chat", "--keep", "talk"), "--tokens", "60"]
+    command = [*given(store, "--chat", "--keep", "talk"), "--tokens", "60"]
     terminal = Terminal(command)
     begun = terminal.until(lambda now: now.endswith("> "))
     assert "The conversation 'talk' goes on after 2 messages. Ctrl-C stops an answer, Ctrl-D ends the conversation." in begun
@@ -324,7 +331,7 @@ def test_keys_during_an_answer_are_not_shown(tmp_path: Path) -> None:
     llama(max_position_embeddings=1 << 17, eos_token_id=None).save_pretrained(tmp_path / "endless")
     write_tokenizer(tmp_path / "endless")
     assert main(["import", str(tmp_path / "endless"), str(tmp_path / "store"), "--unit", UNIT]) == 0
-    command = [sys.executable, "-m", "tiered", *given(tmp_path / "store", "--chat"), "--tokens", "100000"]
+    command = [*given(tmp_path / "store", "--chat"), "--tokens", "100000"]
     terminal = Terminal(command)
     terminal.until(lambda now: now.endswith("> "))
     terminal.type("and the sky\r")

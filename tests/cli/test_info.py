@@ -21,6 +21,9 @@ from tiered.links.native import native_link_unavailable
 from tiered.measuring import probes
 from tiered.types import BackendName
 
+QUICK_PROBES = {"TURNS": 2, "STEPS": 2, "UPDATES": 2, "HASHED": MIB, "MOVED": MIB, "PRODUCT": (64, 64, 64), "LONG": 0.0}
+"""Constants of tiered.measuring.probes with which a machine is measured in a second; what is measured is then worth little."""
+
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +70,7 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_drive_is_measured_once_for_the_table_and_for_a_machine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"TURNS": 2, "STEPS": 2, "UPDATES": 2, "HASHED": MIB, "MOVED": MIB}.items():
+    for name, value in QUICK_PROBES.items():
         monkeypatch.setattr(probes, name, value)
     monkeypatch.setattr("tiered.cli.output.INTERVAL", 0.0)
     machine = tmp_path / "machine.json"

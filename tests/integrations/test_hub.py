@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -13,13 +12,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 pytest.importorskip("transformers")
 pytest.importorskip("huggingface_hub")
 
+from tests import programs
 from tests.cli.test_generate import llama
+from tests.programs import ONE_THREAD
 from tiered.errors import MisuseError
 from tiered.integrations.hub import folder_of, is_hub_name
 
@@ -84,59 +86,67 @@ MAIN = "import json, sys; from tiered.cli.main import main; print([main(words) f
 
 def run(folder: Path, endpoint: str, *commands: list[str], offline: bool = False) -> subprocess.CompletedProcess[str]:
     """Run commands in ``folder``, one after the other. The library reads its variables when it is imported, so in a process of
-    its own."""
+    its own that has not imported it yet."""
     around = {"HF_ENDPOINT": endpoint, "HF_HOME": str(folder / "cache"), "HF_HUB_DISABLE_TELEMETRY": "1"}
     around |= dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"), "1" if offline else "0")
     command = [sys.executable, "-c", MAIN, json.dumps(commands)]
-    return subprocess.run(command, cwd=folder, env={**os.environ, **around}, text=True, capture_output=True, timeout=300)
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    """A model in several safetensors files, beside files that nobody needs; and one without a configuration."""
-    tiny = tmp_path / "served" / "tiny"
-    llama().save_pretrained(tiny, max_shard_size="60KB")
-    assert len(list(tiny.glob("*.safetensors"))) > 1
-    for name in NOT_NEEDED:
-        (tiny / name).write_bytes(b"not needed")
-    bare = tmp_path / "served" / "bare"
-    bare.mkdir()
-    (bare / "README.md").write_bytes(b"no configuration")
-    return tmp_path / "served"
+    return programs.run(command, cwd=folder, env=ONE_THREAD | around, text=True, capture_output=True, timeout=300)
 
 
 PLAN = ["plan", "org/tiny", "--no-measure", "--context", "16", "--dram", "8MiB"]
 IMPORT = ["import", "org/tiny", "store", "--dram", "8MiB"]
 
 
-def test_plan_fetches_the_configuration_and_import_the_weights(root: Path, tmp_path: Path) -> None:
+class Found(NamedTuple):
+    """What was ``fetched`` of a hub with ``weights``, and what commands of models that are there, and of others, told ``online``
+    and then ``offline``; and the ``folder`` in which they ran."""
+
+    folder: Path
+    weights: set[str]
+    fetched: list[str]
+    online: subprocess.CompletedProcess[str]
+    offline: subprocess.CompletedProcess[str]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """A model in several safetensors files, beside files that nobody needs; and one without a configuration."""
+    folder, root = tmp_path_factory.mktemp("commands"), tmp_path_factory.mktemp("served")
+    llama().save_pretrained(root / "tiny", max_shard_size="60KB")
+    weights = {path.name for path in (root / "tiny").glob("*.safetensors")}
+    assert len(weights) > 1
+    for name in NOT_NEEDED:
+        (root / "tiny" / name).write_bytes(b"not needed")
+    (root / "bare").mkdir()
+    (root / "bare" / "README.md").write_bytes(b"no configuration")
+    missing = ["plan", "org/other"], ["import", "org/other", "other"], ["plan", "org/bare"]
     with hub(root) as (endpoint, fetched):
-        done = run(tmp_path, endpoint, PLAN, IMPORT)
-        assert done.stdout.endswith("[0, 0]\n"), done.stderr
-        assert done.stdout.startswith("model     tiny of ")
-        assert "LlamaForCausalLM of " in done.stdout
-        assert fetched[0] == "config.json"
-        assert not set(NOT_NEEDED) & set(fetched)
-        assert set(fetched) >= {"model.safetensors.index.json", *(path.name for path in (root / "tiny").glob("model-*"))}
-        assert len(fetched) == len(set(fetched))
-    done = run(tmp_path, NOWHERE, PLAN, [*IMPORT, "--existing", "overwrite"], offline=True)  # from the cache
-    assert done.stdout.endswith("[0, 0]\n"), done.stderr
+        online = run(folder, endpoint, PLAN, IMPORT, *missing)
+    offline = run(folder, NOWHERE, PLAN, [*IMPORT, "--existing", "overwrite"], ["plan", "org/never"], offline=True)
+    return Found(folder, weights, fetched, online, offline)
 
 
-def test_one_line_says_how_to_get_what_is_not_there(root: Path, tmp_path: Path) -> None:
-    with hub(root) as (endpoint, _):
-        done = run(tmp_path, endpoint, ["plan", "org/other"], ["import", "org/other", "store"], ["plan", "org/bare"])
-    assert done.stdout == "[1, 1, 1]\n"
-    other, again, bare = (line for line in done.stderr.splitlines() if line.startswith("tiered: "))
+def test_plan_fetches_the_configuration_and_import_the_weights(found: Found) -> None:
+    online, offline, fetched = found.online, found.offline, found.fetched
+    assert online.stdout.endswith("[0, 0, 1, 1, 1]\n"), online.stderr
+    assert online.stdout.startswith("model     tiny of ")
+    assert "LlamaForCausalLM of " in online.stdout
+    assert fetched[0] == "config.json"
+    assert not set(NOT_NEEDED) & set(fetched)
+    assert set(fetched) >= {"model.safetensors.index.json", *found.weights}
+    assert len(fetched) == len(set(fetched))
+    assert offline.stdout.endswith("[0, 0, 1]\n"), offline.stderr  # from the cache
+
+
+def test_one_line_says_how_to_get_what_is_not_there(found: Found) -> None:
+    other, again, bare = (line for line in found.online.stderr.splitlines() if line.startswith("tiered: "))
     assert other == again
     assert other.startswith("tiered: org/other is no folder here, and the hub does not give it (")
     assert "404" in other
     assert other.endswith("; to get it: hf download org/other --local-dir other, and name that folder")
     assert "org/bare has no config.json on the hub" in bare
-    done = run(tmp_path, NOWHERE, ["plan", "org/never"], offline=True)
-    assert done.stdout == "[1]\n"
-    assert "hf download org/never" in done.stderr.splitlines()[-1]
-    assert not (tmp_path / "store").exists()
+    assert "hf download org/never" in found.offline.stderr.splitlines()[-1]
+    assert not (found.folder / "other").exists()
 
 
 def test_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

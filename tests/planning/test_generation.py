@@ -15,6 +15,7 @@ import transformers
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from tests.cli.test_generate import llama, moe
+from tests.cli.test_info import QUICK_PROBES
 from tests.cli.train.test_train import failure
 from tiered import Machine, MisuseError, TieredStore
 from tiered.cli.main import main
@@ -205,7 +206,7 @@ def test_a_budget_without_its_unit(options: tuple[str, ...], tmp_path: Path, cap
 
 
 def test_updates_are_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"TURNS": 1, "STEPS": 2, "HASHED": MIB, "MOVED": MIB, "LONG": 0.0}.items():
+    for name, value in QUICK_PROBES.items():
         monkeypatch.setattr(probes, name, value)
     asked: list[str] = []
     machine = measured_machine(str(tmp_path), progress=lambda what, share: asked.append(what), of="generation")
