@@ -98,8 +98,8 @@ IMPORT = ["import", "org/tiny", "store", "--dram", "8MiB"]
 
 
 class Found(NamedTuple):
-    """What was ``fetched`` of a hub with ``weights``, and what commands of models that are there, and of others, told ``online``
-    and then ``offline``; and the ``folder`` in which they ran."""
+    """What was ``fetched`` of a hub with ``weights``, and what commands of models that are there, and of others, told
+    ``online`` and then ``offline``; and the ``folder`` in which they ran."""
 
     folder: Path
     weights: set[str]

@@ -28,6 +28,9 @@ SHAPE: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "vocab_size": 300,
     "max_position_embeddings": 128,
 }  # fmt: skip
+EXPERTS: dict[str, Any] = {
+    "num_key_value_heads": 2, "head_dim": 16, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2
+}  # fmt: skip
 DEEPSEEK: dict[str, Any] = {
     "moe_intermediate_size": 32, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2,
     "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
@@ -54,10 +57,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: of_transformers("LlamaForCausalLM", num_key_value_heads=2),
     "llama without a cache": lambda: of_transformers("LlamaForCausalLM", num_key_value_heads=2, use_cache=False),
     "bert": lambda: of_transformers("BertForMaskedLM"),
-    "experts": lambda: of_transformers(
-        "Qwen3MoeForCausalLM", num_key_value_heads=2, head_dim=16, moe_intermediate_size=32, num_experts=8,
-        num_experts_per_tok=2,
-    ),
+    "experts": lambda: of_transformers("Qwen3MoeForCausalLM", **EXPERTS),
+    "experts without a cache": lambda: of_transformers("Qwen3MoeForCausalLM", **EXPERTS, use_cache=False),
     "experts after dense layers": lambda: of_transformers("DeepseekV3ForCausalLM", num_key_value_heads=4, **DEEPSEEK),
 }  # fmt: skip
 SETUP = TrainingSetup(1 << 20, Limits.of(1 << 20), CHOICES["adamw"].usual)
@@ -68,13 +69,17 @@ SETUPS = {
     "accumulates": replace(LARGER, passes=2),
     "recompute": replace(LARGER, activations="recompute"),
     "in two parts": replace(LARGER, micro_batch=2),
+    "divided and recomputed": replace(SETUP, activations="recompute"),
     "cut": replace(SETUP, pool=256 << 10, limits=Limits.of(256 << 10)),
 }
 PAIRS = [(model, setup) for model in MODELS for setup in SETUPS]
-OTHERS = {("llama", "recompute"), ("llama", "in two parts"), ("experts", "recompute"), ("experts", "in two parts")}
+AGAIN = ("recompute", "divided and recomputed")
+OTHERS = {(model, setup) for model in ("llama", "experts") for setup in AGAIN}
 """Whose forward, computed again, adds to a cache of keys and values: the whole model is trained."""
-REFUSED = {(model, setup) for model in MODELS for setup in ("recompute", "in two parts") if model.startswith("experts after")}
-"""What cannot be computed again without values."""
+REFUSED = {(model, "in two parts") for model in ("llama", "experts")} | {
+    (model, setup) for model in MODELS for setup in (*AGAIN, "in two parts") if model.startswith("experts after")
+}
+"""What cannot be divided because of such a cache, or computed again without values."""
 
 
 @pytest.fixture
@@ -103,7 +108,10 @@ def both(what: Subject, setup: TrainingSetup) -> tuple[Any, Any]:
     ("model", "setup"),
     quick(
         [pair for pair in PAIRS if pair not in REFUSED],
-        [("gpt", "on fetch"), ("llama without a cache", "recompute"), ("experts", "in backward")],
+        [
+            *(("gpt", "on fetch"), ("llama without a cache", "recompute"), ("experts", "in backward")),
+            ("experts without a cache", "divided and recomputed"),
+        ],
     ),
 )
 def test_notes_of_four_layers_are_those_of_all(trained: list[int], model: str, setup: str) -> None:

@@ -167,6 +167,8 @@ class Splitter:
         self._batch: int | None = None  # of the forward of the model that is running
         self._before: int | None = None  # of the one before
         self._inside = False
+        self._last = ""
+        """Name of the split module that ran last in forward."""
         self._restoring: ModuleState | None = None
         """What modules are as in a forward that is being computed again."""
         if parts == 1 and ways is None:  # also what is within a layer, for a layer that is not called, or is given no tensor
@@ -352,6 +354,11 @@ class Splitter:
         memory = memory_of(tensor)
         return any(memory == memory_of(buffer) for buffer in self._model.buffers() if buffer.layout is torch.strided)
 
+    def begin(self, name: str) -> None:
+        """Have what autograd saves between this split module and the next one lie under ``name`` in the store: named alike in
+        layers that are alike."""
+        self._last = name
+
     def undivided(self, compute: Callable[[list[Any]], Any], leaves: list[Any]) -> Any:
         """Compute a part, within which nothing is split."""
         before, self._inside = self._inside, True
@@ -386,7 +393,7 @@ class Splitter:
             or self._is_buffer(tensor)
         ):
             return tensor
-        kept = self.activations.keep("saved", tensor, [tensor.size(0) if tensor.dim() else 1])
+        kept = self.activations.keep(f"{self._last}+", tensor, [tensor.size(0) if tensor.dim() else 1])
         return tensor if kept is None else kept[0]
 
 
@@ -427,6 +434,7 @@ class _Call:
     def checkpointed(self, name: str) -> list[Any]:
         """Return each part's output, and keep what each part is given in the store; the inside of the module will be computed
         again."""
+        self._splitter.begin(name)
         kept = {i: self._splitter.activations.keep(f"{name}.{i}", self._leaves[i], self._sizes) for i in self._pieces}
         outputs = []
         for part in range(len(self._sizes)):
