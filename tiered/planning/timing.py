@@ -10,11 +10,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from tiered.planning.machine import Machine
 from tiered.planning.notes import (
@@ -33,12 +33,11 @@ from tiered.planning.notes import (
 __all__ = ["Timing", "measure_operations"]
 
 LARGEST = 1 << 30
-"""Bytes of operands of an operation that is measured; a larger one takes the time that its rates say."""
+"""Bytes of operands of operations that are measured in turns; one that has more takes the time that its rates say."""
 LONGEST = 2.0
-"""Seconds that the operations of one shape are expected to take, of those that are measured."""
-OPERANDS, COLD = 8, 64 << 20
-"""Sets of operands that an operation is measured with in turn, at most, and their bytes: beyond a processor's caches, where the
-operands of a step are, too."""
+"""Seconds that these are expected to take; one that takes longer is not measured."""
+LEAST, TIMES, ENOUGH = 3, 20, 0.02
+"""How often an operation is timed: so many times at least and at most, and for so many seconds."""
 
 
 class Timing:
@@ -133,34 +132,52 @@ def measure_operations(
             counts[one.signature] += 1
             kinds[one.signature] = one
     expected = {name: timing.seconds(kind) for name, kind in kinds.items()}
+    small = [name for name, kind in kinds.items() if kind.nbytes <= LARGEST and expected[name] <= LONGEST]
+    order = sorted(small, key=lambda name: -expected[name] * counts[name])
     found: dict[str, float] = {}
     deadline = time.perf_counter() + seconds
-    for name in sorted(kinds, key=lambda name: -expected[name] * counts[name]):
-        if time.perf_counter() > deadline:
+    for names in _in_groups(order, kinds, expected):
+        if (now := time.perf_counter()) > deadline:
             break
-        if kinds[name].nbytes <= LARGEST and expected[name] <= LONGEST:
-            taken = _timed(kinds[name])
-            if taken is not None:
-                found[name] = taken
+        found |= _timed({name: kinds[name] for name in names}, min(deadline, now + ENOUGH * len(names)))
     return found
 
 
-def _timed(kind: OperationKind) -> float | None:
-    try:
-        with torch.no_grad():
-            calls = [_operands(kind)]
-            nbytes = sum(one.nbytes for one in tree_leaves(calls[0]) if isinstance(one, torch.Tensor))
-            while len(calls) < OPERANDS and 0 < nbytes * len(calls) < COLD:
-                calls.append(_operands(kind))
-            taken: list[float] = []
-            while len(taken) <= max(3, len(calls)) or (len(taken) < 20 and sum(taken) < 0.02):
-                args, kwargs = calls[len(taken) % len(calls)]
-                began = time.perf_counter()
-                kind.call[0](*args, **kwargs)
-                taken.append(time.perf_counter() - began)
-    except (RuntimeError, TypeError, IndexError, NotImplementedError):
-        return None
-    return statistics.median(taken[1:])  # not the least: a processor is not at its best for the whole of a step
+def _in_groups(
+    names: Sequence[str], kinds: Mapping[str, OperationKind], expected: Mapping[str, float]
+) -> Iterator[Sequence[str]]:
+    """Yield operations that have ``LARGEST`` bytes of operands and take ``LONGEST`` seconds at most, all together."""
+    begin, nbytes, seconds = 0, 0.0, 0.0
+    for end, name in enumerate(names):
+        nbytes, seconds = nbytes + kinds[name].nbytes, seconds + expected[name]
+        if nbytes > LARGEST or seconds > LONGEST:
+            yield names[begin:end]
+            begin, nbytes, seconds = end, kinds[name].nbytes, expected[name]
+    yield names[begin:]
+
+
+def _timed(kinds: Mapping[str, OperationKind], deadline: float) -> dict[str, float]:
+    """Time operations in turns, as they come in a step: one by itself would have its operands, and what it leaves to others, in
+    the caches of the processor, and the threads of torch awake."""
+    calls: dict[str, tuple[Any, dict[str, Any]]] = {}
+    taken: dict[str, list[float]] = {}
+    for number in range(TIMES + 1):
+        for name, kind in kinds.items():
+            try:
+                with torch.no_grad():
+                    if not number:
+                        calls[name] = _operands(kind)
+                    if name in calls:
+                        args, kwargs = calls[name]
+                        began = time.perf_counter()
+                        kind.call[0](*args, **kwargs)
+                        taken.setdefault(name, []).append(time.perf_counter() - began)
+            except (RuntimeError, TypeError, IndexError, NotImplementedError):
+                calls.pop(name, None)
+        if number >= LEAST and time.perf_counter() > deadline:
+            break
+    # not the least: a processor is not at its best for the whole of a step
+    return {name: statistics.median(several[1:]) for name, several in taken.items() if name in calls}
 
 
 def _operands(kind: OperationKind) -> tuple[Any, dict[str, Any]]:
