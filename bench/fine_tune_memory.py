@@ -179,7 +179,7 @@ def main() -> int:
     budget = parse_size(options.dram)
     folder = Path(tempfile.mkdtemp(dir=options.dir, prefix="bench-fine-tune-")).resolve()
     try:
-        weights, kept = write_weights(folder / "weights", LAYERS, WIDTH, VOCABULARY), activations()
+        weights, kept = write_weights(folder / "weights", config_of(LAYERS, WIDTH, VOCABULARY)), activations()
         print(
             f"{weights:,} bytes of weights, {format_size(4 * VOCABULARY * WIDTH)} the largest parameter; a budget of "
             f"{format_size(budget)}; activations of a batch of {TOKENS} tokens: {format_size(kept)}.\n"

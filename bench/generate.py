@@ -42,7 +42,7 @@ from typing import Any
 
 from bench.drive import Reading
 from bench.limited import Ended, drop, say, under
-from bench.llama import PROMPT, VOCABULARY, generated, quiet, write_weights
+from bench.llama import PROMPT, VOCABULARY, config_of, generated, quiet, write_weights
 from tiered.measuring.drive import read_rate
 from tiered.measuring.meters import Spread, environment, turns
 from tiered.types import format_size, parse_size
@@ -171,7 +171,7 @@ def make(folder: Path, options: argparse.Namespace) -> int:
     from tiered import TieredStore
     from tiered.integrations.transformers import import_model
 
-    weights = write_weights(folder / "weights", options.layers, options.width)
+    weights = write_weights(folder / "weights", config_of(options.layers, options.width))
     with TieredStore.open(folder / "store", dram=max(weights // 2, 256 * MIB)) as store:
         import_model(folder / "weights", store)
         store.close()

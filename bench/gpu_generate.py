@@ -29,7 +29,7 @@ import torch
 
 from bench.gpu_paths import MIB, Device
 from bench.gpu_train import Result
-from bench.llama import PROMPT, VOCABULARY, generated, quiet, write_weights
+from bench.llama import PROMPT, VOCABULARY, config_of, generated, quiet, write_weights
 from tiered import TieredStore
 from tiered.measuring.meters import scratch_folder
 from tiered.types import format_size
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> None:
     device, result = Device(options.device), Result(options.json)
     with scratch_folder(options.dir) as scratch:
         folder = Path(scratch)
-        weights = write_weights(folder / "weights", options.layers, options.width, options.vocabulary, "bfloat16")
+        weights = write_weights(folder / "weights", config_of(options.layers, options.width, options.vocabulary, "bfloat16"))
         budget = max(SMALLEST, weights // 2)
         with TieredStore.open(folder / "store", dram=max(SMALLEST, weights // 4)) as store:
             import_model(folder / "weights", store, largest_unit=budget // 8)

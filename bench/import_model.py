@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.limited import MIB, Ended, anonymous_of, drop, say, under
-from bench.llama import PROMPT, quiet, write_weights
+from bench.llama import PROMPT, config_of, quiet, write_weights
 from tiered.cli.arguments import count, size
 from tiered.cli.output import told_environment
 from tiered.measuring.drive import read_rate, write_rate
@@ -153,7 +153,7 @@ def main(given: list[str] | None = None) -> int:
     options = parser.parse_args(given)
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="bench-import-") as made:
         folder = Path(made)
-        weights = write_weights(folder / "weights", options.layers, options.width)
+        weights = write_weights(folder / "weights", config_of(options.layers, options.width))
         model = f"{options.layers} layers of width {options.width}: {weights / 1e9:.2f} GB in fp32"
         print(f"{told_environment(environment())}\n\n{model}; {format_size(options.dram)} of memory\n")
         return 0 if compared(folder, options, weights) else 1

@@ -22,26 +22,27 @@ def quiet() -> None:
     logging.disable_progress_bar()
 
 
-def config_of(layers: int, width: int, vocabulary: int = VOCABULARY, dtype: str = "float32") -> Any:
-    """Return the configuration of a Llama of these sizes."""
+def config_of(layers: int, width: int, vocabulary: int = VOCABULARY, dtype: str = "float32", **more: Any) -> Any:
+    """Return the configuration of a Llama of these sizes; ``more``: other ones by their names there."""
     from transformers import LlamaConfig
 
-    return LlamaConfig(
-        hidden_size=width,
-        intermediate_size=width * 11 // 4 // 256 * 256,
-        num_hidden_layers=layers,
-        num_attention_heads=width // 64,
-        num_key_value_heads=width // 64,
-        vocab_size=vocabulary,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        architectures=["LlamaForCausalLM"],
-        dtype=dtype,
-    )
+    given: dict[str, Any] = {
+        "hidden_size": width,
+        "intermediate_size": width * 11 // 4 // 256 * 256,
+        "num_hidden_layers": layers,
+        "num_attention_heads": width // 64,
+        "num_key_value_heads": width // 64,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "architectures": ["LlamaForCausalLM"],
+        "dtype": dtype,
+    }
+    return LlamaConfig(**given | more)
 
 
-def write_weights(folder: Path, layers: int, width: int, vocabulary: int = VOCABULARY, dtype: str = "float32") -> int:
-    """Write a model with random weights of type ``dtype``, a tensor at a time. Returns the bytes of weights."""
+def write_weights(folder: Path, config: Any) -> int:
+    """Write a model with random weights of the configuration's type, a tensor at a time. Returns the bytes of weights."""
     import torch
     from transformers import LlamaForCausalLM
 
@@ -49,8 +50,8 @@ def write_weights(folder: Path, layers: int, width: int, vocabulary: int = VOCAB
     from tiered.format.safetensors import entry_of
     from tiered.format.safetensors_writer import Shards
 
-    config = config_of(layers, width, vocabulary, dtype)
-    stored = getattr(torch, dtype)
+    stored = config.dtype if isinstance(config.dtype, torch.dtype) else getattr(torch, config.dtype)
+    dtype = str(stored).removeprefix("torch.")
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(stored)
     entries = [entry_of(n, TensorSpec(dtype, tuple(p.shape), stored.itemsize)) for n, p in model.named_parameters()]
