@@ -118,6 +118,21 @@ def test_of_steps_that_take_long_to_play_ways_that_are_not_faster_are_left_out(m
     assert not any("left out" in note for note in notes)
 
 
+def test_twice_the_budget_is_asked_for_where_the_machine_has_it() -> None:
+    def played(dram: int | str) -> int:
+        said: list[str] = []
+        machine = {**RATES, "read": 1e7, "write": 1e7, "base": 0, "dram": dram}
+        more = {"update": "on_fetch", "activations": "memory", "progress": lambda what, share: said.append(what)}
+        found = tiered.plan(SMALL, machine=machine, **ASKED | more)
+        assert found.fits
+        return len(said)
+
+    assert played("1GiB") == 2
+    chosen = tiered.plan(SMALL, **ASKED, update="on_fetch", activations="memory").chosen
+    assert chosen is not None
+    assert played(chosen.memory.process + STAYS + (128 << 10)) == 1, "all states are 400 KiB more"
+
+
 def test_a_note_says_which_choices_lease_too_many_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tiered.planning.plan.LONGEST", 10)
     found = tiered.plan(ONE, **ASKED, machine=RATES, activations="memory")

@@ -58,8 +58,9 @@ PAYS = 0.5
 """Of the tokens a second that so many more ranks would bring at best, what they must bring to pay."""
 HIDDEN = 1.15
 """Times the seconds of a step with activations in memory that one takes at most whose activations the drive hides."""
-AS_FAST = 1.02
-"""Times the seconds of a step with activations in memory that one takes which is as fast."""
+AS_FAST = 1.05
+"""Of steps that take long to play: times the seconds of one with activations in memory, within which no other way is looked
+for."""
 PARTS = (2, 4, 8, 16)
 """Parts of a batch that are tried where nothing else makes a model fit."""
 ENOUGH, SHARE = 8, 128
@@ -918,7 +919,10 @@ def _faster(
         ]
     modes = [mode for mode in modes if mode != chosen.choice and planner.fits(mode)]
     twice = replace(chosen.choice, dram=2 * chosen.choice.dram)
-    doubled = [twice] if waits and planner.fits(twice) else []
+    memory = chosen.memory
+    more_memory = min(twice.dram, memory.parameters + memory.gradients + memory.states) - memory.pool
+    has_it = planner.over_dram(replace(memory, process=memory.process + more_memory)) <= 0
+    doubled = [twice] if waits and has_it and planner.fits(twice) else []
     planner.expected += len(modes) + len(doubled)
     for mode in modes:
         other = planner.predict(mode, compared=False)
