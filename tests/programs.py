@@ -3,8 +3,9 @@
 A server forks each of them: a fresh interpreter that has imported torch and this package and has computed nothing. That takes
 milliseconds, where an interpreter of its own needs seconds to import the same. The process is a child of the one that asks, and
 has its own arguments, environment, working directory, standard streams, ``__main__`` and exit: threads, ``atexit``, what its
-main module holds, and not what torch's modules hold. What cannot be had so (another program, options of the interpreter, other
-values of variables that Python or torch reads when it begins) begins as always.
+main module holds, and not what torch's modules hold. A ``tiered train`` ends with less text there (``TEXT``). What cannot be
+had so (another program, options of the interpreter, other values of variables that Python or torch reads when it begins) begins
+as always.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-__all__ = ["LIBRARIES", "MODELS", "ONE_THREAD", "Popen", "fork_from_here", "run"]
+__all__ = ["LIBRARIES", "MODELS", "ONE_THREAD", "TEXT", "Popen", "fork_from_here", "run"]
 
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = (
@@ -45,6 +46,9 @@ LIBRARIES = (
 )
 """Modules that programs need, as far as they are installed: ``imported=MODELS`` where a model is enough, which takes a third of
 the time, ``imported=LIBRARIES`` where it is trained with a library."""
+TEXT = 20
+"""Bytes of text that a model writes at the end of ``tiered train``: more than it sees at a time. All 240 would take longer than
+the steps of most tests."""
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 """Of the server and of what it forks: several at once on few cores are quicker so, and small models anyway."""
 
@@ -356,8 +360,9 @@ def _main() -> None:
     import tiered.cli.bench.train
     import tiered.cli.bench.trainer
     import tiered.cli.train.run
-    import tiered.zero  # noqa: F401
+    import tiered.zero
 
+    tiered.cli.train.run.SAMPLE = TEXT
     _one_thread()
     path = sys.path[1:]
     gc.freeze()

@@ -20,6 +20,7 @@ import pytest
 
 import tiered
 from libaio_ext import build
+from tests.compiler import quick_compiler
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = (
@@ -49,11 +50,11 @@ for name in sys.argv[1:]:
 
 def run(command: Sequence[str | Path], folder: Path, **more: str) -> str:
     """Run ``command`` in ``folder``, without this checkout on the path and without the network; return its stdout."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP_"))}
-    environment |= {"CFLAGS": "-O0", "OMP_NUM_THREADS": "1", "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    environment |= more
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP_"))}
+    variables |= {"OMP_NUM_THREADS": "1", "PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    variables |= more
     done = subprocess.run(
-        list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+        list(map(str, command)), cwd=folder, env=variables, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -75,7 +76,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def built(sdist: Path, folder: str, libaio: str) -> Path:
     """Return a wheel that is built from ``sdist``, by what is installed here."""
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "-w", folder, sdist]
-    run(command, sdist.parent, TIERED_LIBAIO=libaio)
+    run(command, sdist.parent, TIERED_LIBAIO=libaio, CC=quick_compiler(sdist.parent.parent))
     (archive,) = (sdist.parent / folder).iterdir()
     return archive
 
@@ -97,6 +98,12 @@ def installed(wheel: Path, folder: Path) -> tuple[Path, Path]:
     (inside / "dependencies.pth").write_text("\n".join(outside))  # pip, too. No .pth file in there is read, so no checkout
     run([python, "-m", "pip", "install", "-q", "--no-deps", "--ignore-installed", wheel], folder)
     return python, inside
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """``wheel``, ``installed``."""
+    return installed(wheel, tmp_path_factory.mktemp("environment"))
 
 
 def extensions() -> list[str]:
@@ -137,8 +144,8 @@ def test_the_wheel_has_the_package_alone(wheel: Path) -> None:
     assert (fields["License-Expression"], fields["Author"]) == ("Apache-2.0", "The tiered developers")
 
 
-def test_the_wheel_works_in_an_environment_of_its_own(wheel: Path, tmp_path: Path) -> None:
-    python, inside = installed(wheel, tmp_path)
+def test_the_wheel_works_in_an_environment_of_its_own(environment: tuple[Path, Path], tmp_path: Path) -> None:
+    python, inside = environment
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     package, *compiled = run([python, "-W", "error", "-c", USE, *extensions()], elsewhere).splitlines()
@@ -149,14 +156,14 @@ def test_the_wheel_works_in_an_environment_of_its_own(wheel: Path, tmp_path: Pat
     assert run([python.parent / "tiered", "--version"], elsewhere) == f"tiered {tiered.__version__}\n"
 
 
-def test_the_quickstart_works_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
-    """Its line that installs a file, and its first command, with fewer steps."""
+def test_the_quickstart_works_from_the_wheel(wheel: Path, environment: tuple[Path, Path], tmp_path: Path) -> None:
+    """Its line that installs a file, and its first command, with fewer steps and layers."""
     page = (ROOT / "docs" / "quickstart.md").read_text()
     (pattern,) = re.findall(r"pip install \./(\S+\.whl)`", page)
     assert fnmatch(wheel.name, pattern)
     (options,) = re.findall(r"^\.venv/bin/tiered train (.*) --steps \d+", page, re.MULTILINE)
-    python, _ = installed(wheel, tmp_path)
-    trained = run([python.parent / "tiered", "train", *options.split(), "--steps", "2"], tmp_path)
+    python, _ = environment
+    trained = run([python.parent / "tiered", "train", *options.split(), "--layers", "1", "--steps", "2"], tmp_path)
     assert "in 2 steps" in trained
     with zipfile.ZipFile(wheel) as archive:
         (metadata,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))

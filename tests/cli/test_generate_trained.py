@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import torch
 from tests.cli.train.trainings import TINY
 from tiered.cli.main import main
 from tiered.cli.output import UNPRINTABLE, Progress
+from tiered.cli.train import run
 from tiered.cli.train.model import GPT, Shape, build, go_on
 from tiered.cli.train.report import TEMPERATURE, TOP_P
 
@@ -24,11 +26,15 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 
 SHAPE = Shape(layers=2, width=64, heads=4, context=16)
 TOKENS = 40
+WRITTEN = 80
+"""Bytes at the end of a training whose text is compared: the model sees the second half of what it saw again and again."""
 
 
-def trained(folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
-    assert main(["train", str(folder), *TINY, "--steps", "6", "--lr", "1e-2", "--json", "-"]) == 0
-    return dict(json.loads(capsys.readouterr().out))
+def trained(folder: Path) -> dict[str, object]:
+    """Of a training whose store is ``folder``, the report."""
+    report = folder.with_suffix(".json")
+    assert main(["train", str(folder), *TINY, "--steps", "6", "--lr", "1e-2", "--json", str(report)]) == 0
+    return dict(json.loads(report.read_text()))
 
 
 def in_memory(folder: Path, tmp_path: Path) -> GPT:
@@ -41,6 +47,23 @@ def in_memory(folder: Path, tmp_path: Path) -> GPT:
     assert missing in ([], ["head.weight"])
     model.head.weight = model.embed.weight
     return model
+
+
+class Trained(NamedTuple):
+    """A store that no test writes to, the report of its training, and its model."""
+
+    folder: Path
+    report: dict[str, object]
+    model: GPT
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = tmp_path_factory.mktemp("trained") / "store"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "SAMPLE", WRITTEN)
+        report = trained(folder)
+    return Trained(folder, report, in_memory(folder, folder.parent))
 
 
 def likeliest(model: GPT, prompt: bytes, count: int) -> list[int]:
@@ -62,21 +85,22 @@ def generated(folder: Path, capsys: pytest.CaptureFixture[str], *given: str) -> 
 
 
 @pytest.mark.parametrize("prompt", ["R", "ROMEO: what light through yonder window"])
-def test_bytes_are_those_of_the_model_in_memory(prompt: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = trained(tmp_path / "store", capsys)
-    model = in_memory(tmp_path / "store", tmp_path)
-    told = generated(tmp_path / "store", capsys, "--prompt", prompt)
-    assert told["tokens"] == likeliest(model, prompt.encode(), TOKENS)
+def test_bytes_are_those_of_the_model_in_memory(prompt: str, one: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    told = generated(one.folder, capsys, "--prompt", prompt)
+    assert told["tokens"] == likeliest(one.model, prompt.encode(), TOKENS)
     assert told["prompt_tokens"] == len(prompt)
-    drawn = generated(tmp_path / "store", capsys, "--prompt", prompt, "--temperature", "0.8", "--top-p", "0.9", "--seed", "3")
-    assert drawn["tokens"] == list(itertools.islice(go_on(model, prompt.encode(), 0.8, 0.9, 3), TOKENS))
+    drawn = generated(one.folder, capsys, "--prompt", prompt, "--temperature", "0.8", "--top-p", "0.9", "--seed", "3")
+    assert drawn["tokens"] == list(itertools.islice(go_on(one.model, prompt.encode(), 0.8, 0.9, 3), TOKENS))
     assert drawn["tokens"] != told["tokens"]
 
-    written = bytes(itertools.islice(go_on(model, b"\n", TEMPERATURE, TOP_P, 0), 240))
+
+def test_the_text_of_a_training_is_that_of_the_model_in_memory(one: Trained) -> None:
+    """As much of it as there was time for."""
+    written = bytes(itertools.islice(go_on(one.model, b"\n", TEMPERATURE, TOP_P, 0), WRITTEN))
     sample = written.decode(errors="replace").translate(UNPRINTABLE)
-    assert isinstance(report["sample"], str)
-    assert len(report["sample"]) > 10
-    assert sample.startswith(report["sample"].rstrip("\N{REPLACEMENT CHARACTER}"))
+    assert isinstance(one.report["sample"], str)
+    assert len(one.report["sample"]) > 10
+    assert sample.startswith(one.report["sample"].rstrip("\N{REPLACEMENT CHARACTER}"))
 
 
 def test_a_training_that_was_stopped_has_a_model(
@@ -103,7 +127,7 @@ def test_a_training_that_was_stopped_has_a_model(
 
 
 def test_a_stop_ends_the_text_and_not_the_summary(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The training is committed when its model writes."""
 
@@ -114,30 +138,28 @@ def test_a_stop_ends_the_text_and_not_the_summary(
             yield byte
 
     monkeypatch.setattr("tiered.cli.train.run.go_on", and_stop)
-    report = trained(tmp_path / "store", capsys)
+    report = trained(tmp_path / "store")
     assert report["steps"] == 6
     assert len(str(report["sample"]).encode(errors="replace")) <= 3 * 5
     assert report["generation"] == 1
 
 
 def test_several_prompts_a_conversation_and_what_cannot_be(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    one: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "store"
-    trained(folder, capsys)
-    model = in_memory(folder, tmp_path)
+    folder, _, model = one
     (tmp_path / "prompts").write_text("ROMEO:\nJULIET:\n")
     answers = generated(folder, capsys, "--prompts", str(tmp_path / "prompts"))["answers"]
     assert isinstance(answers, list)
-    assert [one["tokens"] for one in answers] == [likeliest(model, one, TOKENS) for one in (b"ROMEO:", b"JULIET:")]
+    assert [answer["tokens"] for answer in answers] == [likeliest(model, asked, TOKENS) for asked in (b"ROMEO:", b"JULIET:")]
 
     monkeypatch.setattr(sys, "stdin", io.StringIO("ROMEO:\nJULIET:\n"))
     assert main(["generate", str(folder), "--dram", "1MiB", "--chat", "--tokens", "5"]) == 0
     said: Sequence[int] = []
     expected = ""
-    for one in b"ROMEO:", b"JULIET:":
-        made = likeliest(model, bytes([*said, *one]), 5)
-        said = [*said, *one, *made]
+    for asked in b"ROMEO:", b"JULIET:":
+        made = likeliest(model, bytes([*said, *asked]), 5)
+        said = [*said, *asked, *made]
         text = bytes(made).decode(errors="replace")
         expected += text if text.endswith("\n") else f"{text}\n"
     assert capsys.readouterr().out == expected

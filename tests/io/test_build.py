@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.compiler import quick_compiler
+
 ROOT = Path(__file__).resolve().parents[2]
 USE = """
 import sys
@@ -48,7 +50,7 @@ def build(checkout: Path, **environment: str) -> tuple[Path, str]:
     done = subprocess.run(
         [sys.executable, "setup.py", "build", "--build-lib", "out"],
         cwd=checkout,
-        env=os.environ | {"CFLAGS": "-O0", "PYTHONWARNINGS": ""} | environment,
+        env=os.environ | {"CC": quick_compiler(checkout), "PYTHONWARNINGS": ""} | environment,
         capture_output=True,
         text=True,
         timeout=120,
@@ -88,7 +90,7 @@ def test_without_libaio_the_rest_is_built(checkout: Path, environment: dict[str,
 def test_a_header_that_is_not_there_is_named(checkout: Path, tmp_path: Path) -> None:
     compiler = tmp_path / "cc"
     compiler.write_text(
-        '#!/bin/sh\necho "$@" | grep -q -- -shared || exec cc "$@"\n'
+        f'#!/bin/sh\necho "$@" | grep -q -- -shared || exec {quick_compiler(checkout)} "$@"\n'
         'echo "probe.c:3:10: fatal error: libaio.h: No such file or directory" >&2; exit 1\n'
     )
     compiler.chmod(0o755)
