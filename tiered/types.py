@@ -19,6 +19,7 @@ __all__ = [
     "CHECKSUM_BYTES",
     "LARGEST",
     "PIECE_BYTES",
+    "SMALLEST_DRAM",
     "VERSION",
     "Access",
     "BackendName",
@@ -176,6 +177,8 @@ PIECE_BYTES = 4 << 20
 """Bytes of a piece, the unit of checksums: an extent is checksummed in pieces of this size, the last one may be shorter."""
 CHECKSUM_BYTES = 16
 """Bytes of one piece's checksum (xxh3-128)."""
+SMALLEST_DRAM = 1 << 20
+"""Smallest DRAM budget in bytes that a store opens with."""
 LARGEST = 2**63 - 1
 """Largest size of a tensor in bytes: torch counts in signed 64 bits."""
 

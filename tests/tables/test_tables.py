@@ -321,6 +321,13 @@ def test_blocks_fit_the_pattern_and_the_pool(on_disk: TieredStore, tmp_path: Pat
     assert on_disk.table("few", 3, 1).block_rows == 3
     with TieredStore.open(tmp_path / "larger", dram="32MiB") as larger:
         assert larger.table("sequential", 100_000, 64, pattern="sequential").block_rows * 256 == MIB
+        larger.table("random", 100_000, 64)
+        for name, other in (("sequential", "random"), ("random", "sequential")):
+            with pytest.raises(MisuseError, match=f"rows in a block, where pattern='{other}' has others: open it with"):
+                larger.table(name, 100_000, 64, pattern=other)
+        larger.commit()
+    with TieredStore.open(tmp_path / "larger", dram="1MiB") as smaller:  # whose own blocks would be smaller
+        assert smaller.table("sequential", pattern="sequential").block_rows * 256 == MIB
         larger.close()
 
 
@@ -387,6 +394,11 @@ def test_one_table_for_a_name(on_disk: TieredStore) -> None:
     for others in ((99, 3), (100, 4), (100, 3, torch.float64)):
         with pytest.raises(MisuseError, match="exists and has"):
             on_disk.table("t", *others)  # type: ignore[arg-type]
+    assert on_disk.table("t", 100, 3, fill=0, pattern="random") is table
+    with pytest.raises(MisuseError, match=r"exists and has the fill 0\.0, not 1\.0: open it with its name alone"):
+        on_disk.table("t", 100, 3, fill=1.0)
+    with pytest.raises(MisuseError, match="exists and belongs to the table 't', not to the row 'r'"):
+        on_disk.table("t", 100, 3, owner=Owner("row", "r"))
 
 
 def test_a_table_that_is_made_anew_has_no_states_of_before(on_disk: TieredStore) -> None:

@@ -31,7 +31,7 @@ from tiered.system import cgroup_room, headroom
 from tiered.tiers.dram import DramConfig, DramTier
 from tiered.tiers.hbm import DEVICE_ALIGNMENT, HbmConfig, HbmTier
 from tiered.tiers.nvme import NvmeConfig, NvmeTier
-from tiered.types import Access, BackendName, Slot, parse_size, with_unit
+from tiered.types import SMALLEST_DRAM, Access, BackendName, Slot, parse_size, with_unit
 
 __all__ = [
     "SMALLEST_DRAM",
@@ -50,8 +50,6 @@ __all__ = [
 ]
 
 
-SMALLEST_DRAM = 1 << 20
-"""Smallest DRAM budget in bytes that a store opens with."""
 BESIDE_OPEN = 8 << 20
 TABLES_SHARE = 256
 """Bytes that a store takes beside its pool: BESIDE_OPEN, and one TABLES_SHAREth of the pool for the kernel's page tables."""

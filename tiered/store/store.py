@@ -1102,18 +1102,18 @@ class TieredStore(TensorMapping):
         dtype: torch.dtype | None = None,
         *,
         block: int | str | None = None,
-        pattern: Pattern = "random",
-        fill: float = 0.0,
+        pattern: Pattern | None = None,
+        fill: float | None = None,
         owner: Owner | None = None,
     ) -> Table:
         """Open table ``name``, or make it: ``rows`` rows of ``columns`` elements (or of that shape; None: of one number each).
 
-        A row that nobody has written yet is ``fill``, and takes no room. Rows lie in blocks, which are tensors of the store
-        (``NAME/block0``, …) and move whole: ``block`` is their size in bytes; by default 32 KiB for rows that are used in
-        ``pattern="random"`` order, 1 MiB for "sequential", and more where a table would have more than 65,536 of them.
-        ``dtype`` is torch's default type by default. To open a table its name is enough. Where a table of that name is open
-        already, that is returned. ``owner``: who owns the tensors of a new table that is a part of something else; by default
-        the table itself.
+        A row that nobody has written yet is ``fill`` (by default 0), and takes no room. Rows lie in blocks, which are tensors
+        of the store (``NAME/block0``, …) and move whole: ``block`` is their size in bytes; by default 32 KiB for rows that are
+        used in ``pattern="random"`` order, as by default, 1 MiB for "sequential", and more where a table would have more than
+        65,536 of them. ``dtype`` is torch's default type by default. To open a table its name is enough. Where a table of that
+        name is open already, that is returned. ``owner``: who owns the tensors of a new table that is a part of something else;
+        by default the table itself.
 
         Raises KeyNotFound where there is no table and ``rows`` is None; MisuseError for arguments that are wrong, or other than
         those of the table that there is; ManifestError for a record that is damaged; and as ``put``.

@@ -21,7 +21,7 @@ import msgspec
 import torch
 
 from tiered.errors import ManifestError, MisuseError, expect_type, one_of, quoted, whole_number
-from tiered.types import LARGEST, Key, Owner, format_size, parse_size
+from tiered.types import LARGEST, SMALLEST_DRAM, Key, Owner, format_size, parse_size
 
 __all__ = [
     *("Layout", "Pattern", "Run", "TableOptions", "appended_key", "block_prefix", "buffer_key", "record_key", "table_owner"),
@@ -198,8 +198,8 @@ class TableOptions:
     columns: int | Sequence[int] | None
     dtype: torch.dtype | None
     block: int | str | None
-    pattern: Pattern
-    fill: float
+    pattern: Pattern | None
+    fill: float | None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -212,8 +212,8 @@ class TableOptions:
         expect_type(self.dtype, torch.dtype | None, f"{said}: dtype is one of torch's, such as torch.float32")
         if self.block is not None:
             parse_size(self.block, "block")
-        one_of(f"{said}: pattern", self.pattern, BLOCK_BYTES)
-        if type(self.fill) not in (int, float) or not -1e300 < self.fill < 1e300:
+        one_of(f"{said}: pattern", self.pattern, (*BLOCK_BYTES, None))
+        if self.fill is not None and (type(self.fill) not in (int, float) or not -1e300 < self.fill < 1e300):
             raise MisuseError(f"{said}: fill is a finite number, not {quoted(self.fill)}")
 
     @property
@@ -226,13 +226,12 @@ class TableOptions:
         name, rows, shape = self.name, self.rows, tuple(self.shape)
         assert rows is not None
         dtype = torch.get_default_dtype() if self.dtype is None else self.dtype
-        one = Layout(rows, shape, dtype, 1, float(self.fill))
+        one = Layout(rows, shape, dtype, 1, 0.0 if self.fill is None else float(self.fill))
         _refuse_fill(name, one)
         if rows * one.row_nbytes > LARGEST:
             raise MisuseError(f"table {name!r} would have {rows * one.row_nbytes:,} bytes, more than a store can have")
         if self.block is None:
-            nbytes = max(BLOCK_BYTES[self.pattern], -(-rows * one.row_nbytes // MOST_BLOCKS))
-            nbytes = min(nbytes, budget // BLOCK_SHARE)
+            nbytes = min(_block_bytes(self.pattern or "random", one), budget // BLOCK_SHARE)
         else:
             nbytes = parse_size(self.block)
             if nbytes < one.row_nbytes:
@@ -240,7 +239,7 @@ class TableOptions:
                     f"table {name!r}: a block of {format_size(nbytes)} holds no row, which has {one.row_nbytes:,} bytes: give "
                     "more"
                 )
-        return _with_buffer(Layout(rows, shape, dtype, min(rows, max(1, nbytes // one.row_nbytes)), one.fill), budget)
+        return _with_buffer(Layout(rows, shape, dtype, _rows_in(nbytes, one), one.fill), budget)
 
     def refuse_other(self, found: Layout) -> None:
         """Raise MisuseError where the table that there is, is not as these say."""
@@ -248,18 +247,35 @@ class TableOptions:
             ("rows", self.rows, found.rows),
             ("rows of shape", None if self.columns is None else tuple(self.shape), found.shape),
             ("the type", self.dtype, found.dtype),
+            ("the fill", self.fill, found.fill),
         ):
             if said is not None and said != there:
                 raise MisuseError(
                     f"table {self.name!r} exists and has {what} {there}, not {said}: open it with its name alone"
                 )
         if self.block is not None:
-            rows = min(found.rows, max(1, parse_size(self.block) // found.row_nbytes))
-            if rows != found.block_rows:
-                raise MisuseError(
-                    f"table {self.name!r} exists and has {found.block_rows:,} rows in a block, where {self.block} would have "
-                    f"{rows:,}: open it with its name alone"
-                )
+            least = most = _rows_in(parse_size(self.block), found)
+        elif self.pattern is not None:  # how many it is of these, the budget said that the table was made with
+            most = _rows_in(_block_bytes(self.pattern, found), found)
+            least = min(most, _rows_in(SMALLEST_DRAM // BLOCK_SHARE, found))
+        else:
+            return
+        if not least <= found.block_rows <= most:
+            wanted = f"{self.block} would have {most:,}" if self.block is not None else f"pattern={self.pattern!r} has others"
+            raise MisuseError(
+                f"table {self.name!r} exists and has {found.block_rows:,} rows in a block, where {wanted}: open it with its "
+                "name alone"
+            )
+
+
+def _block_bytes(pattern: Pattern, table: Layout) -> int:
+    """Return the bytes of a block, by default, in a store with enough memory."""
+    return max(BLOCK_BYTES[pattern], -(-table.rows * table.row_nbytes // MOST_BLOCKS))
+
+
+def _rows_in(nbytes: int, table: Layout) -> int:
+    """Return how many rows a block of so many bytes has."""
+    return min(table.rows, max(1, nbytes // table.row_nbytes))
 
 
 def _with_buffer(layout: Layout, budget: int) -> Layout:

@@ -447,6 +447,8 @@ def open_table(
             )
         layout = Layout.decoded(name, store.get(record_key(name)))
         options.refuse_other(layout)
+        if owner not in (None, found):
+            raise MisuseError(f"table {name!r} exists and belongs to {found}, not to {owner}: leave owner= out")
         return Table(store, name, found, layout, budget, cache)
     if options.rows is None:
         raise KeyNotFound(f"there is no table {name!r} in {store}: store.table(name, rows, columns) makes one")
