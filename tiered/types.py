@@ -33,6 +33,7 @@ __all__ = [
     "Location",
     "Operation",
     "Owner",
+    "SizeWithUnit",
     "Slot",
     "TensorSpec",
     "Transfer",
@@ -83,9 +84,21 @@ def parse_size(size: int | str, name: str = "") -> int:
     return int(float(match[1]) * factor) if "." in match[1] else int(match[1]) * factor
 
 
+class SizeWithUnit(int):
+    """Bytes that were given with a unit, though there are so few that the unit might have been forgotten."""
+
+    @classmethod
+    def of(cls, text: str) -> int:
+        """Return the bytes of a text, as ``parse_size``."""
+        nbytes = parse_size(text)
+        return cls(nbytes) if nbytes < MOST_MIB and text.strip()[-1:].isalpha() else nbytes
+
+
 def with_unit(size: int | str) -> str:
     """Return the question whether an amount that is far too small was meant in another unit, for the end of an error; empty
     where it has a unit, or no unit makes it the size of a memory."""
+    if isinstance(size, SizeWithUnit):
+        return ""
     amount = _AMOUNT.fullmatch(str(size).strip())
     if amount is None or not 0 < float(amount[0]) < MOST_MIB:
         return ""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 from tiered.cli.spelling import Spelling
 from tiered.errors import MisuseError
-from tiered.types import BackendName, parse_size
+from tiered.types import BackendName, SizeWithUnit
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[Any]
@@ -298,7 +298,7 @@ def seed(text: str) -> int:
 def size(text: str) -> int:
     """Bytes: at least 1, and no more than a signed 64-bit offset can count."""
     try:
-        nbytes = parse_size(text)
+        nbytes = SizeWithUnit.of(text)
     except MisuseError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     if not 1 <= nbytes <= LARGEST_COUNT:

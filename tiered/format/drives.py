@@ -13,7 +13,7 @@ import os
 import re
 import struct
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -36,6 +36,7 @@ __all__ = [
     "Drives",
     "DrivesRecord",
     "folders_of",
+    "of_store",
     "open_drives",
     "read_record",
 ]
@@ -53,6 +54,11 @@ _MAGIC = b"TIEREDDR"
 _VERSION = 1
 _HEAD = struct.Struct("<8sI16s")  # magic, version, checksum of the payload
 _MAX_BYTES = 1 << 20
+
+
+def of_store(names: Iterable[str]) -> bool:
+    """Return whether a folder with these names is that of a store, or of one of its drives."""
+    return any(name in (DATA_FILE, LIST_FILE) or MANIFEST.fullmatch(name) or DRIVE.fullmatch(name) for name in names)
 
 
 class DrivesRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

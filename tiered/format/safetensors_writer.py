@@ -18,12 +18,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from tiered.errors import CapacityError, MisuseError, TieredError, one_of
+from tiered.format.drives import of_store
 from tiered.format.safetensors import INDEX, MAX_HEADER, SINGLE, SafetensorsEntry, encode_header
-from tiered.types import format_size, parse_size
+from tiered.types import format_size, parse_size, with_unit
 
 __all__ = ["Existing", "Shards"]
 
 MADE_BY = "tiered"
+SMALLEST_SHARD = 1 << 10
+"""Bytes: less would be a file for each tensor."""
 _WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors", re.ASCII)
 _PART = re.compile(r"\.model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?\.tiered-part", re.ASCII)
 _HEADER_SHARE = 50_000_000
@@ -42,11 +45,12 @@ class Shards:
     def __init__(
         self, folder: str | os.PathLike[str], entries: Sequence[SafetensorsEntry], limit: int | str, existing: Existing
     ) -> None:
-        """Divide the entries. Raises MisuseError for bad arguments, two tensors of one name, and files that exist already."""
+        """Divide the entries. Raises MisuseError for bad arguments, two tensors of one name, files that exist already, and the
+        folder of a store."""
         one_of("existing", existing, ("refuse", "overwrite"))
-        most = parse_size(limit)
-        if not most:
-            raise MisuseError("a shard has at least one byte: give one such as '5GB'")
+        most = parse_size(limit, "shard")
+        if most < SMALLEST_SHARD:
+            raise MisuseError(f"a file has at least 1 KiB, which shard={limit!r} is not{with_unit(limit)}")
         self.folder = Path(os.path.expanduser(folder))
         self.total = sum(entry.spec.nbytes for entry in entries)
         names = [entry.name for entry in entries]
@@ -138,11 +142,14 @@ class Shards:
         """Return the files of an earlier export, to be replaced. Raises MisuseError for foreign files, or where none may be
         replaced."""
         try:
-            there = {name for name in os.listdir(self.folder) if _WEIGHTS.fullmatch(name) or name == INDEX}
+            names = os.listdir(self.folder)
         except FileNotFoundError:
             return set()
         except OSError as error:
             raise MisuseError(f"cannot write to {self.folder}: {error.strerror}; name another folder") from error
+        if of_store(names):
+            raise MisuseError(f"{self.folder} is the folder of a store, which has files of its own: name another folder")
+        there = {name for name in names if _WEIGHTS.fullmatch(name) or name == INDEX}
         if not there:
             return set()
         ours = _ours(self.folder / INDEX)

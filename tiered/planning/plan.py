@@ -717,7 +717,7 @@ def plan(
             model=subject.name, parameters=parameters, tokens=tokens, optimizer=optimizer, machine=found, smallest=smallest,
             enough=enough, chosen=None,
             refused=f"{format_size(budget)} of DRAM is too little: the smallest budget that works is {format_size(smallest)}"
-            f"{with_unit(budget) if budget < SMALLEST_DRAM else ''}",
+            f"{with_unit(budget if dram is None else dram) if budget < SMALLEST_DRAM else ''}",
             changes=(f"dram={budget_text(-(-enough * 101 // 100))!r}", *_smaller_units(planner, budget)),
         )
     updates: Sequence[Update] = [update] if update else (["on_fetch"] if accumulate > 1 else ["on_fetch", "in_backward"])

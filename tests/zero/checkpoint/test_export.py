@@ -94,7 +94,7 @@ def trained(store: TieredStore, kind: str, *, steps: int = 2) -> tuple[nn.Module
 
 @pytest.mark.parametrize(
     ("kind", "shard"),
-    quick(product(KINDS, ["5GB", 20_000, 1]), [("tied", 20_000), ("mixed", 1), ("narrow", "5GB"), ("converted", 20_000)]),
+    quick(product(KINDS, ["5GB", 20_000, 1024]), [("tied", 20_000), ("mixed", 1024), ("narrow", "5GB"), ("converted", 20_000)]),
 )
 def test_what_is_loaded_is_what_state_dict_shows(tmp_path: Path, kind: str, shard: int | str) -> None:
     with TieredStore.open(tmp_path / "state", dram=DRAM) as store:
@@ -334,9 +334,16 @@ def test_what_is_refused(tmp_path: Path) -> None:
         with pytest.raises(MisuseError, match="outside forward and backward"):
             model.loss(1)  # type: ignore[operator]
         hook.remove()
-        for wrong in ({"shard": 0}, {"shard": "5 parsecs"}, {"existing": "ask"}):
-            with pytest.raises(MisuseError):
+        for wrong, says in (
+            ({"shard": 0}, "shard=0 is not$"),
+            ({"shard": "5 parsecs"}, "shard='5 parsecs' is not a size"),
+            ({"shard": "5"}, r"at least 1 KiB, which shard='5' is not; .* did you mean '5GiB'\?$"),
+            ({"existing": "ask"}, "existing is 'refuse' or"),
+        ):
+            with pytest.raises(MisuseError, match=says):
                 zero.export(model, tmp_path / "out", **wrong)  # type: ignore[arg-type]
+        with pytest.raises(MisuseError, match="state is the folder of a store, which has files of its own: name another"):
+            zero.export(model, tmp_path / "state")
         with pytest.raises(MisuseError, match=r"x\.safetensors is the name of a file, .*: name a folder$"):
             zero.export(model, tmp_path / "x.safetensors")
         assert not (tmp_path / "x.safetensors").exists()

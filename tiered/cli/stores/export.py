@@ -70,14 +70,12 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
     from tiered.cli.stop import Stopped, StopRequest
     from tiered.errors import shown
     from tiered.store.at_rest import StoreAtRest
-    from tiered.types import format_size, with_unit
+    from tiered.types import format_size
     from tiered.zero.checkpoint.safetensors import export_at_rest, export_of_ranks
     from tiered.zero.rank_stores import sets_in
 
     if parsed.format != "safetensors":
         return _whole(parsed)
-    if parsed.shard < 1 << 10:
-        parsed.parser.error(f"--shard {parsed.shard} is less than a KiB{with_unit(parsed.shard)}")
     written, beside = 0, list[str]()
     try:
         with StopRequest() as stop, Progress(sys.stderr) as progress:
