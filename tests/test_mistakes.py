@@ -192,6 +192,15 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[TieredError], str]] = {
         lambda: zero.commit(layers()), MisuseError,
         r"this Sequential is not paged: call tiered\.zero\.page\(model, store\) first",
     ),
+    "a type by its name": (
+        lambda: zero.Policy(storage=cast(Any, "bfloat16")), MisuseError, "^storage .* not 'bfloat16': write torch.bfloat16$",
+    ),
+    "a type that is none to compute with": (
+        lambda: zero.Policy(compute=torch.int64), MisuseError, r"^compute is torch\.float32, not torch\.int64$",
+    ),
+    "a type for DeepSpeed's Init": (
+        lambda: zero.Init(config={}, dtype=torch.int8), MisuseError, r"^dtype is torch\.float32, .*, not torch\.int8$",
+    ),
     "a table with other blocks": (
         lambda: used(lambda store: [store.table("t", 1000, 8, block=size) for size in ("4KiB", "16KiB")]), MisuseError,
         "has 128 rows in a block, where 16KiB would have 512: open it with its name alone",

@@ -158,12 +158,20 @@ def test_what_cannot_be_opened_says_so(folder: Path, tmp_path: Path) -> None:
         from_pretrained(LlamaForCausalLM, folder, store, name="bare")
         with pytest.raises(MisuseError, match=r"keeps no config.json of a model named 'bare'"):
             open_model(store, name="bare")
-        for wrong in {"existing": "resume"}, {"compute": torch.float16}:
-            with pytest.raises(MisuseError):
+        for wrong, says in (
+            ({"existing": "resume"}, "existing is"),
+            ({"compute": torch.float16}, r"compute is torch.float32 or None, not torch.float16"),
+            ({"dtype": torch.float16}, "dtype=: .* compute=torch.float32 computes in fp32"),  # with which it was not opened
+            ({"policy": zero.Policy(quantize="int4")}, "policy=: give quantize='int8'"),  # which was not looked at
+        ):
+            with pytest.raises(MisuseError, match=says):
                 import_model(folder, store, **wrong)
         with pytest.raises(MisuseError, match="already has a model named 'bare'"):
             import_model(folder, store, name="bare")
         import_model(folder, store)
+        for option, value in ("dtype", torch.float16), ("policy", zero.Policy(quantize="int4")), ("existing", "overwrite"):
+            with pytest.raises(MisuseError, match=f"^{option}=: .*: leave it out"):
+                open_model(store, **{option: value})
         for opening, error, says in (
             (b"[1]", ManifestError, "no JSON object of strings"),
             (json.dumps({"class": "Nothing", "stored": "float32", "compute": "float32"}).encode(), MisuseError, "no class"),

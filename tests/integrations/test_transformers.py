@@ -815,6 +815,16 @@ def test_a_committed_model_is_resumed_without_reading_weights(tmp_path: Path, pr
         store.close()
 
 
+@pytest.mark.parametrize("option", [{"torch_dtype": torch.bfloat16}, {"dtype": "torch.bfloat16"}, {"dtype": None}], ids=str)
+def test_a_type_means_the_same_again(store: TieredStore, pretrained: Path, option: dict[str, Any]) -> None:
+    first, again = (
+        from_pretrained(AutoModelForCausalLM, pretrained / "llama", store, existing=existing, **option)
+        for existing in ("refuse", "overwrite")
+    )
+    zero.commit(again)
+    assert first.dtype == again.dtype == (torch.float32 if None in option.values() else torch.bfloat16)
+
+
 def test_folders_and_options_that_cannot_be_read_are_named(tmp_path: Path, store: TieredStore, pretrained: Path) -> None:
     with pytest.raises(MisuseError, match="some/model is no folder here, and the hub does not give it"):
         from_pretrained(AutoModelForCausalLM, "some/model", store)
@@ -824,6 +834,10 @@ def test_folders_and_options_that_cannot_be_read_are_named(tmp_path: Path, store
         from_pretrained(AutoModelForCausalLM, tmp_path / "pickled", store)
     with pytest.raises(MisuseError, match="device_map=: the store decides"):
         from_pretrained(AutoModelForCausalLM, pretrained / "llama", store, device_map="auto")
+    for dtype, given in ((torch.int8, "torch.int8"), ("int8", "torch.int8"), ("bfloat", "'bfloat'"), (16, "16")):
+        for existing in ("refuse", "resume"):
+            with pytest.raises(MisuseError, match=rf"^dtype is torch\.float32, .*, 'auto' or None, not {given}$"):
+                from_pretrained(AutoModelForCausalLM, pretrained / "llama", store, dtype=dtype, existing=existing)
     for prepare, told in (("peft", "and 'peft' is none"), (lambda base: base.eval() and None, "this one returned None")):
         with pytest.raises(MisuseError, match=rf"prepare= is a function .* returns what is paged .*{told}"):
             from_pretrained(AutoModelForCausalLM, pretrained / "llama", store, prepare=prepare)

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from tiered.errors import ManifestError, MisuseError
+from tiered.errors import ManifestError, MisuseError, quoted
 from tiered.tensors.copies import Copies
 from tiered.types import LARGEST, Key, TensorSpec
 
 __all__ = [
+    "FLOATS",
     "PLAIN",
     "TEMPORARY",
     "copied",
@@ -21,6 +22,7 @@ __all__ = [
     "copy_bytes",
     "copy_into",
     "dtype_of",
+    "expect_dtype",
     "flat",
     "listed",
     "refuse_keys",
@@ -43,6 +45,22 @@ ONE_THREAD = 8 << 20
 another program computes, for as long as its turn takes."""
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Types of tensors whose memory is where they say."""
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Types that a model has."""
+
+
+def expect_dtype(name: str, dtype: object, allowed: Iterable[torch.dtype | str | None]) -> None:
+    """Raise MisuseError where an argument is none of the element types (or texts, or None) that it may be. The message names
+    the argument, what it may be, and what is given; of a type that is given by its name also how it is written."""
+    known = tuple(allowed)
+    if isinstance(dtype, torch.dtype | str | None) and dtype in known:
+        return
+    *others, last = map(repr, known)
+    meant = _TYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else None
+    given = repr(dtype) if isinstance(dtype, torch.dtype) else quoted(dtype)
+    write = f": write {meant}" if meant in known and meant is not None else ""
+    right = f"{', '.join(others)} or {last}" if others else last
+    raise MisuseError(f"{name} is {right}, not {given}{write}")
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:

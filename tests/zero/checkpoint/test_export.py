@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,9 +22,10 @@ from tests.zero.models import Mixed, Tied
 from tiered import CapacityError, ManifestError, MisuseError, TieredStore, zero
 from tiered.format.safetensors import INDEX
 from tiered.store.at_rest import StoreAtRest
-from tiered.zero.checkpoint.safetensors import CONVERTED_AT_ONCE, export_at_rest
+from tiered.zero.checkpoint.safetensors import CONVERTED_AT_ONCE, export_at_rest, export_of_ranks
 
 DRAM = "2MiB"
+NO_FLOATS = (torch.int8, torch.int64, torch.bool, torch.complex64, torch.float8_e8m0fnu)
 
 
 class Narrow(Tied):
@@ -339,9 +340,16 @@ def test_what_is_refused(tmp_path: Path) -> None:
             ({"shard": "5 parsecs"}, "shard='5 parsecs' is not a size"),
             ({"shard": "5"}, r"at least 1 KiB, which shard='5' is not; .* did you mean '5GiB'\?$"),
             ({"existing": "ask"}, "existing is 'refuse' or"),
+            *(({"dtype": dtype}, f"^dtype is torch.float32, .*, not {dtype}$") for dtype in NO_FLOATS),
+            ({"dtype": "bfloat16"}, "not 'bfloat16': write torch.bfloat16$"),
+            ({"dtype": "int8"}, "not 'int8'$"),
+            ({"dtype": 16}, "not 16$"),
         ):
             with pytest.raises(MisuseError, match=says):
                 zero.export(model, tmp_path / "out", **wrong)  # type: ignore[arg-type]
+        for at_rest in (export_at_rest, export_of_ranks):
+            with pytest.raises(MisuseError, match=r"^dtype is"):
+                at_rest(cast(Any, store), tmp_path / "out", dtype=torch.int8)
         with pytest.raises(MisuseError, match="state is the folder of a store, which has files of its own: name another"):
             zero.export(model, tmp_path / "state")
         with pytest.raises(MisuseError, match=r"x\.safetensors is the name of a file, .*: name a folder$"):

@@ -26,6 +26,7 @@ from tiered.integrations.deepspeed.tags import BUDGET, budget_of
 from tiered.store import TieredStore
 from tiered.store.at_rest import listing
 from tiered.system import headroom
+from tiered.tensors.specs import FLOATS, expect_dtype
 from tiered.types import format_size
 from tiered.zero.collectives import Ranks, Term
 from tiered.zero.construction.construct import init
@@ -365,6 +366,7 @@ class Init:
     ) -> None:
         if module is not None:
             raise MisuseError("zero.Init(module=) converts a model that exists: leave it out, zero.initialize pages the model")
+        expect_dtype("dtype", dtype, (*FLOATS, None))
         given = config if config is not None else config_dict_or_path
         if enabled and given is None:
             raise MisuseError("zero.Init needs config=, which says where the store is: the one that zero.initialize gets")

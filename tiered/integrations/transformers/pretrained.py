@@ -45,6 +45,7 @@ from tiered.integrations.transformers.shapes import CONFIG_BYTES, QUANTISED, con
 from tiered.packing.form import Loss
 from tiered.packing.quantised import QUANTIZE, Quantize
 from tiered.store import TieredStore
+from tiered.tensors.specs import FLOATS, expect_dtype
 from tiered.types import Access
 from tiered.zero.construction.deferred import CODES, Deferred, Files
 from tiered.zero.page import page_filling, start
@@ -69,6 +70,17 @@ REFUSED = {
     "output_loading_info": "it would return two things: leave it out; what is missing is logged",
 }
 """Arguments of transformers' ``from_pretrained`` that have no meaning here, and why."""
+OWN_TYPE = "parameters are stored in the type of the checkpoint: leave it out; compute=torch.float32 computes in fp32 with them"
+AT_IMPORT = {
+    **dict.fromkeys(("dtype", "torch_dtype"), OWN_TYPE),
+    "policy": "give quantize='int8', 'int4' or 'nf4', or compute=torch.float32, which are kept with the model",
+}
+"""Arguments of ``from_pretrained`` that ``import_model`` does not have, and why."""
+OPENED = {
+    **dict.fromkeys(("dtype", "torch_dtype", "policy"), "the import has said it, and the store keeps it: leave it out"),
+    "existing": "the model that is in the store is opened: leave it out",
+}
+"""Those that ``open_model`` does not have."""
 
 
 def from_pretrained(
@@ -98,7 +110,8 @@ def from_pretrained(
     ``gguf_file``: the name of a GGUF file in the folder, or the hub's, from which configuration and weights come. Matrices of
     the types Q8_0, Q4_K, Q5_K and Q6_K stay packed in the store, where they are used as they lie in the file; needs the
     library ``gguf``. With ``dtype="auto"`` the model is in float32, or in the type of its matrices where that has 16 bits.
-    ``dtype``, ``config``, ``attn_implementation`` and other ``options``: as in ``cls.from_pretrained``. ``name``, ``existing``,
+    ``dtype``: torch.float32, bfloat16, float16 or float64, or its name; or "auto", the checkpoint's. ``config``,
+    ``attn_implementation`` and other ``options``: as in ``cls.from_pretrained``. ``name``, ``existing``,
     ``micro_batch``, ``policy``, ``paging`` and the rest: as in ``zero.page``. With ``existing="resume"``, or
     "continue" where the store has a checkpoint, the values come from the last commit in the store, and only the configuration
     is read from the folder.
@@ -129,6 +142,25 @@ def _checked(
     return path / gguf_file
 
 
+def _refuse(options: Mapping[str, Any], why: Mapping[str, str]) -> None:
+    """Raise MisuseError for the first option that is given of those in ``why``, which says why."""
+    for option in why:
+        if options.get(option) is not None:
+            raise MisuseError(f"{option}=: {why[option]}")
+
+
+def _element_type(dtype: Any, earlier: Any) -> Any:
+    """Return the type that a model is wanted in: torch's, "auto", or a mapping for a model of several; ``earlier``: by the name
+    that the argument had before. Raises MisuseError for what is no type of a model's parameters."""
+    wanted = earlier if earlier is not None and dtype == "auto" else dtype
+    if isinstance(wanted, dict):
+        return wanted
+    found = vars(torch).get(wanted.removeprefix("torch.")) if isinstance(wanted, str) else wanted
+    found = found if isinstance(found, torch.dtype) else wanted
+    expect_dtype("dtype", found, (*FLOATS, "auto", None))
+    return torch.get_default_dtype() if found is None else found
+
+
 def _gguf_in(path: Path) -> GgufModel | None:
     """Return the model of a GGUF file; None for a folder of other files. Raises MisuseError and GgufError."""
     return GgufModel(path) if path.is_file() else None
@@ -147,9 +179,8 @@ def _read(
     missing: Missing = "initialise",
 ) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Give the model in ``path`` as it is to be paged within the block, and those of ``options`` that are ``zero.page``'s."""
-    for option, why in REFUSED.items():
-        if options.get(option) is not None:
-            raise MisuseError(f"{option}=: {why}")
+    _refuse(options, REFUSED)
+    dtype = _element_type(dtype, options.pop("torch_dtype", None))
     if prepare is not None and not callable(prepare):
         raise MisuseError(f"prepare= is {PREPARES}, and {quoted(prepare)} is none")
     paging = {option: options.pop(option) for option in PAGING & options.keys()}
@@ -460,7 +491,7 @@ def import_model(
     ``missing``: "refuse" weights that the files lack, and those of another shape, with MisuseError; or "initialise" them (a new
     head), which ``transformers`` logs.
     ``gguf_file``: as in ``from_pretrained``. The store keeps the tokenizer that ``transformers`` makes of the file's.
-    ``options``: as in ``from_pretrained``.
+    ``options``: as in ``from_pretrained``, without ``dtype`` and ``policy``.
 
     All changes in the store are committed every few seconds. An import that ends early (an exception, SIGKILL, power loss) goes
     on where it was when it is called again with the same folder and options; until then ``open_model`` refuses the model. With
@@ -475,8 +506,8 @@ def import_model(
     path = _checked(folder, store, "model", gguf_file)
     one_of("existing", existing, ("refuse", "overwrite"))
     one_of("missing", missing, get_args(Missing))
-    if compute not in (None, torch.float32):
-        raise MisuseError(f"compute is torch.float32, or None for the checkpoint's own type, not {compute!r}")
+    expect_dtype("compute", compute, (torch.float32, None))
+    _refuse(options, AT_IMPORT)
     gguf = _gguf_in(path)
     if gguf is None:
         _refuse_folder(path)
@@ -569,6 +600,7 @@ def open_model(store: TieredStore, *, name: str | None = None, cls: Any = None, 
     Raises MisuseError where there is no such model, its class is not one of ``transformers``, or a store for reading has
     updates of a training that are not applied; and as ``zero.page``.
     """
+    _refuse(options, OPENED)
     name = only_model(store) if name is None else name
     opening = opening_of(store, name)
     kind = cls if cls is not None else getattr(transformers, opening.get("class", ""), None)

@@ -22,6 +22,7 @@ from tiered.format.safetensors import SafetensorsEntry, entry_of, first_of
 from tiered.format.safetensors_writer import Existing, Shards
 from tiered.store.at_rest import StoreAtRest
 from tiered.system import refuse_little_room
+from tiered.tensors.specs import FLOATS, expect_dtype
 from tiered.types import TensorSpec
 from tiered.zero.checkpoint.beside import refuse_forgotten
 from tiered.zero.checkpoint.checkpoint import persistent_buffers, read_record
@@ -123,6 +124,9 @@ CONVERTED_AT_ONCE = 4 << 20
 Progress = Callable[[int, int], None]
 """Called with the bytes that are written so far, and in all; it may raise, to stop."""
 
+WRITTEN_AS = (*FLOATS, torch.float8_e4m3fn, torch.float8_e5m2, None)
+"""Types of ``dtype=``; None: each tensor stays as it is."""
+
 
 def export(
     model: nn.Module,
@@ -138,7 +142,8 @@ def export(
     ``transformers`` and ``safetensors`` load them: ``model.config.save_pretrained(folder)`` writes the rest of what the former
     wants. Updates that are pending are applied first. One unit is in memory at a time, however large the model is. A parameter
     of several names (a tied weight) is written once, under the first: ``safetensors.torch.load_model`` takes that, and
-    ``load_state_dict`` with ``strict=False``. ``dtype``: of all floating point tensors (default: as they are).
+    ``load_state_dict`` with ``strict=False``. ``dtype``: of all floating point tensors, a floating point type itself (default:
+    as they are).
     ``existing="overwrite"`` replaces an earlier export; files of anybody else are never touched. Nothing has its name before
     all is on the disk, and an error leaves nothing behind. All ranks call it, and rank 0 writes. Returns the names of the
     files.
@@ -203,6 +208,7 @@ def export_with(
     progress: Progress | None,
 ) -> list[str]:
     """Write a model with ``changes``, as ``export`` does, and raises."""
+    expect_dtype("dtype", dtype, WRITTEN_AS)
     pager = pager_of(model)
     for unit in pager.units:
         if unit.held:
@@ -355,6 +361,7 @@ def export_at_rest(
     several such models, no checkpoint, one that is older than its parameters, no average), and what ``export`` and ``store``
     raise.
     """
+    expect_dtype("dtype", dtype, WRITTEN_AS)
     name = _chosen(store, model)
     if name is None and values == "average":
         raise MisuseError(f"{store} has no model, and so no average of its weights")
@@ -389,6 +396,7 @@ def export_of_ranks(
 ) -> list[str]:
     """Export, by one process, the last commit of all ranks whose stores are below ``path`` (``zero.open_store``). In memory are
     the shares of two ranks of a unit, and one parameter. Raises as ``export_at_rest`` and ``reshard.opened``."""
+    expect_dtype("dtype", dtype, WRITTEN_AS)
     with contextlib.ExitStack() as stack:
         stores = opened(path, stack)
         name = _chosen(stores[0], model)

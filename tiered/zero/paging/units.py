@@ -30,6 +30,7 @@ from torch import nn
 from tiered.errors import MisuseError, one_of
 from tiered.packing.form import Loss, Packing
 from tiered.packing.quantised import FORMS, QUANTIZE, Quantize, packing_of, packing_where_fit
+from tiered.tensors.specs import expect_dtype
 
 __all__ = [
     "ALL",
@@ -77,8 +78,8 @@ class Policy:
 
     def __post_init__(self) -> None:
         one_of("quantize", self.quantize, (*QUANTIZE, None))
-        if self.storage not in (None, torch.bfloat16, torch.float16) or self.compute is not torch.float32:
-            raise MisuseError(f"parameters can be stored as bfloat16 or float16 and computed as float32, not as {self}")
+        expect_dtype("storage", self.storage, (torch.bfloat16, torch.float16, None))
+        expect_dtype("compute", self.compute, (torch.float32,))
 
     @property
     def converts(self) -> bool:
