@@ -205,6 +205,17 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[TieredError], str]] = {
         lambda: used(lambda store: [store.table("t", 1000, 8, block=size) for size in ("4KiB", "16KiB")]), MisuseError,
         "has 128 rows in a block, where 16KiB would have 512: open it with its name alone",
     ),
+    "two keys to rename": (
+        lambda: used(lambda store: store.rename(cast(Any, "layer0.weight"), "w")), MisuseError,
+        r"a mapping from keys to keys: store\.rename\({'layer0\.weight': 'w'}\)$",
+    ),
+    "a device that there is not": (
+        lambda: TieredStore.open("s/", dram="4MiB", device="gpu"), MisuseError, "'gpu' is not a device; name cuda, cuda:1",
+    ),
+    "resumed before it was begun": (
+        lambda: resumed(layers()), MisuseError,
+        "has no model named 'model' to go on with: existing='continue' begins one where there is none$",
+    ),
     "a list for a tensor": (lambda: used(lambda store: store.put("a", [1, 2])), MisuseError, "holds tensors, not list"),
 }
 

@@ -177,6 +177,11 @@ def test_the_model_and_the_drive_are_looked_at_before_anything_is_measured(
     monkeypatch.setattr("tiered.cli.output.INTERVAL", 0.0)
     assert "has no config.json" in failure(capsys, "plan", tmp_path)
     (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    (tmp_path / "model").mkdir()
+    for name, told in (("weights", "s config.json"), ("config.json", f"s config.json, {tmp_path}/model")):
+        (tmp_path / "model" / name).write_text("{}")
+        said = failure(capsys, "plan", tmp_path / "model" / name)
+        assert said.strip().endswith(f"model/{name} is a file: name the folder with the model'{told}")
     assert "is a GGUF file, of which there are no plans yet: name the model" in failure(capsys, "plan", tmp_path / "x.gguf")
     (tmp_path / "models" / "Llama-3-8B").mkdir(parents=True)
     for name, told in (("Llama-3-8b", "; did you mean 'Llama-3-8B'?"), ("other", ": name one of a transformers model")):

@@ -23,6 +23,7 @@ from tiered.cli.main import main  # noqa: E402
 from tiered.integrations import importing  # noqa: E402
 from tiered.integrations.kept import opening_of  # noqa: E402
 from tiered.integrations.transformers import from_pretrained, import_model, open_model, open_tokenizer  # noqa: E402
+from tiered.integrations.transformers.gguf import GgufModel  # noqa: E402
 from tiered.zero.construction import deferred  # noqa: E402
 from tiered.zero.paging.pager import pager_of  # noqa: E402
 
@@ -239,6 +240,13 @@ def test_the_command_imports_and_exports_it(tmp_path: Path, capsys: pytest.Captu
         assert open_tokenizer(store)("ab b")["input_ids"] == [256, letters.index("Ġ"), letters.index("b")]
     assert main(["export", str(tmp_path / "store"), "--out", str(tmp_path / "folder")]) == 0
     assert_alike_values(AutoModelForCausalLM.from_pretrained(tmp_path / "folder"), reference)
+
+
+def test_a_tokenizer_that_lacks_a_field_is_told_by_it(tmp_path: Path) -> None:
+    tokens = {"add_tokenizer_model": "llama", "add_token_list": [f"<{n}>" for n in range(WORDS)]}
+    write(tmp_path / FILE, "llama", *family("llama"), **tokens)
+    with pytest.warns(UserWarning, match=r"the store keeps none: the file has no tokenizer\.ggml\.scores$"):
+        assert GgufModel(tmp_path / FILE).tokenizer_files() == {}
 
 
 def assert_alike_values(model: Any, reference: Any) -> None:

@@ -203,6 +203,18 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_a_budget_without_its_unit(options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     moe().save_pretrained(tmp_path)
     assert "did you mean '12GiB'?" in failure(capsys, "plan", tmp_path, *options, "--no-measure", "--dram", "12")
+    assert failure(capsys, "plan", tmp_path, *options, "--no-measure", "--dram", "1KiB").strip().endswith("is 1,048,576 bytes")
+
+
+@pytest.mark.parametrize("options", [("--generate",), ()])
+def test_sequences_that_are_longer_than_the_model_has_positions(
+    options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llama(max_position_embeddings=16).save_pretrained(tmp_path)
+    for tokens in (16, 17):
+        assert main(["plan", str(tmp_path), *options, "--no-measure", "--context", str(tokens)]) == 0
+        told = "note      sequences of 17 tokens are longer than the 16 positions of the model (max_position_embeddings)"
+        assert (told in capsys.readouterr().out) is (tokens > 16)
 
 
 def test_updates_are_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,9 @@ from tiered.planning.layers import train
 from tiered.planning.notes import StepNotes
 from tiered.zero.paging.units import experts_of
 
-__all__ = ["Numbers", "Subject", "Workload", "adapted", "model_of_folder", "subject_of"]
+__all__ = [
+    *("Numbers", "Subject", "Workload", "adapted", "beyond_positions", "model_of_folder", "packed_by", "subject_of"),
+]
 
 
 @dataclass(frozen=True)
@@ -247,6 +249,10 @@ def model_of_folder(what: str) -> nn.Module:
     if not Path(folder, "config.json").is_file():
         if any(Path(folder).glob("manifest.*")):
             raise MisuseError(f"{what} is a store, and a plan is made of shapes: name the folder that its model was read from")
+        if Path(folder).is_file():
+            here = Path(folder).parent
+            which = f", {shown(str(here), 1000)}" if Path(here, "config.json").is_file() else ""
+            raise MisuseError(f"{what} is a file: name the folder with the model's config.json{which}")
         raise MisuseError(
             f"{what} has no config.json: name a folder of a transformers model, org/name on the Hugging Face hub, or give "
             "numbers of the model"
@@ -256,6 +262,16 @@ def model_of_folder(what: str) -> nn.Module:
     except ImportError as error:
         raise MisuseError(f"a folder with config.json needs transformers ({error}): pip install 'tiered[hf]'") from error
     return model_of(str(folder))
+
+
+def beyond_positions(model: nn.Module, tokens: int) -> str | None:
+    """Return a note where sequences of so many tokens are longer than a model of transformers has positions; else None."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    most = getattr(config, "max_position_embeddings", None)
+    if type(most) is not int or not 0 < most < tokens:
+        return None
+    return f"sequences of {tokens:,} tokens are longer than the {most:,} positions of the model (max_position_embeddings)"
 
 
 def packed_by(what: str) -> str | None:

@@ -29,7 +29,7 @@ from tiered.store.commit import Commits, Generations
 from tiered.store.reading import DiskAtRest, OneGeneration
 from tiered.system import cgroup_room, headroom
 from tiered.tiers.dram import DramConfig, DramTier
-from tiered.tiers.hbm import DEVICE_ALIGNMENT, HbmConfig, HbmTier
+from tiered.tiers.hbm import DEVICE_ALIGNMENT, HbmConfig, HbmTier, device_named
 from tiered.tiers.nvme import NvmeConfig, NvmeTier
 from tiered.types import SMALLEST_DRAM, Access, BackendName, Slot, parse_size, with_unit
 
@@ -238,7 +238,7 @@ class OpenOptions:
         for name in ("dram", "hbm", "nvme"):
             if (size := getattr(self, name)) is not None:
                 parse_size(size, name)
-        if self.hbm is None and self.device is not None and str(self.device) != "cpu":
+        if self.hbm is None and self.device is not None and device_named(str(self.device)).type != "cpu":
             raise MisuseError(
                 f"device={str(self.device)!r} is where hbm= bytes are kept, and without hbm= none are, nor do modules compute "
                 "there: give hbm= as well, such as hbm='8GiB', or hbm=0 for a store without device memory"

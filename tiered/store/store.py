@@ -33,6 +33,7 @@ from tiered.errors import (
     expect_type,
     from_here,
     one_of,
+    quoted,
     shown,
     whole_number,
 )
@@ -799,14 +800,18 @@ class TieredStore(TensorMapping):
             return next((entry.key for entry in engine.state.directory.entries() if entry.owner is None), None)
 
     @from_here
-    def rename(self, keys: Mapping[Key, Key], *, owner: Owner | None = None, to: Owner | None = None) -> None:
+    def rename(
+        self, keys: Mapping[Key, Key], *others: Key, owner: Owner | None = None, to: Owner | None = None
+    ) -> None:
         """Give tensors of ``owner`` (default: the user) the keys that ``keys`` maps theirs to, and the owner ``to`` (default:
         the same), all at once. No byte moves.
 
         Waits for their transfers, and for a commit that is under way. Raises KeyNotFound, LeaseConflict while one is leased,
         MisuseError for a key that is taken, or given twice, and what ``put`` raises.
         """
-        expect_type(keys, Mapping, "rename is given a mapping from keys to keys")
+        if others or not isinstance(keys, Mapping):
+            old, new = (keys, others[0]) if isinstance(keys, str) and others else ("old", "new")
+            raise MisuseError(f"rename is given a mapping from keys to keys: store.rename({{{quoted(old)}: {quoted(new)}}})")
         self.rename_many([(key, owner, new, owner if to is None else to) for key, new in keys.items()])
 
     @from_here

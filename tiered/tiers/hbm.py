@@ -16,7 +16,7 @@ from tiered.errors import CapacityError, MisuseError, TieredError
 from tiered.interfaces import Streams
 from tiered.types import Fence, Slot, format_size
 
-__all__ = ["CudaStreams", "HbmConfig", "HbmTier"]
+__all__ = ["CudaStreams", "HbmConfig", "HbmTier", "device_named"]
 
 DEVICE_ALIGNMENT = 512
 """Bytes; the alignment of CUDA's own allocator, so kernels find operands aligned as usual."""
@@ -173,15 +173,21 @@ def _array_type(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
 # Opening
 
 
-def _device(name: str) -> torch.device:
+def device_named(name: str) -> torch.device:
+    """Return a device, which need not be there. Raises MisuseError for a name of none, and for another kind."""
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise MisuseError(f"{name!r} is not a device; name cuda, cuda:1, ... or cpu") from error
-    if device.type == "cpu":
-        return torch.device("cpu")
-    if device.type != "cuda":
+    if device.type not in ("cpu", "cuda"):
         raise MisuseError(f"device {name}: HBM is kept on CUDA devices (or cpu, as a stand-in)")
+    return device if device.type == "cuda" else torch.device("cpu")
+
+
+def _device(name: str) -> torch.device:
+    device = device_named(name)
+    if device.type == "cpu":
+        return device
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
         raise MisuseError(

@@ -42,7 +42,8 @@ ENDING = ".gguf"
 PROBED = 3
 """Columns of what processors are given: numbers that count on within a row, and from a row to the next."""
 ARCHITECTURE, PARTS = "general.architecture", "split.count"
-TOKENIZER, TOKENS = "tokenizer.ggml.model", "tokenizer.ggml.tokens"
+FIELDS = "tokenizer.ggml."
+TOKENIZER, TOKENS = f"{FIELDS}model", f"{FIELDS}tokens"
 
 
 class GgufModel:
@@ -150,7 +151,7 @@ class GgufModel:
             except Exception as error:  # whatever it does not know
                 warnings.warn(
                     f"transformers makes no tokenizer of the one in {self._where}, and the store keeps none: "
-                    f"{shown(' '.join(str(error).split()), 300)}",
+                    f"{self._lacking(error)}",
                     stacklevel=3,
                 )
                 return {}
@@ -158,6 +159,13 @@ class GgufModel:
             found = files_of(saved)
         found.pop(CONFIG, None)
         return found
+
+    def _lacking(self, error: Exception) -> str:
+        """Return why there is no tokenizer: which field the file lacks, where ``transformers`` looked for one."""
+        field = f"{FIELDS}{error.args[0]}" if isinstance(error, KeyError) and error.args else ""
+        if field and field not in self.file.metadata:
+            return f"the file has no {shown(field)}"
+        return shown(" ".join(str(error).split()), 300) or type(error).__name__
 
     @contextmanager
     def _read_already(self) -> Iterator[None]:

@@ -58,6 +58,8 @@ class Readable(Protocol):
 
     def __contains__(self, key: object) -> bool: ...
 
+    def __iter__(self) -> Iterator[str]: ...
+
     def get(self, key: str) -> torch.Tensor: ...
 
     def spec(self, key: str) -> TensorSpec: ...
@@ -503,11 +505,17 @@ def read_record(store: Readable, name: str, before: torch.Tensor | None = None) 
     if before is not None:
         return checked(_decoded(store, name, before), f"the checkpoint of {name!r}")
     if key not in store:
+        keys = list(store)
+        if any(one.startswith(f"{name}/param/") for one in keys):
+            raise MisuseError(
+                f"{store} has parameters of model {name!r} and no checkpoint, as after a commit of the store alone: open an "
+                "earlier generation"
+            )
+        there = [one.removesuffix("/checkpoint") for one in keys if one.endswith("/checkpoint")]
+        has = f"; it has {', '.join(map(repr, there))}" if there else ""
         raise MisuseError(
-            f"{store} has no checkpoint of a model named {name!r}: zero.commit makes one; a commit of the store after training "
-            "went on has none, then open an earlier generation"
+            f"{store} has no model named {name!r} to go on with{has}: existing='continue' begins one where there is none"
         )
-
     what, spec = f"the checkpoint of {name!r}", store.spec(key)
     if spec.dtype != "uint8" or len(spec.shape) != 1 or spec.nbytes > MOST:
         shape = list(spec.shape)
