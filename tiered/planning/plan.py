@@ -25,7 +25,7 @@ from tiered.planning.optimum import lower_bound
 from tiered.planning.rehearsal import COUNTED, WARM_UP, Offloading, Rehearsed, Seconds, no_time, rehearse
 from tiered.planning.simulated import DriveRates
 from tiered.planning.sizes import UnitSizes, sizes_of
-from tiered.planning.sources import Numbers, Subject, Workload, subject_of
+from tiered.planning.sources import Numbers, Subject, Workload, beyond_positions, subject_of
 from tiered.planning.timing import Timing, measure_operations
 from tiered.store.activations import piece_of
 from tiered.store.opening import SMALLEST_DRAM, default_dram
@@ -733,6 +733,8 @@ def plan(
     curve = _curve(planner, chosen.choice, sweep.budgets, updates)
     rows = _rows(planner, chosen.choice, sweep.ranks, tokens)
     planner.note_long()
+    if workload.inputs is None and (beyond := beyond_positions(subject.model, workload.sequence)) is not None:
+        planner.notes[beyond] = None
     return Plan(
         model=subject.name, parameters=parameters, tokens=tokens, optimizer=optimizer, machine=found,
         smallest=planner.smallest(chosen.choice), enough=enough, chosen=chosen, others=others,

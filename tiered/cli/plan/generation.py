@@ -13,7 +13,7 @@ from tiered.cli.output import counted, rate, table, write_report
 from tiered.measuring.meters import environment
 from tiered.planning.generation import FORMS, PlannedTokens, PlannedWeights, Sequences, plan_generation, weights_of
 from tiered.planning.machine import Machine
-from tiered.planning.sources import packed_by
+from tiered.planning.sources import beyond_positions, packed_by
 from tiered.store.opening import SMALLEST_DRAM, default_dram
 from tiered.types import format_size
 
@@ -31,6 +31,8 @@ def print_generation(parsed: argparse.Namespace, model: nn.Module, machine: Mach
     name = os.path.basename(os.path.abspath(parsed.model))
     if parsed.json != "-":
         print(_described(name, weights, machine, asked, conversation, found))
+        if (beyond := beyond_positions(model, conversation.tokens)) is not None:
+            print(f"note      {beyond}")
         if method := packed_by(parsed.model):
             print(
                 f"note      the files have packed weights ({method}), which an import takes as they are, in fewer bytes than "
