@@ -767,6 +767,45 @@ def test_an_end_that_can_have_no_checkpoint_leaves_the_last_one(tmp_path: Path) 
     assert live(ends_within_a_step=False)
 
 
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+        lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10),
+        lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10),
+    ],
+    ids=["step", "warm-up", "one cycle"],
+)
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_scheduler_that_is_made_changes_nothing_yet(
+    tmp_path: Path, schedule: Callable[[zero.Optimizer], object], trains: bool
+) -> None:
+    with TieredStore.open(tmp_path, dram=DRAM) as store:
+        model = zero.page(Tied(), store)
+        optimizer = zero.AdamW(model.parameters())
+        step(model, optimizer)
+        zero.commit(model, optimizer, extra={"step": 1})
+
+    def again() -> None:
+        with TieredStore.open(tmp_path, dram=DRAM) as store:
+            model = zero.page(Tied(), store, existing="resume")
+            optimizer = zero.AdamW(model.parameters())
+            zero.resume(model, optimizer)
+            made = schedule(optimizer)  # noqa: F841
+            if trains:
+                step(model, optimizer)
+
+    if trains:
+        with pytest.warns(UncommittedWarning, match=r"has extra=, which is of that moment"):
+            again()
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UncommittedWarning)
+            again()
+        with TieredStore.open(tmp_path, dram=DRAM) as store:
+            assert store.generation == 1
+
+
 def test_gradients_that_were_clipped_after_a_commit_are_a_change(tmp_path: Path) -> None:
     def clipped() -> None:
         with TieredStore.open(tmp_path, dram=DRAM) as store:

@@ -33,6 +33,9 @@ from tiered.zero.record import dumps
 
 __all__ = ["include_in_commits", "record"]
 
+SCHEDULED = {"initial_lr", "lr", "max_lr", "min_lr", "swa_lr", "momentum", "betas", "base_momentum", "max_momentum"}
+"""Of a param group: what the schedulers of torch set."""
+
 
 def record(pager: Pager) -> None:
     """Put into the store what makes the next commit a checkpoint of a model that nothing has been trained of: random states of
@@ -115,7 +118,22 @@ def _unchanged(model: nn.Module, pager: Pager, training: Training) -> dict[str, 
     now = record_of(model, pager, training, None)
     if any(now[what] is None and recorded[what] is not None for what in TRAINING):
         return recorded
-    return recorded if _written(now) == _written(recorded) else None
+    return recorded if _written(_unscheduled(now, recorded)) == _written(recorded) else None
+
+
+def _unscheduled(now: dict[str, Any], recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record without what a scheduler sets in param groups when it is made, where one was made since ``recorded``: the
+    next run makes one, too."""
+    optimizer, before = now["optimizer"], recorded["optimizer"]
+    if optimizer is None or before is None or len(optimizer["groups"]) != len(before["groups"]):
+        return now
+    groups = [
+        {key: was[key] if key in SCHEDULED else value for key, value in group.items() if key not in SCHEDULED or key in was}
+        if "initial_lr" in group and "initial_lr" not in was
+        else group
+        for group, was in zip(optimizer["groups"], before["groups"], strict=True)
+    ]
+    return {**now, "optimizer": {**optimizer, "groups": groups}}
 
 
 def _written(record: Mapping[str, Any]) -> tuple[bytes, list[str]]:
