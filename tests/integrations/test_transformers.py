@@ -352,6 +352,47 @@ def test_the_end_of_the_block_commits_a_training_that_saved_nothing(tmp_path: Pa
         store.close()
 
 
+def test_a_training_goes_on_from_the_end_of_a_block_that_saved_nothing(tmp_path: Path) -> None:
+    """Again and again, bit for bit; and not with a state of before steps that somebody else made."""
+
+    def made(store: TieredStore, existing: str, steps: int, **options: Any) -> Any:
+        model = paged(llama(), store, existing=existing)
+        return trainer(TieredTrainer, model, tmp_path / "out", lr_scheduler_type="constant", max_steps=steps, **options)
+
+    with TieredStore.open(tmp_path / "whole", dram="4MiB") as store:
+        whole = made(store, "refuse", 6)
+        whole.train()
+        expected = {name: value.clone() for name, value in whole.model.state_dict().items()}
+        store.close()
+    folder = tmp_path / "store"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UncommittedWarning)
+        for steps in (2, 4, 6):
+            with TieredStore.open(folder, dram="4MiB") as store:
+                one = made(store, "refuse" if steps == 2 else "resume", steps)
+                one.train(resume_from_checkpoint=steps > 2)
+                assert one.state.global_step == steps
+        with TieredStore.open(folder, dram="4MiB") as store:
+            model = paged(llama(), store, existing="resume")
+            found = model.state_dict()
+            assert all(torch.equal(found[name], value) for name, value in expected.items())
+        with TieredStore.open(folder, dram="4MiB") as store:
+            one = made(store, "resume", 8)
+            one.train(resume_from_checkpoint=True)
+            one.model(**{name: value[None] for name, value in data()[0].items()}).loss.backward()
+            one.optimizer.step()
+    with TieredStore.open(folder, dram="4MiB") as store:
+        one = made(store, "resume", 2)
+        with pytest.raises(MisuseError, match=r"has no state of a Trainer: .* zero\.resume\(model, trainer\.create_opt"):
+            one.train(resume_from_checkpoint=True)
+        optimizer = one.create_optimizer()
+        zero.resume(one.model, optimizer, scheduler=one.create_scheduler(2))
+        assert set(optimizer.steps.values()) == {9}
+        one.train()
+        assert set(optimizer.steps.values()) == {11}
+        store.close()
+
+
 # Adapters
 
 

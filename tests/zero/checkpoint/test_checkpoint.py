@@ -556,7 +556,7 @@ def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
             zero.page(Tied(width=64), store, existing="resume")
         with pytest.raises(MisuseError, match=r"stored as torch\.bfloat16"):
             zero.page(Tied(), store, existing="resume", policy=zero.Policy(torch.bfloat16))
-        with pytest.raises(MisuseError, match="no checkpoint of a model named 'other'"):
+        with pytest.raises(MisuseError, match="no model named 'other' to go on with; it has 'model'"):
             zero.page(Tied(), store, name="other", existing="resume")
         with pytest.raises(MisuseError, match="existing='continue'"):
             zero.page(Tied(), store)
@@ -608,7 +608,7 @@ def test_what_was_committed_can_be_asked_before_there_is_a_model(tmp_path: Path)
     committed(tmp_path / "state")
     with TieredStore.open(tmp_path / "state", dram=DRAM) as store:
         assert extra_of(store, "model") is None
-        with pytest.raises(MisuseError, match="no checkpoint of a model named 'other'"):
+        with pytest.raises(MisuseError, match="no model named 'other' to go on with; it has 'model'"):
             extra_of(store, "other")
         store.close()
 

@@ -17,6 +17,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
@@ -79,9 +80,21 @@ def _commit(model: nn.Module, optimizer: Any, scheduler: Any, scaler: Any, state
         ours,
         scheduler=scheduler,
         scaler=scaler,
-        extra={"transformers": {"state": state, "step": step}},
+        extra=_extra(state, step),
         meta={"step": step, MARK: mark} if mark else {"step": step},
     )
+
+
+def _extra(state: str, step: int) -> dict[str, Any]:
+    return {"transformers": {"state": state, "step": step}}
+
+
+def _written(state: Any) -> str:
+    """Return a trainer's state as the JSON that Trainer writes to a checkpoint."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = os.path.join(folder, STATE)
+        state.save_to_json(file)
+        return Path(file).read_text()
 
 
 def _ours(optimizer: Any) -> zero.Optimizer:
@@ -183,11 +196,7 @@ class TieredCallback(TrainerCallback):
         if self._record is not None:
             self._record.stepped(state.global_step)
         if self.steps is not None and state.global_step % self.steps == 0:
-            with tempfile.TemporaryDirectory() as folder:
-                file = os.path.join(folder, STATE)
-                state.save_to_json(file)
-                text = Path(file).read_text()
-            _commit(given["model"], given["optimizer"], given["lr_scheduler"], None, text, state.global_step)
+            _commit(given["model"], given["optimizer"], given["lr_scheduler"], None, _written(state), state.global_step)
 
 
 class CommitCheckpoints:
@@ -363,12 +372,27 @@ class CommitCheckpoints:
             for unit in pager.units:
                 unit.plan.refuse_writing()
             raise MisuseError("no parameter of this model needs a gradient, so nothing would be trained: requires_grad_(True)")
+        self._leave_extra(pager)
         try:
             return super().train(resume_from_checkpoint, *given, **options)  # type: ignore[misc]
         finally:
             if this.optimizer is not None and (pager.given is None or not pager.given[2]):
                 # What the commit at the end of the store's block has, where no checkpoint was saved.
-                pager.given = this.model, Training(_ours(this.optimizer), this.lr_scheduler, this.accelerator.scaler), False
+                ours, extra = _ours(this.optimizer), None
+                with suppress(TypeError):  # a callback has logged what JSON does not have
+                    extra = _extra(_written(this.state), this.state.global_step)
+                steps = dict(ours.steps)
+                training = Training(
+                    ours, this.lr_scheduler, this.accelerator.scaler, extra=lambda: extra if ours.steps == steps else None
+                )
+                pager.given = this.model, training, False
+
+    @staticmethod
+    def _leave_extra(pager: Pager) -> None:
+        """Have the end of the store's block commit what is trained from here on, though the last commit has an ``extra``: that
+        of an end before, and of no checkpoint, whose meta says which one it is."""
+        if pager.given is not None and not pager.store.meta:
+            pager.given = *pager.given[:2], False
 
     def _newest(self) -> str | bool:
         """Return the folder of the newest commit, which is written anew from what the commit has. True: there is none."""
@@ -377,7 +401,11 @@ class CommitCheckpoints:
         if f"{pager.name}/checkpoint" in pager.store:  # nothing has changed since
             found = (extra_of(pager.store, pager.name) or {}).get("transformers")
             if found is None:
-                raise MisuseError(f"the last commit of {pager.store} is not one of TieredTrainer: use zero.resume")
+                raise MisuseError(
+                    f"the last commit of {pager.store} has no state of a Trainer: zero.commit made it, or store.commit. For "
+                    "new steps with its optimizer: zero.resume(model, trainer.create_optimizer()), with what else the commit "
+                    "has, and then trainer.train()"
+                )
             folder, number = run / f"checkpoint-{found['step']}", pager.store.generation
             if not (folder / STATE).exists():
                 _remove(folder)  # half written
@@ -472,6 +500,7 @@ class CommitCheckpoints:
         )
         there = random_states()
         of_random(before).load()
+        self._leave_extra(pager_of(this.model))
         return there
 
 

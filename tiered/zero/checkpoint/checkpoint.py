@@ -3,7 +3,7 @@ it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -68,12 +68,14 @@ class Readable(Protocol):
 @dataclass(frozen=True)
 class Training:
     """What a training has beside its model, which a commit keeps. ``optimizer``: of paged parameters, or several, each of
-    others; MisuseError says what to do with another one."""
+    others; MisuseError says what to do with another one. ``extra``: returns that of a commit which nobody calls for the model.
+    """
 
     optimizer: Optimizer | Sequence[Optimizer] | None = None
     scheduler: Stateful | None = None
     scaler: Stateful | None = None
     data: Stateful | torch.Generator | None = None
+    extra: Callable[[], Mapping[str, Any] | None] = lambda: None
 
     def __post_init__(self) -> None:
         if self.optimizer is not None and not self.optimizers:

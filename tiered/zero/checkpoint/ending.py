@@ -19,7 +19,7 @@ from tiered.zero.checkpoint.checkpoint import (
     TRAINING,
     Training,
     can_be_kept,
-    commit,
+    commit_with,
     of_unit,
     prepare_commit,
     read_record,
@@ -75,14 +75,14 @@ def _include(pager: Callable[[], Pager | None], leaving: bool) -> str | None:
                 "or change, with zero.commit, or by the checkpoint of what trains it (such as Trainer)"
             )
         if leaving and found.partition.noted(store, None) is not None:  # ranks committed here: the next number is this one's
-            commit(model, training.optimizer, scheduler=training.scheduler, scaler=training.scaler, data=training.data)
+            commit_with(model, training, training.extra(), None, keeps_all=True)
         else:
             if any(mark() is None for unit in found.units for mark in unit.counted_by.values()):
                 raise MisuseError("an optimizer that made steps of it is gone: call zero.commit before, with all of them")
             for unit in found.units:  # updates that can be kept stay pending
                 if unit.pending is not None and not all(can_be_kept(update.rule) for update in unit.pending.updates.values()):
                     unit.apply_update()
-            prepare_commit(model, training, None)
+            prepare_commit(model, training, training.extra())
     except (MisuseError, InterruptedStep) as error:
         lacks = f"is no checkpoint of model {name!r}: {error}"
         if leaving and found.checkpoint.was:  # the last one stays the newest commit
