@@ -82,6 +82,8 @@ def resumed_late() -> None:
 
 def of_frozen_weights(store: TieredStore) -> None:
     model = zero.page(layers(), store, policy=zero.Policy(quantize="int8"))
+    with pytest.raises(RuntimeError, match=r"does not require grad .*: the parameters of .* train an adapter over it"):
+        model(torch.ones(2, 64)).sum().backward()
     with pytest.raises(ValueError, match=r"got an empty parameter list: .* train an adapter over it"):
         zero.AdamW([one for one in model.parameters() if one.requires_grad])
     zero.AdamW(model.parameters())

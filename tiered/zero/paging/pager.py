@@ -489,7 +489,7 @@ class Pager:
     # -- installing --------------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        in_force_for(self)
+        in_force_for(self, partial(_untrained, weakref.ref(self)))
         for unit in self.units:
             for placement in unit.plan.placements:
                 placement.parameter._tiered = ParameterHandle(self, unit, placement)  # type: ignore[attr-defined]
@@ -1842,6 +1842,14 @@ def _before_commit(pager: Callable[[], Pager | None], leaving: bool) -> str | No
     if found.in_commit is not None and (leaving or found.checkpoint.before is not None):
         return found.in_commit(leaving)
     return None
+
+
+def _untrained(pager: Callable[[], Pager | None]) -> str | None:
+    """Return why nothing of a model is trained, where it is quantised."""
+    found = pager()
+    if found is None or any(placement.parameter.requires_grad for placement in found.placements):
+        return None
+    return next((unit.plan.for_reading for unit in found.units if unit.plan.read_only), None)
 
 
 def pagers_in(store: TieredStore) -> list[Pager]:

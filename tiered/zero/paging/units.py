@@ -547,13 +547,20 @@ class UnitPlan:
     def packed(self) -> bool:
         return any(placement.packing is not None for placement in self.placements)
 
+    @property
+    def for_reading(self) -> str | None:
+        """Why the unit cannot be written to, where it is of the frozen parameters of a model that is quantised."""
+        if not self.read_only:
+            return None
+        return (
+            f"the parameters of {self.name!r} are those of a quantised model, which is for reading only: train an adapter over "
+            "it (peft.get_peft_model), or, to train or write to these, page or import the model without quantize"
+        )
+
     def refuse_writing(self) -> None:
-        """Raise MisuseError where the unit is of the frozen parameters of a model that is quantised."""
+        """Raise MisuseError where the unit is for reading."""
         if self.read_only:
-            raise MisuseError(
-                f"the parameters of {self.name!r} are those of a quantised model, which is for reading only: train an adapter "
-                "over it (peft.get_peft_model), or, to train or write to these, page or import the model without quantize"
-            )
+            raise MisuseError(self.for_reading)
 
 
 @dataclass(eq=False)

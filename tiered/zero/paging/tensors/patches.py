@@ -5,7 +5,8 @@ the last one is gone. ``import tiered.zero`` changes nothing.
   unit that holds a parameter what may be written to.
 - Functions that read memory of tensors without asking for their class take copies: ``torch.tensor`` and the like, calls of
   scripted functions, the transforms of torch.func, the gradients that a backward pass begins with.
-- ``torch.autograd.backward(inputs=)`` takes slices in place of a parameter that is divided into them.
+- ``torch.autograd.backward(inputs=)`` takes slices in place of a parameter that is divided into them. Where nothing that it is
+  given needs a gradient, its error names a paged model that is quantised, of which nothing is trained.
 - Before torch 2.13, what finds the node of a tensor in the graph (``get_gradient_edge``, ``register_multi_grad_hook``) keeps
   the view by which it finds it: the node of a view in the store is one of Python, which forgets its own with the view.
 - Functions of lists (``clip_grad_norm_``) take their list forms for stored gradients, as torch adds DTensor there.
@@ -240,6 +241,24 @@ def _with_slices(takes: Callable[..., Any]) -> Callable[..., Any]:
     return take
 
 
+def _saying_why(takes: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``takes``, a backward pass, whose error says what is not trained."""
+
+    @passed
+    @functools.wraps(takes)
+    def take(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return takes(*args, **kwargs)
+        except RuntimeError as error:
+            given = [one for one in leaves((args[:1], kwargs.get("tensors"))) if isinstance(one, torch.Tensor)]
+            why = [said for ask in list(_models.values()) if (said := ask()) is not None]
+            if type(error) is not RuntimeError or not why or any(one.requires_grad for one in given):
+                raise
+            raise RuntimeError(f"{error}: {why[0]}") from None
+
+    return take
+
+
 def _with_view(takes: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``takes``, which finds the node that accumulates the gradient of a tensor by the node of a view, with a view that
     is there meanwhile."""
@@ -281,7 +300,7 @@ def _changes() -> Iterator[tuple[Any, str, Callable[[Any], Any]]]:
     yield torch._functorch.eager_transforms, "_wrap_for_grad", functools.partial(_with_copies, at=0)
     yield torch._functorch.eager_transforms, "_wrap_functional_tensor", _in_place
     yield torch.autograd, "_make_grads", functools.partial(_with_copies, at=1)
-    yield torch.autograd, "backward", _with_slices
+    yield torch.autograd, "backward", lambda found: _saying_why(_with_slices(found))
     if torch.__version__ < "2.13":
         yield torch.autograd.graph, "_get_grad_fn_or_grad_acc", _with_view
 
@@ -290,19 +309,20 @@ _ABSENT = object()
 _FOREACH: list[type] = getattr(torch.utils._foreach_utils, "_foreach_supported_types", [])
 _before: dict[tuple[Any, str], tuple[Any, Any]] = {}
 """What is changed now: of what, and its name; what was there before, and what is there."""
-_models: set[int] = set()
-"""Numbers of the paged models that there are."""
+_models: dict[int, Callable[[], str | None]] = {}
+"""By number, of the paged models that there are: what says why nothing of one is trained."""
 
 
-def in_force_for(model: object) -> None:
-    """Have the changes in force at least as long as ``model`` lives."""
-    _models.add(id(model))  # first: a model that ends meanwhile takes nothing away
+def in_force_for(model: object, untrained: Callable[[], str | None]) -> None:
+    """Have the changes in force at least as long as ``model`` lives, which is not held here. ``untrained``: says why nothing of
+    it is trained; None where something is, or where that is as in memory."""
+    _models[id(model)] = untrained  # first: a model that ends meanwhile takes nothing away
     weakref.finalize(model, _gone, id(model)).atexit = False
     _put_in_force()
 
 
 def _gone(model: int) -> None:
-    _models.discard(model)
+    _models.pop(model, None)
     if not _models:
         _take_away()
 
