@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -120,6 +121,23 @@ def test_programs_can_be_run_again_and_after_each_other(which: str, tmp_path: Pa
                     run(block, page, tmp_path)
                     ran += 1
     assert ran >= (80 if which == "all" else 10)
+
+
+def test_programs_say_what_their_second_run_means() -> None:
+    """Those that put something into a folder: there is ``existing=`` for it, or the folder does not last."""
+    makes = {"page", "from_pretrained", "import_model", "export", "export_merged"}
+    seen = 0
+    for page in PAGES:
+        for block in blocks_of(page.read_text()):
+            for call in ast.walk(ast.parse(block.source)) if not block.why_not else ():
+                if not isinstance(call, ast.Call):
+                    continue
+                theirs = isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) != "zero"
+                if ast.unparse(call.func).rpartition(".")[2] in makes and not theirs:
+                    said = any(one.arg == "existing" for one in call.keywords)
+                    assert said or 'durability="none"' in block.source, f"{page.name}:{block.line + call.lineno - 1}"
+                    seen += said
+    assert seen > 30
 
 
 @pytest.mark.soak
