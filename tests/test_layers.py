@@ -281,7 +281,7 @@ CLASSES_TWICE = {"Engine": ["engine.engine", "integrations.deepspeed.engine"]}
 # + 700: and what the conversions of transformers' newer loader for GGUF make of tensors.
 # + 750: types that no model has, options that would be ignored, and folders of stores are refused by name.
 # + 400: a plan notes sequences beyond a model's positions; a field that a tokenizer lacks, and what is no device, are named.
-# + 650: a training by a Trainer that saved nothing goes on; a loss of a quantised model and a scheduler that was made are known.
+# + 650: a training by a Trainer that saved nothing goes on; a loss that nothing is trained by, and a new scheduler, are known.
 TOTALS = {"tiered": 539_100, "bench": 122_000, "libaio_ext": 15_750}
 
 # Compiled, without a Python file.
