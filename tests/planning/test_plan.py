@@ -108,10 +108,14 @@ def test_of_steps_that_take_long_to_play_ways_that_are_not_faster_are_left_out(m
         assert found.chosen is not None
         return [(one.choice.update, one.choice.activations) for one in (found.chosen, *found.others)], found.notes
 
+    assert len(modes(RATES)[0]) == 4
     monkeypatch.setattr("tiered.planning.plan.MANY", 0)
     fitting, notes = modes(RATES)
     assert sorted(fitting) == [("in_backward", "memory"), ("on_fetch", "memory")]
-    assert any("left out" in note for note in notes)
+    assert any("no way is faster" in note for note in notes)
+    slow = {"read": 1e6, "write": 1e6, "dram": "1GiB"}  # the drive decides, and updates on fetch move more
+    assert modes(slow)[0] == [("in_backward", "memory")]
+    assert any("update='on_fetch' is left out: its bytes alone" in note for note in modes(slow)[1])
     lacking, notes = modes({**RATES, "dram": 1 << 20})
     assert sorted(way for _, way in lacking) == ["memory", "memory", "recompute", "store"]
     assert len({update for update, way in lacking if way != "memory"}) == 1

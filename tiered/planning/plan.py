@@ -273,6 +273,7 @@ class Planner:
         self._divided: dict[tuple[int, int, bool, bool], ModelPlan] = {}
         self._sizes: dict[tuple[int, int, bool, int], list[UnitSizes]] = {}
         self._steps: dict[tuple[Choice, int, int], StepNotes] = {}
+        self._together_steps: dict[Choice, tuple[StepNotes, float]] = {}
         self._predicted: dict[tuple[Choice, bool, bool], Prediction] = {}
         self._measured: dict[str, float] = {}
         self._measures = measure and not (machine is not None and machine.hbm)  # a device is not measured here
@@ -395,18 +396,15 @@ class Planner:
                 f"{self.smallest(choice, choice.dram):,} bytes"
             )
         step, sizes, together = self.step(choice), self.sizes(choice.dram, saves=choice.saves), self._together(choice)
-        keys = step.touches()[0]
-        touches, of_activations = len(keys), sum(key in step.activations for key in keys)
+        touches = len(step.touches()[0])
         if together > 1:
             self.notes["chunks of optimizer states are taken together in the rehearsal, of which a step has very many"] = None
             coarse = self.sizes(choice.dram, together=together, saves=choice.saves)
             touches += _leases_of_states(sizes) - _leases_of_states(coarse)
         if touches > LONGEST:
             self._long[str(choice)] = max(touches, self._long.get(str(choice), 0))
-        pieces, slices = self._pieces(choice, of_activations), self._slices(step)
         rates = _in_blocks(DriveRates(1e9, 1e9) if self.machine is None else self.machine.drive, together)
-        step = in_groups(slices_in_groups(step, slices), pieces)
-        least = bytes_moved(*uses_of(step), choice.dram, plan_retention(*uses_of(step), choice.dram))
+        step, least = self._played_step(choice)
         warm_up, counted = (1, 1) if briefly or self.takes_long(choice) else (WARM_UP, COUNTED)
         found = rehearse(step, choice.dram, rates, self.seconds(), warm_up=warm_up, counted=counted)
         sending, memory = self._sending(sizes, step, found), self._memory(choice, sizes, step, found)
@@ -425,6 +423,20 @@ class Planner:
             by_work=found.by_work,
             offloading=found.offloading if choice.saves else None,
         )
+
+    def _played_step(self, choice: Choice) -> tuple[StepNotes, float]:
+        """Return a step as it is played, with slices and pieces taken together, and the bytes that it moves at least."""
+        if choice not in self._together_steps:
+            step = self.step(choice)
+            of_activations = sum(key in step.activations for key in step.touches()[0])
+            step = in_groups(slices_in_groups(step, self._slices(step)), self._pieces(choice, of_activations))
+            uses = uses_of(step)
+            self._together_steps[choice] = step, bytes_moved(*uses, choice.dram, plan_retention(*uses, choice.dram))
+        return self._together_steps[choice]
+
+    def seconds_at_least(self, choice: Choice) -> float:
+        """Return the seconds in which the drive moves what it must: no step of a choice takes less. Nothing is played."""
+        return 0.0 if self.machine is None else self._played_step(choice)[1] / max(self.machine.read, self.machine.write)
 
     def enough(self, smallest: int) -> int:
         """Return the bytes of the smallest budget with which one would want to run, where ``smallest`` works."""
@@ -791,7 +803,8 @@ def _predictions(
 ) -> list[Prediction]:
     """Play each way with each update mode. No way is faster than activations in memory: where those fit, the others are played
     with the better update mode alone. Of steps that take long to play the others are left out once one that fits is as fast as
-    that, and where activations do not fit the better mode of the first way is that of all."""
+    that, and where activations do not fit the better mode of the first way is that of all; and updates on fetch, where moving
+    their bytes takes longer than a whole step with updates in backward."""
     found: list[Prediction] = []
     refusals: list[MisuseError] = []
     for way in ways:
@@ -809,7 +822,17 @@ def _predictions(
             ] = None
             continue
         try:
-            found += [planner.predict(replace(way, update=one), briefly=bool(kept) and way.saves) for one in modes]
+            if planner.takes_long(replace(way, update=modes[-1])):
+                modes = modes[::-1]  # updates in backward first: they move fewer bytes
+            for choice in (replace(way, update=one) for one in modes):
+                if _is_slower(planner, choice, found):
+                    planner.expected -= 1
+                    planner.notes[
+                        f"update={choice.update!r} is left out: its bytes alone take the drive longer than a step with "
+                        f"update={found[-1].choice.update!r}; name it to plan it"
+                    ] = None
+                else:
+                    found.append(planner.predict(choice, briefly=bool(kept) and way.saves))
         except MisuseError as refusal:
             refusals.append(refusal)
     if not found:
@@ -817,6 +840,13 @@ def _predictions(
     for one in refusals:
         planner.notes[str(one)] = None
     return found
+
+
+def _is_slower(planner: Planner, choice: Choice, found: Sequence[Prediction]) -> bool:
+    """Return whether a step that takes long to play cannot be faster than one that was found with another update mode, which
+    keeps the same activations."""
+    other = [one.seconds for one in found if replace(one.choice, update=choice.update) == choice]
+    return bool(other) and planner.takes_long(choice) and planner.seconds_at_least(choice) >= min(other)
 
 
 def _as_fast_as_in_memory(found: Sequence[Prediction]) -> Prediction | None:
