@@ -828,7 +828,7 @@ def _predictions(
                 if _is_slower(planner, choice, found):
                     planner.expected -= 1
                     planner.notes[
-                        f"update={choice.update!r} is left out: its bytes alone take the drive longer than a step with "
+                        f"update={choice.update!r} is left out: no step is faster with it than with "
                         f"update={found[-1].choice.update!r}; name it to plan it"
                     ] = None
                 else:
@@ -844,9 +844,12 @@ def _predictions(
 
 def _is_slower(planner: Planner, choice: Choice, found: Sequence[Prediction]) -> bool:
     """Return whether a step that takes long to play cannot be faster than one that was found with another update mode, which
-    keeps the same activations."""
-    other = [one.seconds for one in found if replace(one.choice, update=choice.update) == choice]
-    return bool(other) and planner.takes_long(choice) and planner.seconds_at_least(choice) >= min(other)
+    keeps the same activations: that one hardly waits, or the drive takes longer for the bytes of this one."""
+    same = [one for one in found if replace(one.choice, update=choice.update) == choice]
+    if not same or not planner.takes_long(same[0].choice):
+        return False
+    other = min(same, key=_order)
+    return AS_FAST * other.processor >= other.seconds > 0 or planner.seconds_at_least(choice) >= other.seconds > 0
 
 
 def _as_fast_as_in_memory(found: Sequence[Prediction]) -> Prediction | None:
