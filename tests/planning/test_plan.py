@@ -26,6 +26,7 @@ from tiered.zero import Policy
 from tiered.zero.paging.pager import pager_of
 from tiered.zero.paging.units import Limits
 from tiered.zero.rules.exact import AdamWRule
+from tiered.zero.rules.known import CHOICES
 
 DEEP = Numbers(layers=3, width=64, heads=4, vocabulary=256)
 SMALL = Numbers(layers=2, width=64, heads=4, vocabulary=256)
@@ -88,6 +89,14 @@ def test_larger_chunks_in_a_rehearsal_move_as_many_bytes_in_the_same_time(update
     assert found.seconds == pytest.approx(expected.seconds, rel=0.1)
     assert coarse.notes
     assert not whole.notes
+
+
+def test_chunks_that_are_taken_together_have_room_beside_the_largest_parameter() -> None:
+    """And its gradient: together with all of its states they are larger than the budget."""
+    subject = subject_of(Numbers(layers=12, width=256, heads=4, vocabulary=8192), Workload(1, 32))
+    rule, choice = CHOICES["adamw"].usual, Choice("in_backward", "memory", 27 << 20)
+    whole, coarse = (Planner(subject, None, rule, Policy(), 1, rehearsed=touches).predict(choice) for touches in (3000, 8))
+    assert coarse.read + coarse.written == pytest.approx(whole.read + whole.written, rel=0.1)
 
 
 def test_a_plan_without_a_machine_has_bytes_and_no_seconds() -> None:

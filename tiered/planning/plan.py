@@ -359,9 +359,11 @@ class Planner:
         return self._steps[key]
 
     def _together(self, choice: Choice, ranks: int = 1) -> int:
-        """Return how many chunks of optimizer states are played as one."""
+        """Return how many chunks of optimizer states are played as one: no more than an eighth of the budget has one state of,
+        because all states of a chunk need room beside the unit and its gradient."""
         leases = _leases_of_states(self.sizes(choice.dram, ranks, saves=choice.saves))
-        return 1 if leases <= self._rehearsed else -(-leases // min(COARSE, self._rehearsed))
+        most = max(1, choice.dram // 8 // (4 * self.divided(choice.dram, ranks, saves=choice.saves).limits.chunk))
+        return 1 if leases <= self._rehearsed else min(-(-leases // min(COARSE, self._rehearsed)), most)
 
     def seconds(self) -> Seconds:
         return no_time if self.machine is None else Timing(self.machine, self._measured)
