@@ -157,12 +157,13 @@ INLINE void table4_rows(
 INLINE void mxfp4_rows(
     const uint8_t *restrict codes, const uint8_t *restrict scales, size_t rows, size_t columns, void *restrict out, int type)
 {
-    static const float table[TABLE] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, -0.f, -.5f, -1, -1.5f, -2, -3, -4, -6};
+    /* Twice the values, times half the scale: the largest scale is no float, its half is one. */
+    static const float table[TABLE] = {0, 1, 2, 3, 4, 6, 8, 12, -0.f, -1, -2, -3, -4, -6, -8, -12};
     enum { BYTES = GROUP / 2 };
     float values[GROUP];
     for (size_t row = 0; row < rows; row++) {
         const uint8_t *mine = codes + row * BYTES;
-        const uint32_t power = scales[row] ? (uint32_t)scales[row] << 23 : 1u << 22;
+        const uint32_t power = scales[row] > 1 ? (uint32_t)(scales[row] - 1) << 23 : scales[row] ? 1u << 22 : 1u << 21;
         uint8_t turned[BYTES];
         float scale;
         memcpy(&scale, &power, sizeof scale);

@@ -25,6 +25,7 @@ from transformers import (  # noqa: E402
     LlamaConfig,
     LlamaForCausalLM,
 )
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # noqa: E402
 
 from tests.four_bits import layers_as_elsewhere, values_of  # noqa: E402
 from tests.integrations.test_quantised import IDS, LAYERS, LLAMA, gpt2, llama, tokens, trained  # noqa: E402
@@ -34,6 +35,8 @@ from tiered.integrations.kept import opening_of  # noqa: E402
 from tiered.integrations.packed import STATE, united  # noqa: E402
 from tiered.integrations.transformers import from_pretrained, import_model, open_model  # noqa: E402
 from tiered.integrations.transformers.experts import expert_statistics  # noqa: E402
+from tiered.packing import form  # noqa: E402
+from tiered.packing.mxfp4 import Mxfp4  # noqa: E402
 from tiered.packing.quantised import FORMS  # noqa: E402
 from tiered.store.at_rest import StoreAtRest  # noqa: E402
 from tiered.zero.checkpoint.safetensors import export_at_rest  # noqa: E402
@@ -471,6 +474,26 @@ def gpt_oss(folder: Path) -> Any:
     (folder / "config.json").write_text(json.dumps(config))
     given = {"quantization_config": transformers.Mxfp4Config(dequantize=True), "dtype": torch.bfloat16, "device_map": "cpu"}
     return AutoModelForCausalLM.from_pretrained(folder, **given)
+
+
+@pytest.mark.parametrize("kernels", ["C", "torch"])
+def test_floats_of_4_bits_have_the_values_of_transformers(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every code with every scale: those whose product is subnormal, and 255, which is more than any float."""
+    if kernels == "torch":
+        monkeypatch.setattr(form, "lib", None)
+    codes = torch.arange(16, dtype=torch.uint8)
+    blocks = (codes | codes.flip(0) << 4).expand(1, 256, 1, 16).contiguous()
+    scales = torch.arange(256, dtype=torch.uint8).view(1, 256, 1)
+    packing = Mxfp4(256, 32)
+    packed = torch.zeros(packing.nbytes, dtype=torch.uint8)
+    for part, given in zip(packing.parts(packed), (blocks, scales), strict=True):
+        part.copy_(given.view(part.shape))
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        expected = convert_moe_packed_tensors(blocks, scales, dtype=dtype)[0].t()
+        found = torch.empty(256, 32, dtype=dtype)
+        packing.unpack(packed, found.view(-1))
+        assert torch.equal(found, expected)
+        assert torch.equal(found.signbit(), expected.signbit())
 
 
 def test_experts_of_floats_of_4_bits(tmp_path: Path) -> None:

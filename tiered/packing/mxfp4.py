@@ -16,12 +16,14 @@ __all__ = ["GROUP", "Mxfp4"]
 GROUP = 32
 HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """What codes without a sign stand for: 2 bits of exponent, 1 of mantissa."""
+LARGEST = 255
 
 
 @dataclass(frozen=True)
 class Mxfp4(Packing):
     """A row is a group of 32 elements that follow one another in memory, two in a byte, the first in its low half. After all of
-    them: a byte for each group, the power of two with 127 added; 255 is infinity."""
+    them: a byte for each group, the power of two with 127 added. 255 is 2 to the power of 128, as transformers computes it, and
+    not NaN: codes of 0 are 0, those of 0.5 are 2 to the power of 127, and all others are infinite."""
 
     form = "float4_e2m1 by 32, scales of powers of two"
     kernel = "unpack_mxfp4"
@@ -52,4 +54,6 @@ class Mxfp4(Packing):
         codes, scales = parts
         table = torch.tensor([*HALF, *(-value for value in HALF)], dtype=torch.float32, device=codes.device)
         at = torch.stack((codes & 15, codes >> 4), 2).view(-1, GROUP).to(torch.int64)
-        out.view(-1, GROUP).copy_(table[at].mul_(powers(scales)[:, None]))
+        largest = scales == LARGEST
+        halved = table[at].mul_(powers(scales - largest.byte())[:, None])
+        out.view(-1, GROUP).copy_(halved.mul_(1 + largest.float()[:, None]))
