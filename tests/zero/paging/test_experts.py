@@ -197,6 +197,25 @@ def test_checkpointed(store: TieredStore, recompute: bool, update: str) -> None:
     assert same(dict(memory.state_dict()), dict(paged.state_dict()))
 
 
+@pytest.mark.parametrize("how", ["eager", "grouped"])
+def test_what_is_computed_again_keeps_no_expert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """The eight experts of a layer are more than the budget, and backward needs each of them after all have computed."""
+    monkeypatch.setattr(f"{__name__}.WIDTH", 64)
+    monkeypatch.setattr(f"{__name__}.INNER", 192)
+    with TieredStore.open(tmp_path / "store", dram="1MiB") as store:
+        memory, paged = build(how, recompute=False), zero.page(build(how, recompute=False), store)
+        assert sum(unit.plan.nbytes for unit in _pager(paged).units if unit.plan.of_expert) > 2 << 20
+        x = torch.randn(40, WIDTH)
+        for model in (memory, paged):
+            for block in model.blocks:
+                block.experts.requires_grad_(False)  # whose gradients would take turns with them
+            model(x, torch.zeros(EXPERTS)).square().mean().backward()
+        for (name, one), other in zip(memory.named_parameters(), paged.parameters(), strict=True):
+            assert (one.grad is None) is (other.grad is None), name
+            assert one.grad is None or torch.equal(one.grad, other.grad.clone()), name
+        store.close()
+
+
 @pytest.mark.soak
 @COMPILES
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo's own reads

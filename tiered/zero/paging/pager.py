@@ -565,6 +565,8 @@ class Pager:
         return tuple(one.name for whole, one in self.sliced.items() if one.rows is not None and id(whole) in others)
 
     def _is_hooked(self, module: nn.Module) -> bool:
+        if any(one in self.sliced for one in module._parameters.values()):
+            return True  # it holds nothing, but what autograd saves of slices is to be a reference there
         return module in self._held or (module is self.model and is_called(module))
 
     def _guarded(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
