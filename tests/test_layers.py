@@ -285,7 +285,8 @@ CLASSES_TWICE = {"Engine": ["engine.engine", "integrations.deepspeed.engine"]}
 # + 500: operations are timed in turns; what is saved between split modules has names that layers share.
 # bench + 1,600: a step of adapters over packed layers of a 70B model, beside computing and the drive.
 # + 100, libaio_ext + 50: what the largest scale of floats of 4 bits makes of 0 and 0.5.
-TOTALS = {"tiered": 539_700, "bench": 123_600, "libaio_ext": 15_800}
+# + 450: what becomes of each weight as adapters are merged that modules share; adapters that peft does not merge.
+TOTALS = {"tiered": 540_150, "bench": 123_600, "libaio_ext": 15_800}
 
 # Compiled, without a Python file.
 EXTENSIONS = {"io._aio": "io", "links._disk": "links", "packing._unpack": "packing", "tables._rows": "tables"}

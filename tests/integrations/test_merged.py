@@ -31,6 +31,16 @@ CASES: dict[str, tuple[Any, dict[str, Any], str | None]] = {
     "exact, embedding, biases": (llama, LINEAR | {"target_modules": ["embed_tokens", "q_proj"], "bias": "lora_only"}, None),
     "exact, slices of experts": (experts, LINEAR | {"target_modules": ["v_proj"], "target_parameters": EXPERTS}, None),
     "VeRA, whose matrices are shared": (llama, {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_weights": False}, "int8"),
+    "VBLoRA, whose vectors are shared": (
+        *(llama, {"r": 4, "num_vectors": 8, "vector_length": 32, "topk": 2, "target_modules": ["q_proj", "v_proj"]}),
+        "int4",
+    ),
+    "tied, both trained as one": (
+        tied,
+        LINEAR | {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"], "ensure_weight_tying": True},
+        None,
+    ),
+    "tied, tokens of both": (tied, LINEAR | {"target_modules": ["q_proj"], "trainable_token_indices": [1, 5]}, None),
     "a table of tokens": (llama, LINEAR | {"trainable_token_indices": {"embed_tokens": [1, 3]}}, None),
 }
 
@@ -43,12 +53,15 @@ def test_values_are_those_of_merging_in_memory(tmp_path: Path, case: str, dtype:
         pytest.skip("rounded in the same way as the others")
     if quantize == "nf4":
         pytest.importorskip("bitsandbytes")
+    if "ensure_weight_tying" in options and not hasattr(peft.LoraConfig(), "ensure_weight_tying"):
+        pytest.skip("this peft has two copies")
+    config = {"VeRA": peft.VeraConfig, "VBLoRA": peft.VBLoRAConfig}.get(case.partition(",")[0], peft.LoraConfig)
     folder = saved(make, tmp_path / "model")
     kind = type(make())
 
     def adapted(model: Any) -> Any:
         torch.manual_seed(1)
-        found = peft.get_peft_model(model, (peft.VeraConfig if "VeRA" in case else peft.LoraConfig)(**options))
+        found = peft.get_peft_model(model, config(**options))
         with torch.no_grad():
             for name, parameter in found.named_parameters():
                 if parameter.requires_grad:
@@ -88,8 +101,13 @@ def test_what_cannot_be_merged_is_named(tmp_path: Path) -> None:
         options = LINEAR | {"target_modules": ["embed_tokens"]}
         config = peft.LoraConfig(**options)
         model = from_pretrained(type(tied()), folder, store, prepare=lambda base: peft.get_peft_model(base, config))
-        with pytest.raises(MisuseError, match=r"'model.embed_tokens' and 'lm_head' share a weight"):
+        with pytest.raises(MisuseError, match=r"'lm_head' and 'model.embed_tokens' share a weight"):
             export_merged(model, tmp_path / "merged")
         with pytest.raises(MisuseError, match=r"what is merged is a peft\.PeftModel"):
             export_merged(model.get_base_model(), tmp_path / "merged")
+    with TieredStore.open(tmp_path / "other", dram="2MiB") as store:
+        poly = peft.PolyConfig(r=4, target_modules=["q_proj"], n_tasks=2)
+        model = from_pretrained(type(tied()), folder, store, prepare=lambda base: peft.get_peft_model(base, poly))
+        with pytest.raises(MisuseError, match=r"peft does not merge adapters of type peft\.tuners\.poly\.layer\.Linear"):
+            export_merged(model, tmp_path / "merged")
     assert not (tmp_path / "merged").exists()

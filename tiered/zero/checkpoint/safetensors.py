@@ -185,6 +185,8 @@ class Changes:
 
     def contents(self, dtype: torch.dtype | None) -> Iterator[memoryview]:
         for module, change in self.modules.items():
+            if not change.described:  # all of it is another module's, too
+                continue
             made = change.made()
             for name, like in change.described.items():
                 value = made[name]
