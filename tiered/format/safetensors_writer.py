@@ -1,8 +1,10 @@
-"""The writer of safetensors files with their index: all of them, durable, or none.
+"""The writer of safetensors files with their index, and of small files beside them: all of them, durable, or none.
 
 Files have temporary names until the last byte of the last one is on the disk. Their blocks are allocated first, so a full disk
 is found before anything is computed. Existing files are replaced only on request, and only where their index says that they are
-of an earlier export.
+of an earlier export. While they are replaced, a hidden file says of which ones this is true, so that who kills the process can
+have it done again; and what is beside the weights has changed before the first of them, so weights never have another's
+configuration.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tiered.errors import CapacityError, MisuseError, TieredError, one_of
@@ -28,7 +30,9 @@ MADE_BY = "tiered"
 SMALLEST_SHARD = 1 << 10
 """Bytes: less would be a file for each tensor."""
 _WEIGHTS = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors", re.ASCII)
-_PART = re.compile(r"\.model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?\.tiered-part", re.ASCII)
+_PART = re.compile(r"\..+\.tiered-part")
+_REPLACED = ".model.safetensors.replaced.json"
+"""Names the files that are being replaced, and those that replace them, as an index does."""
 _HEADER_SHARE = 50_000_000
 """Estimated bytes of header at which a file gets no more tensors."""
 _WRITTEN = 64 << 20
@@ -40,10 +44,15 @@ Existing = str
 
 class Shards:
     """The files of an export: ``entries``, in their order, divided into as few as ``limit`` (bytes of tensors, or "5GB")
-    allows."""
+    allows, and the contents of files ``beside`` them, by name, which replace what is there of that name."""
 
     def __init__(
-        self, folder: str | os.PathLike[str], entries: Sequence[SafetensorsEntry], limit: int | str, existing: Existing
+        self,
+        folder: str | os.PathLike[str],
+        entries: Sequence[SafetensorsEntry],
+        limit: int | str,
+        existing: Existing,
+        beside: Mapping[str, bytes] | None = None,
     ) -> None:
         """Divide the entries. Raises MisuseError for bad arguments, two tensors of one name, files that exist already, and the
         folder of a store."""
@@ -65,7 +74,7 @@ class Shards:
             entry.name: (number, entry.offset) for number, (_, placed) in enumerate(self._shards) for entry in placed
         }
         self._entries = entries
-        self._existing = existing
+        self._existing, self._beside = existing, dict(beside or {})
         self._old = self._refuse_others()
 
     @property
@@ -88,8 +97,12 @@ class Shards:
                     for name, (header, placed) in zip(self._names, self._shards, strict=True):
                         folder.reserve(name, max(len(header), *(entry.offset + entry.spec.nbytes for entry in placed)))
                     self._write_all(folder, contents, progress or (lambda done, total: None))
-                    folder.write_text(INDEX, self._index())
-                    folder.publish([*self._names, INDEX], [INDEX, *sorted(self._old)])
+                    for name, contained in self._beside.items():
+                        folder.write_small(name, contained)
+                    weights = {entry.name: self._names[self._place[entry.name][0]] for entry in self._entries}
+                    folder.write_small(INDEX, self._index(weights))
+                    folder.write_small(_REPLACED, self._index({name: name for name in {*self._names, *self._old}}))
+                    folder.publish([*self._beside, *self._names, INDEX], sorted(self._old))
                 except BaseException:
                     folder.discard()
                     raise
@@ -133,10 +146,9 @@ class Shards:
         finally:
             folder.close_files()
 
-    def _index(self) -> str:
-        weights = {entry.name: self._names[self._place[entry.name][0]] for entry in self._entries}
+    def _index(self, weights: Mapping[str, str]) -> bytes:
         index = {"metadata": {"total_size": self.total, "made_by": MADE_BY}, "weight_map": weights}
-        return json.dumps(index, indent=2) + "\n"
+        return (json.dumps(index, indent=2) + "\n").encode()
 
     def _refuse_others(self) -> set[str]:
         """Return the files of an earlier export, to be replaced. Raises MisuseError for foreign files, or where none may be
@@ -152,11 +164,11 @@ class Shards:
         there = {name for name in names if _WEIGHTS.fullmatch(name) or name == INDEX}
         if not there:
             return set()
-        ours = _ours(self.folder / INDEX)
-        foreign = sorted(there - ours - {INDEX}) if ours is not None else sorted(there)
+        ours, replaced = _ours(self.folder / INDEX), _ours(self.folder / _REPLACED)
+        foreign = sorted(there - (ours or set()) - (replaced or set()) - (set() if ours is None else {INDEX}))
         if foreign:
             what = self.folder / foreign[0]
-            raise MisuseError(f"{what} exists already and is not of a complete export, so it is kept: name another folder")
+            raise MisuseError(f"{what} exists already and is not of an export, so it is kept: name another folder")
         if self._existing == "refuse":
             raise MisuseError(f"{self.folder} holds an earlier export: name another folder, or existing='overwrite'")
         return there - {INDEX}
@@ -169,6 +181,7 @@ class _Folder:
         self._folder = folder
         self._fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._made: list[str] = []
+        self._old: Collection[str] = ()
         self._files: list[int] = []
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -202,30 +215,42 @@ class _Folder:
         while self._files:
             os.close(self._files.pop())
 
-    def write_text(self, name: str, text: str) -> None:
-        self.reserve(name, len(text.encode()))
+    def write_small(self, name: str, contents: bytes) -> None:
+        self.reserve(name, max(len(contents), 1))  # an empty file has no blocks
         fd = self.open(name)
-        _pwrite(fd, memoryview(text.encode()), 0)
+        os.ftruncate(fd, len(contents))
+        _pwrite(fd, memoryview(contents), 0)
         _finish(fd)
         self.close_files()
 
-    def publish(self, names: Sequence[str], old: Iterable[str]) -> None:
-        """Remove the replaced files, their index first; then give the new ones their names, in order."""
-        for name in old:
+    def publish(self, names: Sequence[str], old: Collection[str]) -> None:
+        """Remove the ``old`` files, their index first; then give the new ones their names, in order."""
+        there, self._old = set(os.listdir(self._fd)), old
+        self._rename(_REPLACED)
+        os.fsync(self._fd)
+        for name in (INDEX, *old):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=self._fd)
         for name in names:
             if name == names[-1]:
                 os.fsync(self._fd)  # an index never exists without its files
-            self._made.append(name)
-            os.rename(_part(name), name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+            if name not in there or name in old or name == INDEX:
+                self._made.append(name)
+            self._rename(name)
         os.fsync(self._fd)
+        os.unlink(_REPLACED, dir_fd=self._fd)
+
+    def _rename(self, name: str) -> None:
+        os.rename(_part(name), name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
 
     def discard(self) -> None:
         self.close_files()
         for name in reversed(self._made):
             with contextlib.suppress(OSError):
                 os.unlink(name, dir_fd=self._fd)
+        with contextlib.suppress(OSError):
+            if not {*os.listdir(self._fd)} & {*self._old}:
+                os.unlink(_REPLACED, dir_fd=self._fd)
 
     def close(self) -> None:
         self.close_files()

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -42,6 +43,7 @@ __all__ = [
     "put_file",
     "refuse_no_cache",
     "refuse_unfinished",
+    "saved_by",
 ]
 
 CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
@@ -73,6 +75,15 @@ def files_of(folder: Path) -> dict[str, bytes]:
                 )
             found[path.name] = path.read_bytes()
     return found
+
+
+def saved_by(*several: Any) -> dict[str, bytes]:
+    """Return the files that ``save_pretrained`` of each one that is not None writes, by name."""
+    with tempfile.TemporaryDirectory(prefix="tiered-") as made:
+        for one in several:
+            if one is not None:
+                one.save_pretrained(made)
+        return {path.name: path.read_bytes() for path in Path(made).iterdir() if path.is_file()}
 
 
 def keep(store: TieredStore, name: str, files: Mapping[str, bytes], opening: Mapping[str, str]) -> None:

@@ -20,8 +20,10 @@ import tiered.format.safetensors_writer
 from tests.quick import quick
 from tests.zero.models import Mixed, Tied
 from tiered import CapacityError, ManifestError, MisuseError, TieredStore, zero
-from tiered.format.safetensors import INDEX
+from tiered.format.safetensors import INDEX, SINGLE, entry_of
+from tiered.format.safetensors_writer import Shards, _Folder
 from tiered.store.at_rest import StoreAtRest
+from tiered.types import TensorSpec
 from tiered.zero.checkpoint.safetensors import CONVERTED_AT_ONCE, export_at_rest, export_of_ranks
 
 DRAM = "2MiB"
@@ -324,6 +326,64 @@ def test_an_export_that_fails_leaves_nothing(tmp_path: Path, what: str, monkeypa
         zero.export(model, out, existing="overwrite")
         assert sorted(os.listdir(out)) == ["model.safetensors", INDEX]
         store.close()
+
+
+@pytest.mark.parametrize("before", [None, 1, 3])
+@pytest.mark.parametrize("now", [1, 2])
+def test_a_process_that_is_killed_as_files_are_replaced(tmp_path: Path, before: int | None, now: int) -> None:
+    """After each change of the folder: what has all files of weights has the configuration that belongs to them, and the
+    export can be done again, which leaves nothing of the other."""
+
+    def write(out: Path, tensors: int, said: bytes, existing: str = "overwrite") -> None:
+        entries = [entry_of(f"t{number}", TensorSpec("uint8", (8,), 1)) for number in range(tensors)]
+        contents = (memoryview(said * 8) for _ in entries)
+        Shards(out, entries, 8, existing, {"config.json": said}).write(contents)
+
+    def found(out: Path) -> bytes | None:
+        """Return what all weights say, None where they are not complete, as transformers looks for them."""
+        names = [SINGLE] if (out / SINGLE).exists() else []
+        if not names and (out / INDEX).exists():
+            names = sorted({*json.loads((out / INDEX).read_text())["weight_map"].values()})
+        values = [value.numpy().tobytes() for name in names for value in load_file(out / name).values()]
+        assert len({*values}) < 2
+        return values[0][:1] if values else None
+
+    class Killed(BaseException):
+        pass
+
+    struck = 0
+    while True:
+        out, left = tmp_path / str(struck), struck
+        if before is not None:
+            write(out, before, b"a", "refuse")
+
+        def counted(call: Any) -> Any:
+            def change(*args: Any, **kwargs: Any) -> None:
+                nonlocal left
+                if not left:
+                    raise Killed
+                left -= 1
+                call(*args, **kwargs)
+
+            return change
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_Folder, "discard", _Folder.close_files)
+            patch.setattr("os.rename", counted(os.rename))
+            patch.setattr("os.unlink", counted(os.unlink))
+            try:
+                write(out, now, b"b")
+            except Killed:
+                struck += 1
+            else:
+                break
+        said = found(out)
+        assert said is None or said == (out / "config.json").read_bytes()
+        write(out, now, b"c")
+        names = [SINGLE] if now == 1 else [f"model-0000{number}-of-0000{now}.safetensors" for number in range(1, now + 1)]
+        assert sorted(os.listdir(out)) == sorted(["config.json", *names, INDEX])
+        assert found(out) == (out / "config.json").read_bytes() == b"c"
+    assert struck > now + 3
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

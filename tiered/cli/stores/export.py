@@ -101,10 +101,7 @@ def _run(parsed: argparse.Namespace, given: list[str]) -> int:
                     _refuse_unfinished(store, parsed.model)
                     kept, out = _kept(store, parsed.model, parsed.dtype), Path(parsed.out).expanduser()
                     _refuse_others(out, kept, replaces=parsed.existing == "overwrite")
-                    names = export_at_rest(store, out, **wanted)
-                    for file, contents in kept.items():
-                        (out / file).write_bytes(contents)
-                    beside = list(kept)
+                    names, beside = export_at_rest(store, out, **wanted, beside=kept), list(kept)
                     of = f"generation {store.manifest.generation}"
     except Stopped as stopped:
         print("tiered: stopped; nothing was left behind", file=sys.stderr)

@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -21,6 +20,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, Tra
 from torch import nn
 
 from tiered.errors import MisuseError, expect_type
+from tiered.integrations.kept import saved_by
 from tiered.zero.checkpoint.safetensors import Changes, Progress, Replaced, export_with
 from tiered.zero.paging.pager import pager_of
 
@@ -64,11 +64,10 @@ def export_merged(
     _refuse_unmergeable(adapted.values())
     written: set[int] = set()
     changed = {name: Replaced(_described(module, written), partial(_merged, module)) for name, module in adapted.items()}
-    files = export_with(
-        model, folder, Changes(changed, PREFIX), shard=shard, dtype=dtype, existing=existing, progress=progress
+    changes, beside = Changes(changed, PREFIX), _configuration(model.get_base_model(), dtype)
+    return export_with(
+        model, folder, changes, beside=beside, shard=shard, dtype=dtype, existing=existing, progress=progress
     )
-    _write_configuration(model.get_base_model(), Path(folder), dtype)
-    return files
 
 
 def _adapted(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -178,18 +177,15 @@ def _without_adapters(module: Any) -> nn.Module:
     return left
 
 
-def _write_configuration(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> None:
-    """Write what transformers wants beside the weights, as far as the model has it; nothing of it says that weights are packed,
-    which these are not."""
+def _configuration(model: nn.Module, dtype: torch.dtype | None) -> dict[str, bytes]:
+    """Return the files that transformers wants beside the weights, by name, as far as the model has it; nothing of it says that
+    weights are packed, which these are not."""
     config: Any = copy.deepcopy(getattr(model, "config", None))
     if not hasattr(config, "save_pretrained"):
-        return
+        return {}
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     if dtype is not None:
         config.dtype = dtype
     config.architectures = [type(model).__name__]
-    config.save_pretrained(folder)
-    generation: Any = getattr(model, "generation_config", None)
-    if generation is not None:
-        generation.save_pretrained(folder)
+    return saved_by(config, getattr(model, "generation_config", None))

@@ -31,6 +31,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback
 from tiered import zero
 from tiered.errors import MisuseError, expect_type, one_of, shown, whole_number
 from tiered.format.foreign.documents import json_of
+from tiered.integrations.kept import saved_by
 from tiered.integrations.saves import MARK, marks_of
 from tiered.reporting.page import page, refuse_foreign, write_page
 from tiered.reporting.record import RunRecord
@@ -39,6 +40,7 @@ from tiered.types import VERSION, Owner
 from tiered.zero.checkpoint.checkpoint import Training, extra_of
 from tiered.zero.checkpoint.exports import sync_all
 from tiered.zero.checkpoint.loaders import of_random, random_states
+from tiered.zero.checkpoint.safetensors import NOTHING_CHANGED, export_with
 from tiered.zero.checkpoint.torch_writer import mapped, save_optimizer
 from tiered.zero.paging.pager import Pager, StateListing, pager_of
 from tiered.zero.rules.known import OPTIMIZERS
@@ -300,15 +302,14 @@ class CommitCheckpoints:
             super()._save(folder, _Values(model) if state_dict is None else state_dict)  # type: ignore[misc]
             return
         os.makedirs(folder, exist_ok=True)
-        zero.export(model, folder, existing="overwrite")
-        if isinstance(model, PreTrainedModel):
-            model.config.architectures, model.config.dtype = [type(model).__name__], str(model.dtype).removeprefix("torch.")
-            model.config.save_pretrained(folder)
-            if model.can_generate():
-                model.generation_config.save_pretrained(folder)
         processing = this.processing_class or getattr(this.data_collator, "tokenizer", None)
         if processing is not None:
             processing.save_pretrained(folder)
+        beside: dict[str, bytes] = {}
+        if isinstance(model, PreTrainedModel):
+            model.config.architectures, model.config.dtype = [type(model).__name__], str(model.dtype).removeprefix("torch.")
+            beside = saved_by(model.config, model.generation_config if model.can_generate() else None)
+        export_with(model, folder, NOTHING_CHANGED, beside=beside, existing="overwrite")
         torch.save(this.args, os.path.join(folder, "training_args.bin"))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:

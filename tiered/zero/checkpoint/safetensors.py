@@ -35,7 +35,8 @@ from tiered.zero.rank_stores import shared_json
 from tiered.zero.record import in_memory, plans, type_named
 
 __all__ = [
-    *("Changes", "Pretrained", "Progress", "Replaced", "export", "export_at_rest", "export_of_ranks", "export_with"),
+    *("NOTHING_CHANGED", "Changes", "Pretrained", "Progress", "Replaced"),
+    *("export", "export_at_rest", "export_of_ranks", "export_with"),
     *("models_in", "parameters_of", "pieces_of", "refuse_older"),
 ]
 
@@ -204,12 +205,13 @@ def export_with(
     folder: str | os.PathLike[str],
     changes: Changes,
     *,
-    shard: int | str,
-    dtype: torch.dtype | None,
-    existing: Existing,
-    progress: Progress | None,
+    beside: Mapping[str, bytes] | None = None,
+    shard: int | str = "5GB",
+    dtype: torch.dtype | None = None,
+    existing: Existing = "refuse",
+    progress: Progress | None = None,
 ) -> list[str]:
-    """Write a model with ``changes``, as ``export`` does, and raises."""
+    """Write a model with ``changes``, and files ``beside`` it by name, as ``export`` does, and raises."""
     expect_dtype("dtype", dtype, WRITTEN_AS)
     pager = pager_of(model)
     for unit in pager.units:
@@ -230,7 +232,7 @@ def export_with(
     shards: Shards | None = None
     try:
         if pager.partition.rank == 0:  # the folder of this name on another node is not looked at
-            shards = _shards(folder, entries, shard, existing)
+            shards = _shards(folder, entries, shard, existing, beside)
     finally:  # where it cannot begin, it keeps the others from it
         files = _of_first(pager, None if shards is None else shards.files)
     if files is None:
@@ -255,12 +257,16 @@ def export_with(
 
 
 def _shards(
-    folder: str | os.PathLike[str], entries: Sequence[SafetensorsEntry], shard: int | str, existing: Existing
+    folder: str | os.PathLike[str],
+    entries: Sequence[SafetensorsEntry],
+    shard: int | str,
+    existing: Existing,
+    beside: Mapping[str, bytes] | None = None,
 ) -> Shards:
     """Return the files of an export. Raises MisuseError where ``folder`` has the name of a file."""
     if os.fspath(folder).endswith(".safetensors") and not os.path.isdir(os.path.expanduser(folder)):
         raise MisuseError(f"{folder} is the name of a file, and an export is a folder of files with an index: name a folder")
-    return Shards(folder, entries, shard, existing)
+    return Shards(folder, entries, shard, existing, beside)
 
 
 def _of_first(pager: Pager, files: list[str] | None) -> list[str] | None:
@@ -355,8 +361,10 @@ def export_at_rest(
     existing: Existing = "refuse",
     progress: Progress | None = None,
     values: Values = "param",
+    beside: Mapping[str, bytes] | None = None,
 ) -> list[str]:
-    """Export, without the model, the checkpoint of the one that is named ``model``, or of the only one in ``store``.
+    """Export, without the model, the checkpoint of the one that is named ``model``, or of the only one in ``store``, and files
+    ``beside`` it, by name.
 
     A store without a model gives its tensors, under their keys. Updates that are pending are applied to copies: of one unit and
     its gradient, and a chunk of its states at a time. ``values``: of parameters, or of their average. Raises MisuseError (no or
@@ -380,7 +388,7 @@ def export_at_rest(
         refuse_older(store, name, plans(record)[0])
         source = CheckpointSource([store], name, states=False, average=values == "average")
         entries, contents = _of_checkpoint(source, dtype, values)
-    shards = _shards(folder, entries, shard, existing)
+    shards = _shards(folder, entries, shard, existing, beside)
     shards.write(contents, progress)
     return shards.files
 
