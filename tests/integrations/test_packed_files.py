@@ -367,11 +367,11 @@ def test_floats_of_8_bits_with_other_scales_are_named(tmp_path: Path) -> None:
     weight, scales = "model.layers.0.mlp.down_proj.weight", "model.layers.0.mlp.down_proj.weight_scale_inv"
     for change, says in (
         (lambda tensors: tensors.update({scales: torch.ones(1, 1)}), r"scales of shape \[1, 1\] of torch\.float"),
-        (lambda tensors: tensors.update({scales: torch.ones(2, 5, dtype=torch.int32)}), r"scales of .* of torch\.int32"),
+        (lambda tensors: tensors.update({scales: torch.ones(2, 5, dtype=torch.int32)}), r"torch\.int32; known .* torch\.float32"),
         (lambda tensors: tensors.pop(scales), "it lacks '_scale_inv'"),
         (lambda tensors: tensors.update({weight: tensors[weight].to(torch.float8_e4m3fnuz)}), "known are matrices of"),
         (lambda tensors: tensors.update({weight: tensors[weight].float().to(torch.int8)}), "of torch.int8; known are"),
-        (lambda tensors: tensors.pop(weight), "it lacks ''"),
+        (lambda tensors: tensors.pop(weight), "it lacks the tensor of that name, which has its codes"),
     ):
         before = (tmp_path / "model.safetensors").read_bytes()
         changed(tmp_path, change)  # type: ignore[arg-type]
@@ -691,7 +691,7 @@ def other_state(**values: Any) -> Callable[[dict[str, torch.Tensor]], None]:
 
 WRONG: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], str]] = {
     "no largest values": (lambda tensors: tensors.pop(f"{WEIGHT}.absmax"), r"lacks '\.absmax'"),
-    "no codes": (lambda tensors: tensors.pop(WEIGHT), "lacks ''"),
+    "no codes": (lambda tensors: tensors.pop(WEIGHT), "it lacks the tensor of that name"),
     "fewer codes": (lambda tensors: tensors.update({WEIGHT: tensors[WEIGHT][:-1].clone()}), "'of codes' has 6,143 elements"),
     "other blocks": (other_state(blocksize=128), "in blocks of 128; known are blocks of 64"),
     "another shape": (other_state(shape=[192, 128]), "elements of torch.uint8"),

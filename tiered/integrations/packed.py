@@ -179,6 +179,8 @@ def united(tensors: Mapping[str, Deferred], how: Mapping[str, Any], where: str) 
                 raise KeyError(ROWS)
         except (KeyError, TypeError, ValueError, msgspec.DecodeError) as error:
             why = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+            if error.args == ("",):
+                why = "it lacks the tensor of that name, which has its codes"
             raise MisuseError(f"weight {quoted(weight)} in {where} is packed in a way that is not known: {why}") from None
     return found
 
@@ -250,8 +252,10 @@ def _scaled(codes: Deferred | None, scales: Deferred, blocks: Sequence[Block], k
         grids = [(Int8.form, (rows if down else 1, 1)) for down, along in blocks if down in (1, None) and along is None]
     shape = (1, 1) if scales.numel() == 1 else tuple(scales.shape)
     found = [form for form, grid in grids if grid == shape]  # where there are two, their blocks have the same elements
-    if not found or scales.dtype not in (TYPES if whole else (*TYPES, EXPONENTS, torch.uint8)):
+    types = TYPES if whole else (*TYPES, EXPONENTS, torch.uint8)
+    if not found or scales.dtype not in types:
         those = " or ".join(f"{list(grid)} ({form})" for form, grid in grids)
+        those += f", of {', '.join(dict.fromkeys(map(str, types)))}"
         raise ValueError(f"scales of shape {list(scales.shape)} of {scales.dtype}; known are {those}")
     pack = partial(_pack_rows if whole else _pack_floats, codes, scales)
     return Deferred.packed(codes, codes.shape, torch.float32, found[0], pack)
