@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,7 +25,7 @@ from tiered.cli.main import main  # noqa: E402
 from tiered.integrations import importing  # noqa: E402
 from tiered.integrations.kept import opening_of  # noqa: E402
 from tiered.integrations.transformers import from_pretrained, import_model, open_model, open_tokenizer  # noqa: E402
-from tiered.integrations.transformers.gguf import GgufModel  # noqa: E402
+from tiered.integrations.transformers.gguf import GgufModel, _Sources  # noqa: E402
 from tiered.zero.construction import deferred  # noqa: E402
 from tiered.zero.paging.pager import pager_of  # noqa: E402
 
@@ -312,7 +314,11 @@ def test_what_cannot_be_is_named(
     write(tmp_path / FILE, "llama", fields, {name: one for name, one in tensors.items() if name != "blk.1.attn_k.weight"})
     refused(tmp_path, MisuseError, r"lack 'model\.layers\.1\.self_attn\.k_proj\.weight'")
     write(tmp_path / FILE, "llama", fields | {"embedding_length": 128}, tensors)
-    refused(tmp_path, MisuseError, "weight '.*' in .* is of shape .* by its config.json")
+    refused(tmp_path, MisuseError, f"weight '.*' in .*{FILE} is of shape .* by its header")
+    write(tmp_path / FILE, "llama", fields | {"attention.head_count": 0}, tensors)
+    refused(tmp_path, MisuseError, rf"transformers .*{tmp_path}/{FILE}")
+    write(tmp_path / FILE, "llama", fields | {"embedding_length": float(HIDDEN)}, tensors)
+    refused(tmp_path, MisuseError, f"transformers cannot read the configuration in {tmp_path}/{FILE}: .*hidden_size")
     write(tmp_path / FILE, "qwen35", fields, tensors)
     refused(tmp_path, MisuseError, r"transformers does not read .*qwen35\.ssm\.time_step_rank")
     write(tmp_path / FILE, "rwkv6", fields, tensors)
@@ -357,6 +363,15 @@ def test_what_transformers_makes_of_tensors_is_known_or_refused(tmp_path: Path, 
     refused(tmp_path, MisuseError, r"'model\.layers\.0\.mlp\.up_proj\.weight' of tensor 'blk\.0\.ffn_up\.weight' .* not known")
     monkeypatch.setitem(TENSOR_PROCESSORS, "llama", Sums)
     refused(tmp_path, MisuseError, r"'blk\.0\.ffn_up\.weight' in .* becomes one of shape \[1, 256\], and .* has \[512, 256\]")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e300, 0.0, -7.0, 2.0**70])
+def test_numbers_of_no_rows_are_told(value: float) -> None:
+    """What a function makes of numbers of rows may be anything, as that of an exponential."""
+    sources = _Sources()
+    numbers = sources.add(torch.zeros(4, 256), (4, 256))  # type: ignore[arg-type]
+    for made in (np.full_like(numbers, value), np.where(numbers > numbers[0, 0], numbers, value)):
+        assert sources.moved(made, (4, 256)) is None
 
 
 def test_a_type_that_the_library_does_not_unpack_is_named(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ MAGIC, VERSIONS = b"GGUF", (2, 3)
 MOST_HEADER = 256 << 20
 """Bytes; vocabularies are in it."""
 LONGEST_STRING = 16 << 20
-MOST_DIMENSIONS, ALIGNMENT = 4, 32
+MOST_DIMENSIONS, ALIGNMENT, ALIGNED = 4, 32, "general.alignment"
 SHORT_LIST = 8192
 """Bytes; lists with something for each layer are shorter, and those of a vocabulary longer."""
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -76,6 +76,8 @@ class GgufFile(WeightFiles):
             if header.take(4) != MAGIC:
                 raise GgufError(f"{told} is not a GGUF file")
             version, count, fields = header.numbers("IQQ")
+            if version not in VERSIONS and struct.unpack(">I", struct.pack("<I", version))[0] in VERSIONS:
+                raise GgufError(f"{told} is big-endian; known are little-endian files: convert the model again")
             if version not in VERSIONS:
                 raise GgufError(f"{told} is of version {version} of GGUF; known are {' and '.join(map(str, VERSIONS))}")
             for _ in range(fields):
@@ -91,20 +93,20 @@ class GgufFile(WeightFiles):
         return list(self._placed(described, begin, nbytes, told))
 
     def outline(self, counts: Mapping[str, int]) -> bytes:
-        """Return a file with the same metadata, but without its long lists, and with tensors of the same names, of one number
-        each: for readers that take a long time for lists. ``counts``: names of lists, and how many zeros are in them."""
+        """Return a file with the same metadata, but without its long lists and its alignment, and with tensors of the same
+        names, of one number each: for readers that take a long time for lists. ``counts``: names of lists, and how many zeros
+        are in them."""
         lists = {name: struct.pack("<IIQ", ARRAY, 0, count) + bytes(count) for name, count in counts.items()}
-        fields = [_text(name) + value for name, value in (self._kept | lists).items()]
-        step = max(4, self.alignment)
-        tensors = [_text(name) + struct.pack("<IQIQ", 1, 1, 0, place * step) for place, name in enumerate(self.tensors)]
+        fields = [_text(name) + value for name, value in (self._kept | lists).items() if name != ALIGNED]
+        tensors = [_text(name) + struct.pack("<IQIQ", 1, 1, 0, place * ALIGNMENT) for place, name in enumerate(self.tensors)]
         head = MAGIC + struct.pack("<IQQ", VERSIONS[-1], len(tensors), len(fields))
         found = b"".join([head, *fields, *tensors])
-        return found + bytes(-len(found) % self.alignment + step * len(tensors))
+        return found + bytes(-len(found) % ALIGNMENT + ALIGNMENT * len(tensors))
 
     @property
     def alignment(self) -> int:
         """Bytes at multiples of which tensors begin."""
-        found = self.metadata.get("general.alignment", ALIGNMENT)
+        found = self.metadata.get(ALIGNED, ALIGNMENT)
         if not isinstance(found, int) or found < 1 or found & (found - 1):
             raise GgufError(f"{self.path} aligns tensors to {found!r:.30}, which is no power of 2")
         return found

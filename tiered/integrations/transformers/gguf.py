@@ -104,7 +104,7 @@ class GgufModel:
         modules."""
         with tempfile.TemporaryDirectory(prefix="tiered-") as made:
             Path(made, CONFIG).write_text(json.dumps(self._document))
-            found = config_of(made)
+            found = config_of(made, called=self._where)
         found._name_or_path = str(self.path)
         return found
 
@@ -369,12 +369,13 @@ class _Sources:
         if numbers.ndim < 2 or numbers.shape[-1] != PROBED:
             return None
         rows = numbers.reshape(-1, PROBED)
-        order = (rows[:, 0] / PROBED).astype(np.int64)
-        if not np.array_equal(rows, order[:, None] * PROBED + np.arange(PROBED)):
+        numbered = np.floor(rows[:, 0] / PROBED)
+        if not np.array_equal(rows, numbered[:, None] * PROBED + np.arange(PROBED)):
             return None
-        owners = np.searchsorted(self._first, order, side="right") - 1
+        owners = np.searchsorted(self._first, numbered, side="right") - 1
         if owners.min() < 0 or owners.max() >= len(self._tensors):
             return None
+        order = numbered.astype(np.int64)
         used, places = np.unique(owners, return_inverse=True)
         parts = [self._tensors[owner] for owner in used]
         if len({(part.shape[1:], part.dtype) for part in parts}) != 1 or last.dim() != 2:

@@ -283,12 +283,17 @@ def _config(path: Path, gguf: GgufModel | None, options: Mapping[str, Any]) -> A
     return config_of(path, trust_remote_code=bool(options.get("trust_remote_code"))) if gguf is None else gguf.config()
 
 
+def _configured(path: Path) -> str:
+    """Return what errors call the place that has the configuration of the model in ``path``."""
+    return "header" if path.suffix == ENDING else CONFIG
+
+
 def _refuse_missing(path: Path, found: dict[str, Any]) -> None:
     """Raise MisuseError where ``found``, what ``transformers`` says of the files, is not all weights of the model."""
     mend = "get the files again; in Python, import_model(..., missing='initialise') initialises what they lack"
     for name, given, wanted in sorted(found["mismatched_keys"]):
         raise MisuseError(
-            f"weight {name!r} in {path} is of shape {list(given)}, and {list(wanted)} by its config.json: {mend}"
+            f"weight {name!r} in {path} is of shape {list(given)}, and {list(wanted)} by its {_configured(path)}: {mend}"
         )
     if lacking := sorted(found["missing_keys"]):
         more = f" and {len(lacking) - 1} more" if lacking[1:] else ""
@@ -301,7 +306,8 @@ def _warn_of_more(path: Path, found: dict[str, Any]) -> None:
     if more:
         which = f"{more[0]!r}" + (f" and {len(more) - 1} more" if more[1:] else "")
         warnings.warn(
-            f"the files in {path} have weights that the model of their config.json does not, and that are left out: {which}",
+            f"the files in {path} have weights that the model of their {_configured(path)} does not, and that are left out: "
+            f"{which}",
             stacklevel=2,
         )
 

@@ -47,11 +47,13 @@ _SIZES = re.compile(r"(size|dim|width|length|capacity|window|ids?|freq|step|inte
 _EXTENTS = re.compile(r"size|dim|width|height|vocab|embd|embed|positions|channels|features|rank", re.IGNORECASE)
 
 
-def config_of(folder: str | os.PathLike[str], *, trust_remote_code: bool = False) -> Any:
+def config_of(folder: str | os.PathLike[str], *, trust_remote_code: bool = False, called: str | None = None) -> Any:
     """Return the configuration in ``folder``. Nothing is downloaded, and no code of the folder is run unless the caller trusts
-    it. Raises MisuseError where it cannot be read, is of a quantised model, or asks for very many modules."""
-    refuse_config(folder)
-    with making(f"transformers cannot read {shown(os.fspath(Path(folder, CONFIG)), 1000)}"):
+    it. ``called``: how errors name what it was read from (default: by its path). Raises MisuseError where it cannot be read, is
+    of a quantised model, or asks for very many modules."""
+    where = shown(os.fspath(Path(folder, CONFIG)), 1000) if called is None else called
+    refuse_document(json_of(Path(folder, CONFIG), CONFIG_BYTES), where)
+    with making(f"transformers cannot read {where if called is None else f'the configuration in {where}'}"):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # transformers would make other modules; here the parameters are packed
