@@ -335,9 +335,9 @@ def test_a_process_that_is_killed_as_files_are_replaced(tmp_path: Path, before: 
     export can be done again, which leaves nothing of the other."""
 
     def write(out: Path, tensors: int, said: bytes, existing: str = "overwrite") -> None:
-        entries = [entry_of(f"t{number}", TensorSpec("uint8", (8,), 1)) for number in range(tensors)]
-        contents = (memoryview(said * 8) for _ in entries)
-        Shards(out, entries, 8, existing, {"config.json": said}).write(contents)
+        entries = [entry_of(f"t{number}", TensorSpec("uint8", (1024,), 1)) for number in range(tensors)]
+        contents = (memoryview(said * 1024) for _ in entries)
+        Shards(out, entries, 1024, existing, {"config.json": said}).write(contents)
 
     def found(out: Path) -> bytes | None:
         """Return what all weights say, None where they are not complete, as transformers looks for them."""
