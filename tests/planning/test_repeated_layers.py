@@ -41,7 +41,7 @@ DEEPSEEK: dict[str, Any] = {
 def of_transformers(kind: str, **more: Any) -> nn.Module:
     import transformers
 
-    config = getattr(transformers, f"{kind.partition('For')[0]}Config")(**SHAPE, **more)
+    config = getattr(transformers, f"{kind.partition('For')[0]}Config")(**SHAPE | more)
     with torch.device("meta"):
         made: nn.Module = getattr(transformers, kind)(config)
     return made
@@ -232,3 +232,14 @@ def test_slices_that_are_taken_together_move_as_many_bytes() -> None:
     assert four.read + four.written == pytest.approx(one.read + one.written, rel=0.05)
     assert four.by_work == pytest.approx(one.by_work)
     assert sum(slices_in_groups(step, 4).initial.values()) == sum(step.initial.values())
+
+
+def test_slices_that_are_taken_together_have_room_with_all_of_their_states() -> None:
+    larger = EXPERTS | {"num_experts": 32, "moe_intermediate_size": 512, "num_hidden_layers": 2}
+    planned, choice = subject(of_transformers("Qwen3MoeForCausalLM", **larger)), Choice("in_backward", "memory", 3 << 20)
+    whole, coarse = (
+        Planner(planned, None, CHOICES["adamw"].usual, Policy(), 1, rehearsed=touches).predict(choice)
+        for touches in (10_000, 10)
+    )
+    assert coarse.touches == whole.touches
+    assert coarse.read + coarse.written == pytest.approx(whole.read + whole.written, rel=0.1)

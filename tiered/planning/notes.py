@@ -204,15 +204,15 @@ def in_groups(step: StepNotes, together: int) -> StepNotes:
     return replace(step, operations=found, activations=sizes)
 
 
-def slices_of(step: StepNotes) -> tuple[int, int]:
-    """Return how many touches of a step are of tensors of slices, such as experts, and of how many slices at most a parameter
-    consists."""
+def slices_of(step: StepNotes) -> tuple[int, int, int]:
+    """Return how many touches of a step are of tensors of slices, such as experts, of how many slices at most a parameter
+    consists, and the bytes of the largest of these tensors."""
     touches, most = 0, 0
     for one in step.operations:
         for key in one.keys if isinstance(one, LeaseNote) else (one.key,) if isinstance(one, CreateNote) else ():
             if found := _SLICE.search(key):
                 touches, most = touches + 1, max(most, int(found[1]) + 1)
-    return touches, most
+    return touches, most, max((nbytes for key, nbytes in step.initial.items() if _SLICE.search(key)), default=0)
 
 
 def slices_in_groups(step: StepNotes, together: int) -> StepNotes:

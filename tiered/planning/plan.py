@@ -431,7 +431,7 @@ class Planner:
         if choice not in self._together_steps:
             step = self.step(choice)
             of_activations = sum(key in step.activations for key in step.touches()[0])
-            step = in_groups(slices_in_groups(step, self._slices(step)), self._pieces(choice, of_activations))
+            step = in_groups(slices_in_groups(step, self._slices(step, choice.dram)), self._pieces(choice, of_activations))
             uses = uses_of(step)
             self._together_steps[choice] = step, bytes_moved(*uses, choice.dram, plan_retention(*uses, choice.dram))
         return self._together_steps[choice]
@@ -591,10 +591,11 @@ class Planner:
             f"{format_size(sharing * memory.process)}, {format_size(more)} too much; {fits}"
         )
 
-    def _slices(self, step: StepNotes) -> int:
-        """Return how many slices of a parameter, such as experts, are played together: a quarter of them at most."""
-        touches, most = slices_of(step)
-        together = max(1, min(-(-touches // self._rehearsed), most // 4))
+    def _slices(self, step: StepNotes, dram: int) -> int:
+        """Return how many slices of a parameter, such as experts, are played together: a quarter of them at most, and no more
+        than an eighth of the budget has, because all states of them need room at a time."""
+        touches, most, largest = slices_of(step)
+        together = max(1, min(-(-touches // self._rehearsed), most // 4, dram // 8 // max(1, largest)))
         if together > 1:
             self.notes["slices of parameters, such as experts, are taken together in the rehearsal"] = None
         return together
