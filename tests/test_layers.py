@@ -282,13 +282,14 @@ CLASSES_TWICE = {"Engine": ["engine.engine", "integrations.deepspeed.engine"]}
 # + 750: types that no model has, options that would be ignored, and folders of stores are refused by name.
 # + 400: a plan notes sequences beyond a model's positions; a field that a tokenizer lacks, and what is no device, are named.
 # + 650: a training by a Trainer that saved nothing goes on; a loss that nothing is trained by, and a new scheduler, are known.
-# + 500: operations are timed in turns; what is saved between split modules has names that layers share.
+# + 600: operations are timed in turns; what is saved between split modules has names that layers share; ways that cannot be
+# faster are not planned, nor chunks and slices together that have no room.
 # bench + 1,600: a step of adapters over packed layers of a 70B model, beside computing and the drive.
 # + 100, libaio_ext + 50: what the largest scale of floats of 4 bits makes of 0 and 0.5.
 # + 450: what becomes of each weight as adapters are merged that modules share; adapters that peft does not merge.
 # + 350: exports have what is beside weights in place with them, and can be done again where they were killed.
 # + 150: errors of a GGUF file name it and its header, its byte order and the types of scales that are known.
-TOTALS = {"tiered": 540_650, "bench": 123_600, "libaio_ext": 15_800}
+TOTALS = {"tiered": 540_750, "bench": 123_600, "libaio_ext": 15_800}
 
 # Compiled, without a Python file.
 EXTENSIONS = {"io._aio": "io", "links._disk": "links", "packing._unpack": "packing", "tables._rows": "tables"}
