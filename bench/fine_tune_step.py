@@ -6,7 +6,7 @@
 
 A Llama of random weights in bf16 is read from files into a store, packed as it comes, with LoRA on all linear layers; all is
 computed in fp32. A step is forward and backward of one sequence, and the update of the adapters. What it must take is the
-larger of two: computing, and the bytes that the kernel read at the rate of the drive, which is measured in the same store.
+larger of two: computing, and the bytes that the kernel read at the rate of the drive, which is measured in the same folder.
 Computing is that of the same adapters over layers in memory, of one layer and of each one more as a model of two has it,
 measured before and after the steps of the store; and unpacking each weight once for each pass, by the store's own kernel. The
 first two steps learn the order and are not counted. Prints Markdown.
@@ -38,6 +38,8 @@ from tiered.types import format_size, parse_size
 
 LEARNED = 2
 RATE = 1e-4
+SMALL = 64 << 20
+"""Bytes of the pool with which the drive is measured."""
 
 
 def adapted(rank: int) -> Callable[[nn.Module], nn.Module]:
@@ -115,9 +117,10 @@ def main() -> None:
     tokens = torch.randint(0, options.vocabulary, (1, options.tokens), generator=torch.Generator().manual_seed(0))
     with tempfile.TemporaryDirectory(dir=options.dir, prefix="bench-fine-tune-step-") as made:
         weights = write_weights(Path(made) / "weights", config)
-        with scratch_store(made, dram=parse_size(options.dram)) as store:
+        with scratch_store(made, dram=SMALL) as store:  # a larger pool would hold what is read
             rates = measure(store)
             assert rates is not None, "the drive has no room"
+        with scratch_store(made, dram=parse_size(options.dram)) as store:
             began = time.perf_counter()
             model = from_pretrained(
                 transformers.AutoModelForCausalLM, Path(made) / "weights", store, dtype=torch.float32,
