@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from tiered import TieredStore
 from tiered.cli.bench.series import Series
 from tiered.errors import TieredError
 from tiered.measuring import fio, meters
@@ -69,6 +72,16 @@ def test_bytes_of_the_disk_are_the_stores_alone() -> None:
     cached = meters.Usage(1.0, 0.5, read=4096, written=100, kernel_read=0, kernel_written=50)
     assert (cached.disk_read, cached.disk_written) == (0, 50)
     assert (meters.Usage(1.0, 0.5, 5, 6, None, None).disk_read, cached.counted_by) == (5, "kernel")
+
+
+@pytest.mark.parametrize("dram", [4 << 20, 1 << 20], ids=["room for all", "room for some"])
+def test_the_drive_is_measured_whatever_the_pool(dram: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meters, "LARGEST_PIECE", 64 << 10)
+    with TieredStore.open(tmp_path, dram=dram) as store:
+        rates = meters.measure(store)
+        assert rates is not None
+        assert min(rates.read, rates.write) > 0
+        assert not [*store]
 
 
 def test_engines_that_do_not_work_are_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -370,6 +370,7 @@ def measure(store: TieredStore) -> Rates | None:
                     store.prefetch(keys[index + 1 : index + 1 + PREFETCHED], tier="dram")
                     with store.lease(key, tier="dram"):
                         pass
+            store.offload(keys)  # else a pool that has room for all of them would keep them
             after = store.statistics().links[-1]
             flows = (after.down, before.down) if direction == "write" else (after.up, before.up)
             rates.append((flows[0].bytes - flows[1].bytes) / max(1e-9, flows[0].busy_seconds - flows[1].busy_seconds))
