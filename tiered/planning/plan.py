@@ -831,7 +831,7 @@ def _predictions(
                 if _is_slower(planner, choice, found):
                     planner.expected -= 1
                     planner.notes[
-                        f"update={choice.update!r} is left out: no step is faster with it than with "
+                        f"update={choice.update!r} is left out: no step is much faster with it than with "
                         f"update={found[-1].choice.update!r}; name it to plan it"
                     ] = None
                 else:
@@ -846,8 +846,8 @@ def _predictions(
 
 
 def _is_slower(planner: Planner, choice: Choice, found: Sequence[Prediction]) -> bool:
-    """Return whether a step that takes long to play cannot be faster than one that was found with another update mode, which
-    keeps the same activations: that one hardly waits, or the drive takes longer for the bytes of this one."""
+    """Return whether a step that takes long to play cannot be much faster than one that was found with another update mode,
+    which keeps the same activations: that one hardly waits, or the drive takes longer for the bytes of this one."""
     same = [one for one in found if replace(one.choice, update=choice.update) == choice]
     if not same or not planner.takes_long(same[0].choice):
         return False
